@@ -1,0 +1,94 @@
+"""Evener: train one PyTorch model on all the devices there are, equal or not, as if they were one device.
+
+::
+
+    import evener
+
+    evener.fit("digits", processes=2)                       # a whole run
+    evener.verify("digits", processes=3)                    # the proof that dividing the work changed nothing
+    evener.launch(function, processes=4)                    # a function of yours on every rank
+
+    with evener.Engine(task, batch_size=64) as engine:      # a loop of your own, on each rank
+        for batch in engine.batches():
+            engine.step(batch)
+
+The public names are those of ``__all__``. They are imported when first used, so that ``evener --help`` does not
+load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener import nn
+    from evener.config import RunConfig
+    from evener.data.batch import Batch, MicroBatch
+    from evener.engine import Engine
+    from evener.errors import EvenerError
+    from evener.fitting import Trained, fit
+    from evener.loss import Loss, Sum, SumLoss, accuracy
+    from evener.records import RunSummary
+    from evener.runtime.launch import launch
+    from evener.runtime.rendezvous import Rendezvous
+    from evener.runtime.session import Session
+    from evener.task import Task
+    from evener.verification import Verification, verify
+
+__all__ = [
+    "Batch",
+    "Engine",
+    "EvenerError",
+    "Loss",
+    "MicroBatch",
+    "Rendezvous",
+    "RunConfig",
+    "RunSummary",
+    "Session",
+    "Sum",
+    "SumLoss",
+    "Task",
+    "Trained",
+    "Verification",
+    "accuracy",
+    "fit",
+    "launch",
+    "nn",
+    "verify",
+]
+
+_HOMES = {
+    "Batch": "data.batch",
+    "Engine": "engine",
+    "EvenerError": "errors",
+    "Loss": "loss",
+    "MicroBatch": "data.batch",
+    "Rendezvous": "runtime.rendezvous",
+    "RunConfig": "config",
+    "RunSummary": "records",
+    "Session": "runtime.session",
+    "Sum": "loss",
+    "SumLoss": "loss",
+    "Task": "task",
+    "Trained": "fitting",
+    "Verification": "verification",
+    "accuracy": "loss",
+    "fit": "fitting",
+    "launch": "runtime.launch",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("evener.nn")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'evener' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"evener.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
+    """``ranks(3).run(function, *args)`` calls the function on three ranks that stay up between tests."""
+    return lambda world_size: rank_pools.setdefault(world_size, RankPool(world_size))
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,99 @@
+"""Ranks that are started once and run many tests: a spawn costs seconds, a call to a running rank does not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+
+def _serve(rank: int, world_size: int, store: str, path: list[str], connection: Connection) -> None:
+    sys.path[:] = path
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            break
+        try:
+            function, args, kwargs = cloudpickle.loads(message)
+            answer = (True, function(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(cloudpickle.dumps(answer))
+    os._exit(0)
+
+
+class RankPool:
+    """``world_size`` processes with one thread each and a gloo process group; ``run`` calls a function on all."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = str(Path(tempfile.mkdtemp(prefix="evener-ranks-")) / "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, store, list(sys.path), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90, **kwargs: Any) -> list[Any]:
+        """What ``function(*args, **kwargs)`` returned on every rank, in order of rank.
+
+        Raises:
+            AssertionError: With the rank's traceback, if it failed on any; the ranks are then started afresh.
+        """
+        if not self._processes:
+            self._start()
+        message = cloudpickle.dumps((function, args, kwargs))
+        for connection in self._connections:
+            connection.send_bytes(message)
+        answers = []
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(timeout):
+                self.close()
+                raise AssertionError(f"rank {rank} did not answer within {timeout} s")
+            answers.append(cloudpickle.loads(connection.recv_bytes()))
+        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
