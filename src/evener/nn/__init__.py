@@ -1,0 +1,15 @@
+"""Layers whose result does not depend on how the batch was divided among ranks."""
+
+from __future__ import annotations
+
+from evener.nn.batch_norm import BatchNorm, exact_batch_norm
+from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, name_dropouts
+
+__all__ = [
+    "BatchNorm",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "exact_batch_norm",
+    "name_dropouts",
+]

@@ -1,0 +1,181 @@
+"""Dropout whose mask belongs to the sample, not to the device that happens to compute it.
+
+A generator's state tells how much was drawn before, and so depends on the division of the batch. Here every
+element of the mask is a function of (seed, step, sample, layer, call, element): a counter-based generator in
+the sense of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), made of torch's integer
+operations alone, which wrap around alike on CPU and CUDA.
+
+The key of a sample and layer comes from SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", 2014) on n numbers. The mask itself is large and uses 32 bits: the counter's hash, keyed
+twice, through the multiplications and shifts of ``lowbias32`` (Wellons, "Prospecting for hash functions",
+2018). Each word decides two elements with 16 bits each, so ``p`` acts rounded to a multiple of 2⁻¹⁶, and the
+scale that keeps the expectation is that of the rounded ``p``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evener.errors import ConfigurationError
+from evener.nn.scope import Scope, current
+
+M = TypeVar("M", bound=nn.Module)
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LOWBIAS = (0x7FEB352D, 0x846CA68B)
+
+
+class Dropout(nn.Dropout):
+    """``nn.Dropout`` whose mask does not depend on the division of the batch.
+
+    Inside Evener's training step, the entries of ``batch_dim`` are the samples of the micro-batch, or equal
+    runs of them as in (samples * tokens, features). A sample's mask depends on its own shape, so that samples
+    padded to different lengths keep theirs only if the padded dimension comes first. Anywhere else, and in
+    evaluation, this is ``nn.Dropout``.
+
+    Args:
+        p: Probability of an element to be zeroed, rounded to a multiple of 2⁻¹⁶ (at least one, unless it is
+            0).
+        inplace: Writes the result over the input.
+        batch_dim: The dimension of the samples.
+    """
+
+    layer: str | None = None
+    """The qualified name of the module in its model, by which masks of different layers differ
+    (:func:`name_dropouts`).
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, batch_dim: int = 0) -> None:
+        super().__init__(p, inplace)
+        self.batch_dim = batch_dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        scope = current()
+        if scope is None or not self.training or self.p in (0, 1):
+            return super().forward(input)
+        factor = self._factor(input.movedim(self.batch_dim, 0), scope).movedim(0, self.batch_dim)
+        return input.mul_(factor) if self.inplace else input * factor
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, batch_dim={self.batch_dim}"
+
+    def _mask_shape(self, input: Tensor) -> tuple[int, ...]:
+        """The shape of the mask for an input with samples first; ones are broadcast."""
+        return tuple(input.shape)
+
+    def _factor(self, input: Tensor, scope: Scope) -> Tensor:
+        """0 or the scale for each element, in the input's dtype."""
+        shape = self._mask_shape(input)
+        samples, rows = len(scope.samples), shape[0]
+        if rows % samples if samples else rows:
+            raise ConfigurationError(
+                f"dropout {self.layer or ''}: dimension {self.batch_dim} of its input has size {rows}, no"
+                f" multiple of the {samples} samples of the micro-batch; name the samples' dimension with"
+                " batch_dim=, or use nn.Dropout, whose mask depends on the division"
+            )
+        if not rows:
+            return input.new_ones(shape)
+        threshold = max(1, round(self.p * 65536))
+        keys = _keys(scope, self._layer_key(scope), input.device)
+        kept = _draws(keys, torch.Size(shape).numel() // samples) >= threshold - 32768
+        return kept.view(shape).to(input.dtype).mul_(65536 / (65536 - threshold))
+
+    def _layer_key(self, scope: Scope) -> int:
+        layer = self.layer if self.layer is not None else f"#{scope.order(self)}"
+        return _hash64(f"{layer}/{scope.call(self)}")
+
+
+class Dropout1d(Dropout):
+    """:class:`Dropout` of whole channels of an (N, C, L) input, as ``nn.Dropout1d``."""
+
+    _dims = 3
+    _plain = staticmethod(F.dropout1d)
+
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        super().__init__(p, inplace)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if current() is None:
+            return self._plain(input, self.p, self.training, self.inplace)
+        return super().forward(input)
+
+    def _mask_shape(self, input: Tensor) -> tuple[int, ...]:
+        if input.dim() != self._dims:
+            raise ConfigurationError(
+                f"{type(self).__name__} takes {self._dims}-dimensional inputs, samples and channels first;"
+                f" got shape {tuple(input.shape)}"
+            )
+        return (*input.shape[:2], *[1] * (self._dims - 2))
+
+
+class Dropout2d(Dropout1d):
+    """:class:`Dropout` of whole channels of an (N, C, H, W) input, as ``nn.Dropout2d``."""
+
+    _dims = 4
+    _plain = staticmethod(F.dropout2d)
+
+
+def name_dropouts(model: M) -> M:
+    """Tells each of the model's :class:`Dropout` its qualified name, so that masks do not depend on the order
+    of construction.
+
+    A module that was never named goes by the place of its first call among those of the step.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.layer = name
+    return model
+
+
+def _signed(value: int, bits: int = 64) -> int:
+    """The value modulo 2^bits as a two's complement number, which is how torch's integers wrap."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _shift_xor_(x: Tensor, shift: int) -> Tensor:
+    """``x ^= x >>> shift`` in place; torch's shift of signed integers is arithmetic, hence the mask."""
+    bits = x.element_size() * 8
+    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (bits - shift)) - 1))
+
+
+def _splitmix64(x: Tensor) -> Tensor:
+    """The SplitMix64 finalizer of each int64."""
+    x = x.clone()
+    for shift, multiplier in _SPLITMIX:
+        _shift_xor_(x, shift).mul_(_signed(multiplier))
+    return _shift_xor_(x, 31)
+
+
+def _keys(scope: Scope, layer_key: int, device: torch.device) -> Tensor:
+    """(n, 2) int32: the key of each sample in this layer, call, step and run."""
+    if device not in scope.keys:
+        base = _hash64(f"{scope.seed}/{scope.step}")
+        scope.keys[device] = _splitmix64(scope.samples.to(device) * _signed(_GOLDEN) + _signed(base))
+    mixed = (scope.keys[device] ^ _signed(layer_key)).mul_(_signed(_SPLITMIX[0][1]))
+    return _shift_xor_(mixed, 32).view(torch.int32).view(-1, 2)
+
+
+@functools.lru_cache(maxsize=32)
+def _counters(words: int, device: torch.device) -> Tensor:
+    """(words,) int32: the hash of 0, 1, 2, ..., the same for every sample, layer and step."""
+    return _splitmix64(torch.arange(1, words + 1, device=device) * _signed(_GOLDEN)).to(torch.int32)
+
+
+def _draws(keys: Tensor, elements: int) -> Tensor:
+    """(n, elements) int16, uniform over all its values: a keyed hash of the number of the element."""
+    words = _counters((elements + 1) // 2, keys.device) ^ keys[:, :1]
+    words.mul_(_LOWBIAS[0])
+    _shift_xor_(words, 16).add_(keys[:, 1:]).mul_(_signed(_LOWBIAS[1], bits=32))
+    return _shift_xor_(words, 15).view(torch.int16)[:, :elements]

@@ -1,0 +1,97 @@
+"""What is being computed now, for the layers that must know it.
+
+A layer whose result depends on more than its input (BatchNorm: on the other ranks; Dropout: on which samples
+these are) cannot be told through ``forward``, whose signature is the user's. The engine therefore opens a
+scope around the forward and backward of each micro-batch, and such layers ask :func:`current`.
+
+The scope is a plain global of the process, not a ``ContextVar`` and not thread-local: autograd runs backward,
+and with it the forward passes that activation checkpointing repeats, on threads of its own, which inherit
+neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from evener.errors import ConfigurationError
+
+
+@dataclass(eq=False)
+class Scope:
+    """One micro-batch on its way forward and backward on this rank.
+
+    Attributes:
+        samples: (n,) int64, the global numbers of the samples of the micro-batch.
+        step: The number of the training step.
+        seed: The seed of the run.
+        weight: 0 if the micro-batch is a placeholder, computed only so that this rank joins the collectives
+            of the others, that must count for nothing; else 1.
+        group: The ranks that compute this step's other parts; None on a single device.
+    """
+
+    samples: Tensor
+    step: int
+    seed: int
+    weight: int = 1
+    group: ProcessGroup | None = None
+    keys: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    """What :mod:`evener.nn.dropout` derived from ``samples``, once a device."""
+    _order: dict[int, int] = field(default_factory=dict, repr=False)
+    _calls: dict[int, int] = field(default_factory=dict, repr=False)
+    _forward_calls: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def call(self, module: nn.Module) -> int:
+        """How often the module was called before in this pass, counting this call.
+
+        Raises:
+            ConfigurationError: If backward repeats a module that forward called more than once: activation
+                checkpointing repeats the calls in reverse order of its segments, so there is no telling which
+                one this is.
+        """
+        if self._forward_calls.get(id(module), 0) > 1:
+            raise ConfigurationError(
+                f"{module} is called {self._forward_calls[id(module)]} times in one forward pass and again"
+                " by activation checkpointing, which cannot tell these calls apart; give each its own"
+                " evener.nn.Dropout"
+            )
+        number = self._calls.get(id(module), 0)
+        self._calls[id(module)] = number + 1
+        return number
+
+    def order(self, module: nn.Module) -> int:
+        """The place of the module among those that asked, by their first time in this scope."""
+        return self._order.setdefault(id(module), len(self._order))
+
+    def rewind(self) -> None:
+        """Called where forward ends and backward starts: calls repeated there get the numbers that they
+        had.
+        """
+        self._forward_calls, self._calls = self._calls, {}
+
+
+_current: Scope | None = None
+
+
+def current() -> Scope | None:
+    """The scope of the micro-batch being computed in this process; None outside of Evener's training step."""
+    return _current
+
+
+@contextmanager
+def scope(
+    samples: Tensor, step: int, seed: int, weight: int = 1, group: ProcessGroup | None = None
+) -> Iterator[Scope]:
+    """Makes a new :class:`Scope` the current one, and the one before it again at the end."""
+    global _current
+    outer = _current
+    _current = Scope(samples, step, seed, weight, group)
+    try:
+        yield _current
+    finally:
+        _current = outer

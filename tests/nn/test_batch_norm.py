@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.errors import ConfigurationError
+from evener.nn import BatchNorm, exact_batch_norm
+from evener.nn.scope import scope
+
+SHAPES = {
+    nn.BatchNorm1d: (6,),
+    nn.BatchNorm2d: (6, 3, 2),
+    nn.BatchNorm3d: (6, 2, 1, 3),
+    nn.SyncBatchNorm: (6, 4),
+}
+
+
+def build(kind: type[nn.Module], **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    module = kind(6, **options).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+def batches(kind: type[nn.Module], size: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (steps, 2, size, *SHAPES[kind])
+    return [(3 + 2 * x, dy) for x, dy in torch.randn(shape, generator=generator, dtype=torch.float64)]
+
+
+def run(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and gradient of the input; gradients of the parameters add up."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def train_share(kind: type[nn.Module], shares: list[int], steps: int, options: dict[str, Any]) -> Any:
+    """On each rank: its share of each batch, or a placeholder of weight 0 if that is empty."""
+    rank = dist.get_rank()
+    module = exact_batch_norm(build(kind, **options), dist.group.WORLD)
+    results = []
+    for x, dy in batches(kind, sum(shares), steps):
+        mine, my_dy = x.split(shares)[rank], dy.split(shares)[rank]
+        if shares[rank]:
+            results.append(run(module, mine, my_dy))
+            continue
+        with scope(torch.arange(2), 0, 0, weight=0):
+            run(module, x[:2] + 100, torch.zeros_like(x[:2]))
+        results.append((mine, mine))
+    gradients = [p.grad for p in module.parameters()]
+    module.eval()
+    output = module(batches(kind, sum(shares), 1)[0][0])
+    return results, gradients, dict(module.named_buffers()), output
+
+
+def close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"momentum": 0.3, "bias": False}], ids=str
+)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_any_division_is_one_device(ranks: Any, kind: type[nn.Module], options: dict[str, Any]) -> None:
+    shares, steps = [5, 0, 2], 12
+    reference = build(nn.BatchNorm1d if kind is nn.SyncBatchNorm else kind, **options)
+    expected = [run(reference, x, dy) for x, dy in batches(kind, sum(shares), steps)]
+    answers = ranks(3).run(train_share, kind, shares, steps, options)
+    for step, (y, dx) in enumerate(expected):
+        close(torch.cat([answer[0][step][0] for answer in answers]), y)
+        close(torch.cat([answer[0][step][1] for answer in answers]), dx)
+    for index, parameter in enumerate(reference.parameters()):
+        close(sum(answer[1][index] for answer in answers), parameter.grad)
+    for answer in answers:
+        close(answer[2], dict(reference.named_buffers()))
+        assert all(torch.equal(answer[2][name], answers[0][2][name]) for name in answer[2])
+        close(answer[3], reference.eval()(batches(kind, sum(shares), 1)[0][0]))
+
+
+def evaluate_without_running_statistics(shares: list[int]) -> Tensor:
+    module = exact_batch_norm(build(nn.BatchNorm1d, track_running_stats=False), dist.group.WORLD).eval()
+    (x, _), *_ = batches(nn.BatchNorm1d, sum(shares), 1)
+    with torch.no_grad():
+        output: Tensor = module(x.split(shares)[dist.get_rank()])
+    return output
+
+
+def test_batch_statistics_in_evaluation_are_exact_too(ranks: Any) -> None:
+    (x, _), *_ = batches(nn.BatchNorm1d, 9, 1)
+    expected = build(nn.BatchNorm1d, track_running_stats=False).eval()(x).detach()
+    close(torch.cat(ranks(2).run(evaluate_without_running_statistics, [2, 7])), expected)
+
+
+def normalize_empty_and_large_means(shares: list[int]) -> tuple[Tensor, Tensor]:
+    module = exact_batch_norm(build(nn.BatchNorm2d), dist.group.WORLD)
+    (x, dy), *_ = batches(nn.BatchNorm2d, sum(shares), 1)
+    rank = dist.get_rank()
+    return run(module, (x + 1e6).split(shares)[rank], dy.split(shares)[rank])
+
+
+def test_an_empty_input_joins_and_a_large_mean_costs_no_digits_of_the_variance(ranks: Any) -> None:
+    (x, dy), *_ = batches(nn.BatchNorm2d, 8, 1)
+    expected = run(build(nn.BatchNorm2d), x + 1e6, dy)
+    answers = ranks(2).run(normalize_empty_and_large_means, [0, 8])
+    for index in (0, 1):
+        actual = torch.cat([answer[index] for answer in answers])
+        torch.testing.assert_close(actual, expected[index], rtol=1e-8, atol=1e-8)
+
+
+def normalize_layout(dtype: torch.dtype, parameters: torch.dtype) -> tuple[Any, ...]:
+    module = exact_batch_norm(nn.BatchNorm2d(4).to(parameters), dist.group.WORLD)
+    x = torch.randn(3, 4, 5, 5).to(dtype, memory_format=torch.channels_last).requires_grad_()
+    y = module(x)
+    y.sum().backward()
+    last = [t.is_contiguous(memory_format=torch.channels_last) for t in (y, x.grad)]
+    return y.dtype, x.grad.dtype, module.weight.grad.dtype, module.running_mean.dtype, all(last)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameters"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_dtypes_and_memory_format_stay(ranks: Any, dtype: torch.dtype, parameters: torch.dtype) -> None:
+    for answer in ranks(2).run(normalize_layout, dtype, parameters):
+        assert answer == (dtype, dtype, parameters, parameters, True)
+
+
+def normalize_one_value() -> str:
+    module = exact_batch_norm(nn.BatchNorm1d(3), dist.group.WORLD)
+    with pytest.raises(
+        ValueError, match="more than 1 value per channel when training, got 1 over 2"
+    ) as caught:
+        module(torch.ones(1 - dist.get_rank(), 3))
+    assert module(torch.ones(1, 3)).shape == (1, 3)
+    return str(caught.value)
+
+
+def test_one_value_in_all_is_refused_everywhere_but_one_a_rank_is_not(ranks: Any) -> None:
+    first, second = ranks(2).run(normalize_one_value)
+    assert "(1, 3)" in first
+    assert "(0, 3)" in second
+
+
+def messages_in_evaluation() -> bool:
+    module = exact_batch_norm(build(nn.BatchNorm1d), dist.group.WORLD).eval()
+    if dist.get_rank() == 0:
+        module(torch.ones(2, 6, dtype=torch.float64))
+    return True
+
+
+def test_evaluation_with_running_statistics_sends_nothing(ranks: Any) -> None:
+    assert ranks(2).run(messages_in_evaluation, timeout=20) == [True, True]
+
+
+def model() -> nn.Sequential:
+    tied = nn.BatchNorm1d(6)
+    return nn.Sequential(nn.Linear(6, 6), tied, nn.Sequential(tied, nn.BatchNorm1d(6)))
+
+
+def test_conversion_keeps_names_parameters_hooks_and_tied_modules() -> None:
+    plain = model()
+    names, parameters = list(plain.state_dict()), list(plain.parameters())
+    called = []
+    plain[1].register_forward_hook(lambda *_: called.append(1))
+    converted = exact_batch_norm(plain, None)
+    assert converted is plain
+    assert list(converted.state_dict()) == names
+    assert all(one is other for one, other in zip(converted.parameters(), parameters, strict=True))
+    assert converted[1] is converted[2][0]
+    assert isinstance(converted[1], BatchNorm)
+    assert isinstance(converted[1], nn.BatchNorm1d)
+    converted(torch.randn(4, 6))
+    assert called == [1, 1]
+
+
+def test_without_a_group_it_is_torchs() -> None:
+    (x, dy), *_ = batches(nn.BatchNorm1d, 5, 1)
+    one, other = build(nn.BatchNorm1d), exact_batch_norm(build(nn.BatchNorm1d), None)
+    assert all(torch.equal(*pair) for pair in zip(run(one, x, dy), run(other, x, dy), strict=True))
+    sync = exact_batch_norm(build(nn.SyncBatchNorm), None)
+    assert torch.equal(sync(x), other(x))
+    with pytest.raises(ValueError, match="at least 2D"):
+        sync(x[0, 0])
+
+
+def copied_and_pickled() -> tuple[float, float]:
+    module = exact_batch_norm(nn.BatchNorm1d(3), dist.group.WORLD)
+    twin, restored = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    twin(torch.ones(2, 3) * dist.get_rank())
+    restored(torch.ones(2, 3) * dist.get_rank())
+    return float(twin.running_mean[0]), float(restored.running_mean[0])
+
+
+def test_a_copy_shares_the_group_and_a_pickle_leaves_it(ranks: Any) -> None:
+    first, second = ranks(2).run(copied_and_pickled)
+    assert first == pytest.approx((0.05, 0.0))
+    assert second == pytest.approx((0.05, 0.1))
+
+
+class Own(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(super().forward(input))
+
+
+def test_what_cannot_be_converted_is_said() -> None:
+    with pytest.warns(UserWarning, match="0 is a Own.*its statistics stay"):
+        kept = exact_batch_norm(nn.Sequential(Own(3)), None)
+    assert type(kept[0]) is Own
+    with pytest.raises(ConfigurationError, match="1 is a LazyBatchNorm2d that has seen no input yet"):
+        exact_batch_norm(nn.Sequential(nn.ReLU(), nn.LazyBatchNorm2d()), None)
+
+
+def frozen_input() -> list[Tensor | None]:
+    module = exact_batch_norm(build(nn.BatchNorm1d), dist.group.WORLD)
+    (x, dy), *_ = batches(nn.BatchNorm1d, 6, 1)
+    module(x.chunk(2)[dist.get_rank()]).backward(dy.chunk(2)[dist.get_rank()])
+    return [p.grad for p in module.parameters()]
+
+
+def test_parameters_of_a_first_layer_get_their_gradients(ranks: Any) -> None:
+    reference = build(nn.BatchNorm1d)
+    (x, dy), *_ = batches(nn.BatchNorm1d, 6, 1)
+    reference(x).backward(dy)
+    for parameter, parts in zip(
+        reference.parameters(), zip(*ranks(2).run(frozen_input), strict=True), strict=True
+    ):
+        close(sum(parts), parameter.grad)
+
+
+def normalize_on_cuda(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    module = exact_batch_norm(build(nn.BatchNorm2d), dist.group.WORLD).cuda()
+    (x, dy), *_ = batches(nn.BatchNorm2d, sum(shares), 1)
+    rank = dist.get_rank()
+    if dtype != torch.float64:
+        module = module.float()
+    y, dx = run(module, x.split(shares)[rank].to("cuda", dtype), dy.split(shares)[rank].to("cuda", dtype))
+    return y.double().cpu(), dx.double().cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.float16, 2e-2)]
+)
+def test_cuda_does_as_one_cpu(ranks: Any, dtype: torch.dtype, tolerance: float) -> None:
+    shares = [3, 0, 4]
+    (x, dy), *_ = batches(nn.BatchNorm2d, sum(shares), 1)
+    expected = run(build(nn.BatchNorm2d), x, dy)
+    answers = ranks(3).run(normalize_on_cuda, shares, dtype)
+    for index in (0, 1):
+        actual = torch.cat([answer[index] for answer in answers])
+        torch.testing.assert_close(actual, expected[index], rtol=tolerance, atol=tolerance)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from evener.errors import ConfigurationError
+from evener.nn.scope import current, scope
+
+
+def test_a_scope_is_seen_by_other_threads_and_ends() -> None:
+    seen = []
+    with scope(torch.arange(2), step=3, seed=4) as outer:
+        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+        with contextlib.suppress(KeyError), scope(torch.arange(1), step=4, seed=4, weight=0) as inner:
+            assert current() is inner
+            raise KeyError
+        assert current() is outer
+    assert seen == [outer]
+    assert current() is None
+
+
+def test_calls_are_counted_by_module_and_repeated_by_backward() -> None:
+    first, second, shared = nn.Identity(), nn.Identity(), nn.Identity()
+    with scope(torch.arange(2), step=0, seed=0) as now:
+        forward = [now.call(module) for module in (first, second, shared, shared)]
+        assert forward == [0, 0, 0, 1]
+        assert [now.order(module) for module in (second, first, second)] == [0, 1, 0]
+        now.rewind()
+        assert [now.call(module) for module in (second, first)] == [0, 0]
+        assert now.order(first) == 1
+        with pytest.raises(ConfigurationError, match="called 2 times in one forward"):
+            now.call(shared)
