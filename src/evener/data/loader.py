@@ -1,0 +1,182 @@
+"""All batches of a training on one rank, from any position to the end of the last epoch.
+
+::
+
+    plans ──▶ requests ──▶ Workers (PyTorch's DataLoader) ──▶ Batch ──▶ Transfer ──▶ training step
+      ▲ shares(step, size)      read ahead, across epochs              to the device
+
+One DataLoader serves all epochs, so that workers live on and read ahead past the end of an epoch. The shares
+of a batch are fixed when its plan is drawn, which is before it is handed out; ``lookahead`` says by how many
+batches at most, the same on every rank. New shares may take effect at ``step + lookahead + 1``, a batch that
+no rank has drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from evener.data.batch import Batch
+from evener.data.collate import Collate
+from evener.data.fetch import Fetch
+from evener.data.order import Ids, Order
+from evener.data.plan import Cut, Plan, Shares, equal_shares, plans
+from evener.data.stream import Agree, Stream
+from evener.data.transfer import Batches, transfer_to
+from evener.data.workers import Workers
+from evener.errors import ConfigurationError
+
+
+class Loader(Iterator[Batch]):
+    """An iterator over this rank's part of every global batch. Read it once; close it, or use it in a
+    ``with``.
+
+    Evaluation is the same with an unshuffled order and one epoch: each sample is handed to one rank, once.
+
+    Args:
+        dataset: Map-style, or a ``torch.utils.data.IterableDataset`` (limits in ``evener.data.stream``).
+        order: The order of a map-style data set; ``None`` for as it stands. Iterable ones have none.
+        batch_size: Samples over all ranks in one step.
+        rank: Of ``world_size``.
+        shares: ``shares(step, size)``, called once for each global batch, in order, when it is drawn. Must
+        give
+            the same on every rank. Equal ones if ``None``.
+        micro_batch: Samples over all ranks in one micro-batch; ``None`` for the whole batch at once.
+        collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for PyTorch's default.
+        workers: Processes that read.
+        device: Where inputs and targets go. For CUDA they are pinned, and copied one batch ahead.
+        epochs: The epoch after the last one.
+        start: Epoch, and the position in it, of the first batch.
+        first_step: The number that ``shares`` is given for the first batch.
+        seed: Of random numbers in the workers, which also depend on the rank and the worker.
+        agree: For iterable data sets on several ranks: gathers an integer from every rank.
+        name: What errors call the data set.
+        prefetch_factor: Micro-batches that each worker reads ahead.
+        start_method: Of the workers; ``None`` for Python's default.
+        timeout_seconds: The longest wait for a worker.
+
+    Raises:
+        ConfigurationError: If the data set is empty or not of the order's size, or a size makes no sense.
+        ShareError: While iterating, if shares do not divide a batch.
+        DataError: While iterating, if the data set or the collate function fails.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: Order | None,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shares: Shares | None = None,
+        micro_batch: int | None = None,
+        collate: Collate | None = None,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        epochs: int = 1,
+        start: tuple[int, int] = (0, 0),
+        first_step: int = 0,
+        seed: int = 0,
+        agree: Agree | None = None,
+        name: str = "training set",
+        prefetch_factor: int = 2,
+        start_method: str | None = None,
+        timeout_seconds: float = 600,
+    ) -> None:
+        device = torch.device(device)
+        cut = Cut(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
+        pin_memory = device.type == "cuda" and workers > 0
+        pool = Workers(
+            workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
+        )
+        transfer = transfer_to(device)
+        self.steps: int | None
+        """Global batches from the start to the end of the last epoch; ``None`` if that cannot be known."""
+        self.lookahead: int
+        """The most global batches that can have been drawn beyond the one handed out."""
+        if isinstance(dataset, IterableDataset):
+            stream = Stream(dataset, cut, _agreement(agree, world_size), pool, collate, name)
+            batches = stream.batches(epochs, start, first_step)
+            self.steps, self.lookahead = None, 1 + transfer.ahead
+        else:
+            order = _checked(order, dataset, start, name)
+            fetch = Fetch(dataset, collate, name)
+            batches = _read(plans(order, cut, epochs, start, first_step), fetch, pool)
+            self.steps, self.lookahead = _steps(order, batch_size, epochs, start), pool.ahead + transfer.ahead
+        self._batches = transfer(batches)
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the workers; there are no more batches then."""
+        self._batches.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _read(drawn: Iterator[Plan], fetch: Fetch, workers: Workers) -> Batches:
+    """Read what the plans ask for; each micro-batch is one request."""
+    pending: deque[Plan] = deque()
+
+    def requests() -> Iterator[Ids]:
+        for plan in drawn:
+            pending.append(plan)
+            yield from (ids for ids, _ in plan.parts)
+
+    with closing(workers.read(fetch, requests())) as values:
+        for first in values:
+            plan = pending.popleft()
+            yield plan.batch([first, *islice(values, len(plan.parts) - 1)])
+
+
+def _checked(order: Order | None, dataset: Any, start: tuple[int, int], name: str) -> Order:
+    """The order, if it is that of ``dataset``."""
+    size = len(dataset) if hasattr(dataset, "__len__") or order is None else order.size
+    if size == 0:
+        raise ConfigurationError(f"the {name} is empty: give at least one sample")
+    order = order or Order(size, shuffle=False)
+    if order.size != size:
+        raise ConfigurationError(f"the {name} has {size} samples, but its order is one of {order.size}")
+    if not 0 <= start[1] <= size:
+        raise ConfigurationError(f"position {start[1]} is not within the {size} samples of the {name}")
+    return order
+
+
+def _steps(order: Order, batch_size: int, epochs: int, start: tuple[int, int]) -> int:
+    """Batches from ``start`` to the end of the last epoch."""
+    left = epochs - start[0]
+    if left <= 0:
+        return 0
+    return order.number_of_batches(batch_size, start[1]) + (left - 1) * order.number_of_batches(batch_size)
+
+
+def _agreement(agree: Agree | None, world_size: int) -> Agree:
+    if agree is None and world_size > 1:
+        raise ConfigurationError(
+            f"an iterable data set on {world_size} ranks needs agree=, a function that gathers an integer"
+        )
+    return agree or (lambda local_size: [local_size])
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    """A seed of 63 bits, different for every pair."""
+    return int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,146 @@
+"""Which samples a global batch holds: a pure function of ``(seed, epoch, position)`` that knows no ranks.
+
+Because any rank can ask for any position at any time, the division of a batch may change at every step, a run
+may resume in mid-epoch on another number of ranks, and no rank keeps a list of the data set. Shuffling is
+therefore not a stored permutation but a keyed one that is evaluated at a position::
+
+    position ──▶ (left, right) ──▶ 8 Feistel rounds ──▶ id   if id < size, else once more (cycle walking)
+                  h bits  h bits    left ^= f(right, key); swap
+
+A Feistel network is a bijection of ``[0, 4**h)`` whatever ``f`` is (Luby and Rackoff, 1988), and walking
+along its cycles until a value below ``size`` comes up makes it a bijection of ``[0, size)`` (Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002). The domain is less than four times the size, so that
+few steps are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evener.errors import ConfigurationError
+
+Ids = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+
+_ROUNDS = 8
+_BLOCK = (
+    1 << 14
+)  # positions evaluated at once, so that the fixed cost of small arrays is paid once per 16,384 samples
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)  # the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a data set of ``size`` samples in every epoch; shuffled anew in each if ``shuffle``.
+
+    Raises:
+        ConfigurationError: If ``size`` is below 1 or ``seed`` is negative.
+    """
+
+    size: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigurationError(f"a data set needs at least one sample, not {self.size}")
+        if self.seed < 0:
+            raise ConfigurationError(f"the seed of an order must not be negative, as {self.seed} is")
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """Sample ids at positions ``[start, stop)`` of ``epoch``, in a new array ``(stop - start,)``."""
+        if not 0 <= start <= stop <= self.size:
+            raise ValueError(f"positions [{start}, {stop}) are not within [0, {self.size})")
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        blocks = range(start // _BLOCK, -(-stop // _BLOCK))
+        parts = [
+            _block(self, epoch, block)[max(start - block * _BLOCK, 0) : stop - block * _BLOCK]
+            for block in blocks
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def ids_at(self, epoch: int, positions: ArrayLike) -> Ids:
+        """Sample ids at any ``positions`` of ``epoch``; the same shape."""
+        return self._walk(positions, _Feistel.keyed(self.size, self.seed, epoch).forward)
+
+    def position(self, epoch: int, ids: ArrayLike) -> Ids:
+        """Where in ``epoch`` the samples ``ids`` stand: the inverse of ``ids_at``; the same shape."""
+        return self._walk(ids, _Feistel.keyed(self.size, self.seed, epoch).backward)
+
+    def number_of_batches(self, batch_size: int, position: int = 0) -> int:
+        """How many global batches there are from ``position`` to the end of an epoch."""
+        return -(-(self.size - position) // batch_size)
+
+    def batches(self, batch_size: int, position: int = 0) -> Iterator[tuple[int, int]]:
+        """Bounds ``(start, stop)`` of each global batch from ``position`` on; the last one may be short."""
+        for start in range(position, self.size, batch_size):
+            yield start, min(start + batch_size, self.size)
+
+    def _walk(self, values: ArrayLike, step: Callable[[_Words], _Words]) -> Ids:
+        """Apply ``step`` until every value is below ``size``."""
+        result = np.array(values, dtype=np.int64)
+        if result.size and not 0 <= result.min() <= result.max() < self.size:
+            raise ValueError(f"values {result.min()} to {result.max()} are not within [0, {self.size})")
+        if not self.shuffle:
+            return result
+        words = result.ravel().astype(np.uint64)
+        walking = np.arange(words.size)
+        while walking.size:
+            words[walking] = step(words[walking])
+            walking = walking[words[walking] >= self.size]
+        return words.astype(np.int64).reshape(result.shape)
+
+
+@dataclass(frozen=True)
+class _Feistel:
+    """A bijection of ``[0, 4**half_bits)``."""
+
+    half_bits: int
+    keys: _Words  # (_ROUNDS,)
+
+    @classmethod
+    def keyed(cls, size: int, seed: int, epoch: int) -> _Feistel:
+        half_bits = max(1, -(-(size - 1).bit_length() // 2))
+        keys = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(_ROUNDS, np.uint64)
+        return cls(half_bits, keys.astype(np.uint64))
+
+    def forward(self, words: _Words) -> _Words:
+        left, right = self._split(words)
+        for key in self.keys:
+            left, right = right, left ^ self._mix(right, key)
+        return self._join(left, right)
+
+    def backward(self, words: _Words) -> _Words:
+        left, right = self._split(words)
+        for key in self.keys[::-1]:
+            left, right = right ^ self._mix(left, key), left
+        return self._join(left, right)
+
+    def _mix(self, half: _Words, key: np.uint64) -> _Words:
+        """``half_bits`` well-mixed bits of ``half`` and ``key``."""
+        words = (half ^ key) * _MULTIPLIER_1
+        words ^= words >> np.uint64(31)
+        words *= _MULTIPLIER_2
+        words >>= np.uint64(64 - self.half_bits)
+        return words
+
+    def _split(self, words: _Words) -> tuple[_Words, _Words]:
+        shift = np.uint64(self.half_bits)
+        return words >> shift, words & ((np.uint64(1) << shift) - np.uint64(1))
+
+    def _join(self, left: _Words, right: _Words) -> _Words:
+        return (left << np.uint64(self.half_bits)) | right
+
+
+@lru_cache(maxsize=16)
+def _block(order: Order, epoch: int, block: int) -> Ids:
+    ids = order.ids_at(epoch, np.arange(block * _BLOCK, min((block + 1) * _BLOCK, order.size)))
+    ids.flags.writeable = False
+    return ids

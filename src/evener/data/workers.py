@@ -1,0 +1,97 @@
+"""PyTorch's DataLoader as Evener uses it: a reader that turns requests into values, in order, ahead of time.
+
+What a batch holds is decided by the requests, which the DataLoader draws one by one in the main process. So
+it is only asked to read: no sampler of its own, no batching, no collating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from evener.data.fetch import Failure
+from evener.errors import ConfigurationError, DataError
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes that read."""
+
+    count: int = 0
+    """0 reads in the main process, when the value is asked for."""
+    prefetch_factor: int = 2
+    """Requests that each worker holds."""
+    start_method: str | None = None
+    """``fork``, ``spawn`` or ``forkserver``; ``None`` for the default of Python."""
+    timeout_seconds: float = 600
+    """The longest wait for a value of a worker."""
+    seed: int = 0
+    """Of torch, random and NumPy in the workers, each worker's different. The main process keeps its own."""
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ConfigurationError(f"{self.count} workers cannot read: give 0 to read in the main process")
+        if self.prefetch_factor < 1:
+            raise ConfigurationError(f"prefetch_factor must be at least 1, not {self.prefetch_factor}")
+
+    @property
+    def ahead(self) -> int:
+        """The most requests drawn beyond those whose values were handed out."""
+        return self.count * self.prefetch_factor
+
+    def read(
+        self, dataset: Dataset[Any], requests: Iterable[Any] | None = None
+    ) -> Generator[Any, None, None]:
+        """``dataset[request]`` for each request, or the items of an iterable data set.
+
+        The workers end when the generator does: at its last value, an error, or when it is closed.
+
+        Raises:
+            DataError: If reading failed, took longer than the timeout, or a worker died.
+        """
+        values = iter(self._loader(dataset, requests))
+        try:
+            while (value := next(values, _END)) is not _END:
+                if isinstance(value, Failure):
+                    raise DataError(value.message)
+                yield value
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader"):
+                raise self._lost(error) from error
+            raise
+        finally:
+            del values  # else a traceback that is kept would keep the workers
+
+    def _loader(self, dataset: Dataset[Any], requests: Iterable[Any] | None) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=requests,
+            collate_fn=_as_it_is,
+            num_workers=self.count,
+            prefetch_factor=self.prefetch_factor if self.count else None,
+            timeout=self.timeout_seconds if self.count else 0,
+            multiprocessing_context=self.start_method if self.count else None,
+            generator=torch.Generator().manual_seed(self.seed),
+            pin_memory=self.pin_memory,
+        )
+
+    def _lost(self, error: RuntimeError) -> DataError:
+        """What the DataLoader says of a worker that died or is late, with the way out."""
+        return DataError(
+            f"{error}; a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "
+            f"one that is late reads slowly or is stuck (timeout_seconds is {self.timeout_seconds:g}); "
+            "with 0 workers the data set is read in the main process, which shows where"
+        )
+
+
+_END = object()
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
