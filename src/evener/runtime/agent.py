@@ -1,0 +1,216 @@
+"""torchrun's agent, in a hurry and without its noise.
+
+The agent of `torch.distributed.elastic` starts the ranks of this machine, finds those of the others and
+watches over all. Three things differ here. Ranks that were asked to stop get seconds, not half a minute,
+before they are killed: half a minute of silence after Ctrl-C makes people kill the terminal and leave
+orphans. It is remembered which ranks had failed *before* the agent ended the others. And its log lines and
+its banner are not shown, for the launcher says it better.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from evener.errors import EvenerError, InterruptedRunError, RankError, RankTimeoutError
+from evener.runtime.failure import Failure, recorded_failure
+from evener.runtime.heartbeat import Heartbeat
+from evener.runtime.interrupt import GRACE_SECONDS, interruption
+from evener.runtime.rendezvous import Rendezvous
+
+_KILL_SECONDS = round(GRACE_SECONDS) + 1
+_ELASTIC = "torch.distributed.elastic"
+
+
+class _Variables(DefaultLogsSpecs):
+    """Adds environment variables to those that the agent gives its ranks."""
+
+    def __init__(self, log_dir: Path, variables: Mapping[str, str]) -> None:
+        super().__init__(log_dir=str(log_dir))
+        self._variables = variables
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for variables in envs.values():
+            variables.update(self._variables)
+        return super().reify(envs)
+
+
+class Agent(LocalElasticAgent):
+    """Starts ``processes`` ranks on this machine and waits for all of them.
+
+    Args:
+        arguments: What the Python interpreter is called with on every rank.
+        run_dir: A private directory, for error files and heartbeats.
+        variables: Environment variables of the ranks besides torchrun's.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        processes: int,
+        rendezvous: Rendezvous,
+        run_dir: Path,
+        variables: Mapping[str, str],
+    ) -> None:
+        self._run_dir = run_dir
+        self._handler = get_rendezvous_handler(rendezvous.parameters)
+        static = rendezvous.parameters.backend == "static"
+        spec = WorkerSpec(
+            role="evener",
+            local_world_size=processes,
+            entrypoint=sys.executable,
+            args=tuple(arguments),
+            rdzv_handler=self._handler,
+            max_restarts=rendezvous.max_restarts,
+            monitor_interval=0.1,
+            master_addr=rendezvous.master_addr if static else None,
+            master_port=rendezvous.master_port if static else None,
+            local_addr=rendezvous.local_addr,
+        )
+        logs = _Variables(run_dir / "attempts", variables)
+        super().__init__(spec, logs, shutdown_timeout=_KILL_SECONDS)
+        self._roots: set[int] = set()
+
+    def run_to_end(self) -> None:
+        """Runs the ranks until all have ended with success.
+
+        Raises:
+            EvenerError: The one failure that caused the end, of whatever type it was on its rank.
+        """
+        with _quiet(), _signals_restored():
+            try:
+                result = self.run()
+            except SignalException as stop:
+                number = int(stop.sigval)
+                raise InterruptedRunError(interruption(number, self._progress()), number) from None
+            except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
+                raise RankTimeoutError(f"the machines of the run did not find each other: {error}") from error
+            finally:
+                self._kill_groups()
+                self._handler.shutdown()
+        if result is None:
+            raise RankError("the other machines ended the run before this one had joined it")
+        if result.is_failed():
+            raise self._cause(result)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._roots = set()
+        assert self._pcontext is not None
+        self._hurry(self._pcontext)
+        return pids
+
+    def _hurry(self, context: PContext) -> None:
+        """The agent ends the ranks through ``close``, with half a minute of patience that cannot be set."""
+        slow_close = context.close
+
+        def close(death_sig: signal.Signals | None = None, timeout: int = _KILL_SECONDS) -> None:
+            self._roots = self._roots or set(getattr(context, "_failures", {}))
+            slow_close(death_sig, min(timeout, _KILL_SECONDS))
+
+        context.close = close  # type: ignore[method-assign]
+
+    def _kill_groups(self) -> None:
+        """A rank's own children (a DataLoader's workers) end with it."""
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _cause(self, result: RunResult) -> EvenerError:
+        failures = [self._failure(rank, failure) for rank, failure in result.failures.items()]
+        return min(failures, key=lambda failure: failure.order).to_error()
+
+    def _failure(self, rank: int, process: ProcessFailure) -> Failure:
+        recorded = recorded_failure(process.error_file_data)
+        if recorded is not None:
+            return recorded
+        if process.local_rank not in self._roots:
+            return Failure(rank, "ended", "was ended after another rank failed")
+        if process.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+            words = interruption(-process.exitcode, self._progress())
+            return Failure(
+                rank, "interrupted", words, time=process.timestamp, exit_status=128 - process.exitcode
+            )
+        if process.exitcode < 0:
+            return Failure(rank, "killed", self._death(rank, process), time=process.timestamp)
+        words = f"(pid {process.pid}) ended with status {process.exitcode}"
+        return Failure(rank, "exit", words, time=process.timestamp, exit_status=process.exitcode)
+
+    def _death(self, rank: int, process: ProcessFailure) -> str:
+        hint = {
+            signal.SIGKILL: " (out of memory? the kernel's log, dmesg, would say)",
+            signal.SIGSEGV: " (a crash in native code; PYTHONFAULTHANDLER=1 shows where)",
+            signal.SIGABRT: " (native code gave up; its last words are above)",
+        }.get(signal.Signals(-process.exitcode), "")
+        beat = self._beat(rank)
+        place = f"; last seen in {beat.place}" if beat else ""
+        return f"(pid {process.pid}) was killed by {process.signal_name()}{hint}{place}"
+
+    def _progress(self) -> str:
+        """Where the run stands, of the first local rank that said so."""
+        beats = [self._beat(worker.global_rank) for worker in self.get_worker_group().workers]
+        return next((beat.progress for beat in beats if beat and beat.progress), "")
+
+    def _beat(self, rank: int) -> Heartbeat | None:
+        try:
+            return Heartbeat.from_json((self._run_dir / f"beat-{rank}").read_text())
+        except OSError:
+            return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger, silence = logging.getLogger(_ELASTIC), logging.NullHandler()
+    before = logger.propagate
+    logger.addHandler(silence)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(silence)
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent takes over signals for good; this gives them back, and leaves SIGHUP to nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    before = {number: signal.getsignal(number) for number in names}
+    unheard = {signal.SIGHUP} if before[signal.SIGHUP] is signal.SIG_IGN else set()
+    handled = ",".join(number.name for number in names if number not in unheard)
+    with ExitStack() as stack:
+        for number, handler in before.items():
+            stack.callback(signal.signal, number, handler)
+        stack.enter_context(_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", handled))
+        yield
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,157 @@
+"""What one rank tells the others about where it is: a heartbeat, and how it is read off the running program.
+
+A program that was not written for Evener says nothing of itself, so its place is taken from the stack of its
+main thread: the innermost frames of the user's own code, and the call into ``torch.distributed`` or
+``backward`` below them, if any. A main thread that stays in such a call and uses no processor time is
+waiting; one that computes does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_EVENER = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = (_TORCH, _EVENER, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<string>")
+_WAITING_CODE = (
+    _TORCH + os.path.join("distributed", ""),
+    _TORCH + os.path.join("nn", "parallel", ""),
+    _TORCH + os.path.join("autograd", ""),
+    _TORCH + "_tensor.py",
+)
+_USER_FRAMES = 3
+_BUSY_SECONDS = 1e-3
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Where a rank is. Times are in seconds."""
+
+    rank: int
+    host: str
+    pid: int
+    count: int
+    """Number of this heartbeat; it stands still when the process does."""
+    time: float
+    """Of the sender's clock, since the epoch."""
+    phase: str | None = None
+    step: int | None = None
+    waits: bool = False
+    """Whether it waits for other ranks."""
+    seconds: float = 0.0
+    """How long it has been there."""
+    where: tuple[str, ...] = ()
+    """Innermost frames of the user's code, ``train.py:33 in main``."""
+    progress: str = ""
+    ended: bool = False
+    """The rank has done its work and left on its own."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Heartbeat:
+        fields = json.loads(text)
+        fields["where"] = tuple(fields["where"])
+        return cls(**fields)
+
+    @property
+    def place(self) -> str:
+        """In words: ``all-reduce of step 41, at train.py:33 in main``."""
+        words = self.phase or "its program"
+        if self.step is not None:
+            words += f" of step {self.step}"
+        return f"{words}, at {' < '.join(self.where)}" if self.where else words
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at the main thread."""
+
+    where: tuple[str, ...]
+    call: str | None
+    """The call into ``torch.distributed`` or ``backward`` in which it is, or None."""
+    still_seconds: float
+    """For how long it has neither moved nor computed."""
+
+
+class MainThread:
+    """Looks at the main thread from another one, without slowing it down and without holding on to its
+    frames.
+    """
+
+    def __init__(self) -> None:
+        ident = threading.main_thread().ident
+        assert ident is not None
+        self._ident = ident
+        self._clock = time.pthread_getcpuclockid(ident)
+        self._signature: tuple[tuple[int, int], ...] = ()
+        self._cpu_seconds = 0.0
+        self._since = time.monotonic()
+
+    def look(self) -> Sample:
+        frames = list(_outward(sys._current_frames().get(self._ident)))
+        signature = tuple((id(frame), frame.f_lasti) for frame in frames)
+        cpu_seconds, now = time.clock_gettime(self._clock), time.monotonic()
+        if signature != self._signature or cpu_seconds - self._cpu_seconds > _BUSY_SECONDS:
+            self._since = now
+        self._signature, self._cpu_seconds = signature, cpu_seconds
+        return Sample(_user_frames(frames), _waiting_call(frames), now - self._since)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_user(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file
+
+
+def _user_frames(frames: list[FrameType]) -> tuple[str, ...]:
+    users = [frame for frame in frames if _is_user(frame)]
+    return tuple(
+        f"{os.path.basename(f.f_code.co_filename)}:{f.f_lineno} in {f.f_code.co_name}"
+        for f in users[:_USER_FRAMES]
+    )
+
+
+def _waiting_call(frames: list[FrameType]) -> str | None:
+    """The outermost named function of `_WAITING_CODE` between the user's innermost frame and the thread's
+    top.
+    """
+    name = None
+    for frame in frames:
+        if _is_user(frame):
+            break
+        code = frame.f_code
+        if code.co_filename.startswith(_WAITING_CODE) and code.co_name != "wrapper":
+            name = code.co_name
+    return name
+
+
+def process_state(pid: int) -> str:
+    """``running``, ``stopped`` (by SIGSTOP or a debugger) or ``gone``, of a process of this machine."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "gone"
+    letter = status.rpartition(")")[2].split()[0]
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")

@@ -1,0 +1,123 @@
+"""From one process to ranks and back: ``launch(train, config, processes=4)`` returns what ``train`` returned
+on each.
+
+The function travels by cloudpickle to fresh interpreters, so that it may be a lambda, a function of a
+notebook or of a script without a ``__main__`` guard. Where this process is a rank already (torchrun, SLURM),
+or is all that is asked for, the function is called right here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import cloudpickle
+
+from evener.errors import ConfigurationError
+from evener.runtime.agent import Agent
+from evener.runtime.environment import check_processes, default_device, default_processes, detect
+from evener.runtime.rendezvous import Rendezvous
+from evener.runtime.session import RUN_DIR, threads_per_rank
+from evener.runtime.watchdog import TIMEOUT_SECONDS
+from evener.runtime.worker import BOOTSTRAP, LAUNCHER_PID, Call, Job, result_of
+
+R = TypeVar("R")
+
+
+def launch(
+    fn: Callable[..., R],
+    *args: object,
+    processes: int | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    rendezvous: Rendezvous | None = None,
+    device: str | None = None,
+    **kwargs: object,
+) -> list[R]:
+    """Calls ``fn(*args, **kwargs)`` on every rank.
+
+    Args:
+        processes: Ranks on this machine; by default one per GPU, or on the CPU one per core up to four.
+        timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
+        rendezvous: How several machines find each other; one machine by default.
+        device: ``cpu`` or ``cuda``, which decides how many ranks there can be; cuda where there is any by
+        default.
+
+    Returns:
+        The results of this machine's ranks, in order of rank; the one result of ``fn`` where this process is
+        a rank.
+
+    Raises:
+        ConfigurationError: If there cannot be so many processes, or ``fn`` cannot be sent to them.
+        RankError: If a rank raised, with its traceback, or died.
+        RankTimeoutError: If a rank waited in vain; says who is missing.
+        InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended; says where the run
+        stood. EvenerError: As it was raised on a rank, with the rank in its message.
+    """
+    if timeout_seconds <= 0:
+        raise ConfigurationError(f"timeout_seconds is {timeout_seconds}; it must be positive")
+    if is_launched():
+        return [fn(*args, **kwargs)]
+    processes = resolve_processes(processes, device)
+    job = Call(fn, args, kwargs, timeout_seconds)
+    if processes == 1 and (rendezvous is None or rendezvous.is_standalone):
+        with job.signals():
+            return [job.run()]
+    with tempfile.TemporaryDirectory(prefix="evener-run-", ignore_cleanup_errors=True) as name:
+        run_job(job, processes, rendezvous, Path(name), sys.path)
+        return [result_of(Path(name), local_rank) for local_rank in range(processes)]
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several ranks already."""
+    return detect().world_size > 1
+
+
+def resolve_processes(processes: int | None, device: str | None) -> int:
+    """The number of ranks to start on this machine.
+
+    Raises:
+        ConfigurationError: If this machine cannot serve so many.
+    """
+    device = device or default_device()
+    if processes is None:
+        return default_processes(device)
+    check_processes(processes, device)
+    return processes
+
+
+def run_job(job: Job, processes: int, rendezvous: Rendezvous | None, run_dir: Path, path: list[str]) -> None:
+    """Runs a job on ranks of their own until all have ended.
+
+    Args:
+        run_dir: A private directory, in which results are left.
+        path: Where the ranks look for modules.
+    """
+    _write_job(job, run_dir)
+    (run_dir / "path.json").write_text(json.dumps(path))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    arguments = [*flags, "-u", "-c", BOOTSTRAP, str(run_dir)]
+    agent = Agent(arguments, processes, rendezvous or Rendezvous(), run_dir, _variables(run_dir, processes))
+    agent.run_to_end()
+
+
+def _write_job(job: Job, run_dir: Path) -> None:
+    try:
+        (run_dir / "job").write_bytes(cloudpickle.dumps(job))
+    except Exception as error:
+        raise ConfigurationError(
+            f"the function or one of its arguments cannot be sent to other processes: {error}; "
+            "open files, locks, loaders and the like on the ranks instead"
+        ) from error
+
+
+def _variables(run_dir: Path, processes: int) -> Mapping[str, str]:
+    variables = {RUN_DIR: str(run_dir), LAUNCHER_PID: str(os.getpid())}
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank(processes))
+    return variables

@@ -1,0 +1,20 @@
+"""Words from many ranks on one terminal: said once, or with the name of who says them."""
+
+from __future__ import annotations
+
+import warnings
+
+from evener.runtime.environment import detect
+
+
+def say(text: str) -> None:
+    """Prints on rank 0 only."""
+    if detect().rank == 0:
+        print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Warns with the rank in front, where there is more than one."""
+    place = detect()
+    prefix = f"[rank {place.rank}] " if place.world_size > 1 else ""
+    warnings.warn(prefix + text, stacklevel=2)

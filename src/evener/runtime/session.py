@@ -1,0 +1,227 @@
+"""What a rank has while it runs: its place, its device, its process group, its control channel and its
+watchdog.
+
+Everything is opened in one place and closed in reverse. A rank that is alone has the same things, with
+stand-ins, so that nothing else asks how many ranks there are. A process group that is there already, made by
+a user's own script, is used and left as it was found.
+
+Why closing collects garbage first: a DDP model holds threads and buffers of its process group, and gloo
+aborts the process ("terminate called without an active exception") when they are destroyed after it at
+interpreter exit.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from evener.errors import ConfigurationError, RankTimeoutError
+from evener.runtime.channel import Channel, GroupChannel, LocalChannel
+from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
+from evener.runtime.watchdog import TIMEOUT_SECONDS, Watchdog
+
+_BACKSTOP_SECONDS = 30.0
+"""Groups time out this much later than the watchdog, whose report says more."""
+
+RUN_DIR = "EVENER_RUN_DIR"
+"""Environment variable in which Evener's launcher names the directory it shares with its ranks."""
+
+_generations = itertools.count()
+_process_watchdogs: list[Watchdog] = []
+
+
+def open_store(environment: Environment, timeout_seconds: float) -> Store:
+    """The store in which the ranks of a run meet: the agent's, or one that rank 0 keeps.
+
+    Raises:
+        ConfigurationError: If the launcher did not say where it is.
+        RankTimeoutError: If it cannot be reached in time.
+    """
+    if environment.world_size == 1:
+        return HashStore()
+    address, port = _master(environment)
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            address,
+            port,
+            is_master=environment.rank == 0 and not has_agent,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise RankTimeoutError(
+            f"rank {environment.rank} of {environment.world_size} found no run at {address}:{port} within "
+            f"{timeout_seconds:g} s: {error}; are all ranks started, and can this host be reached?"
+        ) from error
+    return PrefixStore(f"evener/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def agent_watchdog(environment: Environment, timeout_seconds: float) -> Watchdog:
+    """The watchdog of a whole process that Evener launched; its sessions share it."""
+    store = open_store(environment, timeout_seconds)
+    watchdog = Watchdog(environment.rank, environment.world_size, store, timeout_seconds, _run_dir())
+    _process_watchdogs.append(watchdog)
+    return watchdog.start()
+
+
+def current_watchdog() -> Watchdog | None:
+    """The watchdog of this process, where Evener launched it or a session is open."""
+    return _process_watchdogs[-1] if _process_watchdogs else None
+
+
+class Session:
+    """The context in which a rank works.
+
+    Args:
+        device: ``cpu`` or ``cuda``; cuda where there is any by default. A rank takes the GPU of its local
+        rank.
+        timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
+        environment: The place of this process; detected by default.
+
+    Raises:
+        ConfigurationError: If the launcher's variables or the device cannot work.
+        RankTimeoutError: If not all ranks start in time.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+    """The default process group; None for one rank alone."""
+    control: Channel
+    watchdog: Watchdog
+
+    def __init__(
+        self,
+        device: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        environment: Environment | None = None,
+    ) -> None:
+        self.environment = detect() if environment is None else environment
+        self.timeout_seconds = timeout_seconds
+        self.rank, self.world_size = self.environment.rank, self.environment.world_size
+        self._kind = torch.device(device or default_device()).type
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Session:
+        with ExitStack() as stack:
+            self._enter_threads(stack)
+            self.device = self._take_device()
+            if dist.is_initialized():
+                self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            store = self._open_store()
+            self.watchdog = self._enter_watchdog(stack, store)
+            self.group = self._enter_group(stack, store)
+            self.control = self._enter_control(stack)
+            stack.callback(gc.collect)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def _enter_threads(self, stack: ExitStack) -> None:
+        """Ranks of one machine share its cores, unless the user has set ``OMP_NUM_THREADS``."""
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads_per_rank(self.environment.local_world_size))
+
+    def _take_device(self) -> torch.device:
+        if self._kind == "cpu":
+            return torch.device("cpu")
+        if self._kind != "cuda":
+            raise ConfigurationError(f"device {self._kind!r} is not supported; use cpu or cuda")
+        check_processes(self.environment.local_world_size, "cuda")
+        device = torch.device("cuda", self.environment.local_rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def _open_store(self) -> Store:
+        if dist.is_initialized():
+            return dist.distributed_c10d._get_default_store()
+        return open_store(self.environment, self.timeout_seconds)
+
+    def _enter_watchdog(self, stack: ExitStack, store: Store) -> Watchdog:
+        shared = current_watchdog()
+        if shared is not None:
+            stack.callback(setattr, shared, "timeout_seconds", shared.timeout_seconds)
+            shared.timeout_seconds = self.timeout_seconds
+            return shared
+        watchdog = Watchdog(self.rank, self.world_size, store, self.timeout_seconds, _run_dir())
+        _process_watchdogs.append(watchdog)
+        stack.callback(_process_watchdogs.remove, watchdog)
+        stack.callback(watchdog.close)
+        return watchdog.start()
+
+    def _enter_group(self, stack: ExitStack, store: Store) -> dist.ProcessGroup | None:
+        if not dist.is_initialized():
+            if self.world_size == 1:
+                return None
+            self._init_group(store)
+            stack.callback(_destroy_group)
+        return dist.group.WORLD
+
+    def _init_group(self, store: Store) -> None:
+        with self.watchdog.wait("start of the process group"):
+            dist.init_process_group(
+                "nccl" if self._kind == "cuda" else "gloo",
+                store=PrefixStore(f"evener/session/{next(_generations)}", store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=self.group_timeout,
+                device_id=self.device if self._kind == "cuda" else None,
+            )
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """The timeout of process groups: later than the watchdog, whose report says more."""
+        return timedelta(seconds=self.timeout_seconds + _BACKSTOP_SECONDS)
+
+    def _enter_control(self, stack: ExitStack) -> Channel:
+        channel: Channel = LocalChannel()
+        if self.group is not None and self.world_size > 1:
+            with self.watchdog.wait("start of the control channel"):
+                group = dist.new_group(backend="gloo", timeout=self.group_timeout)
+            assert isinstance(group, dist.ProcessGroup)
+            channel = GroupChannel(group, self.watchdog)
+        stack.callback(channel.close)
+        return channel
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Cores of this machine divided among its ranks, at least one for each."""
+    return max(1, usable_cores() // local_world_size)
+
+
+def _destroy_group() -> None:
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _master(environment: Environment) -> tuple[str, int]:
+    address, port = environment.master_addr, environment.master_port
+    if address is None or port is None:
+        raise ConfigurationError(
+            f"rank {environment.rank} of {environment.world_size} does not know where to meet the others: "
+            "MASTER_ADDR and MASTER_PORT are not set; start the ranks with evener, torchrun or srun"
+        )
+    return address, port
+
+
+def _run_dir() -> Path | None:
+    run_dir = os.environ.get(RUN_DIR)
+    return None if run_dir is None else Path(run_dir)

@@ -1,0 +1,145 @@
+"""The life of a launched rank: load the job, run it, leave a result or one failure, and end.
+
+A rank ends with ``os._exit`` after everything a normal exit does in Python has been done (threads joined,
+``atexit`` run, output flushed). What is left out is the destruction of C++ objects in no order, in which gloo
+now and then aborts a rank that has done all its work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from evener.errors import InterruptedRunError, RankError
+from evener.runtime.environment import detect
+from evener.runtime.failure import is_communication_error, record_failure
+from evener.runtime.interrupt import GRACE_SECONDS, die_with, enforce, interruption, raising
+from evener.runtime.session import agent_watchdog, current_watchdog
+
+LAUNCHER_PID = "EVENER_LAUNCHER_PID"
+"""Environment variable with the process that a rank does not outlive."""
+
+BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); "
+    "from evener.runtime.worker import main; main(sys.argv[1])"
+)
+"""A rank looks for modules where its launcher did, also for Evener itself."""
+
+
+class Job(ABC):
+    """What a rank is launched to do; travels to it by cloudpickle."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+
+    @abstractmethod
+    def run(self) -> Any:
+        """Does it, and returns the rank's result."""
+
+    def signals(self) -> AbstractContextManager[None]:
+        """How the job hears of SIGINT and SIGTERM."""
+        return nullcontext()
+
+
+class Call(Job):
+    """A function and its arguments. The function hears of signals as an `InterruptedRunError`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_seconds: float,
+    ) -> None:
+        super().__init__(timeout_seconds)
+        self._function, self._args, self._kwargs = function, args, kwargs
+
+    def run(self) -> Any:
+        return self._function(*self._args, **self._kwargs)
+
+    def signals(self) -> AbstractContextManager[None]:
+        return raising([signal.SIGINT, signal.SIGTERM], progress)
+
+
+def progress() -> str:
+    """Where the run in this process stands, as far as it has said."""
+    watchdog = current_watchdog()
+    return "" if watchdog is None else watchdog.progress_text
+
+
+def main(run_dir: str) -> None:
+    """Runs the job in ``run_dir`` as the rank that the environment says, and ends the process."""
+    die_with(int(os.environ[LAUNCHER_PID]))
+    environment = detect()
+    enforce(lambda number: _record_interruption(number, environment.rank))
+    status = 1
+    try:
+        job: Job = cloudpickle.loads((Path(run_dir) / "job").read_bytes())
+        agent_watchdog(environment, job.timeout_seconds)
+        with job.signals():
+            result = job.run()
+        _write_result(Path(run_dir) / f"result-{environment.local_rank}", result)
+        status = 0
+    except BaseException as error:
+        status = _status_of(error, environment.rank)
+    _leave(status)
+
+
+def result_of(run_dir: Path, local_rank: int) -> Any:
+    """What the rank's job returned."""
+    return cloudpickle.loads((run_dir / f"result-{local_rank}").read_bytes())
+
+
+def _status_of(error: BaseException, rank: int) -> int:
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return 0
+    watchdog = current_watchdog()
+    if watchdog is not None and is_communication_error(error):
+        with suppress(Exception):
+            error = watchdog.explain(error).with_traceback(error.__traceback__)
+    return record_failure(error, rank).exit_status
+
+
+def _record_interruption(number: int, rank: int) -> None:
+    record_failure(InterruptedRunError(interruption(number, progress()), number), rank)
+
+
+def _write_result(path: Path, result: Any) -> None:
+    try:
+        path.write_bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise RankError(
+            f"the result of a rank, a {type(result).__name__}, cannot be sent back: {error}; "
+            "return what can be pickled"
+        ) from error
+
+
+def _leave(status: int) -> None:
+    """Ends the process as Python would, but for the destruction of C++ objects; in bounded time after a
+    failure.
+    """
+    if status != 0:
+        timer = threading.Timer(GRACE_SECONDS, os._exit, (status,))
+        timer.daemon = True
+        timer.start()
+    watchdog = current_watchdog()
+    if watchdog is not None:
+        watchdog.close()
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evener.errors import ConfigurationError
+from evener.runtime.rendezvous import Rendezvous
+
+
+def test_default_is_one_machine_on_a_free_port() -> None:
+    parameters = Rendezvous().parameters
+    assert (parameters.backend, parameters.endpoint) == ("c10d", "localhost:0")
+    assert (parameters.min_nodes, parameters.max_nodes) == (1, 1)
+
+
+def test_two_runs_of_one_machine_do_not_meet() -> None:
+    assert Rendezvous().parameters.run_id != Rendezvous().parameters.run_id
+
+
+def test_static_options_reach_the_agent() -> None:
+    parameters = Rendezvous(nnodes="2", node_rank=1, master_addr="head", master_port=29501).parameters
+    assert (parameters.backend, parameters.endpoint) == ("static", "head:29501")
+    assert parameters.get_as_int("rank") == 1
+
+
+def test_elastic_options_reach_the_agent() -> None:
+    parameters = Rendezvous(
+        nnodes="2:4",
+        rdzv_backend="c10d",
+        rdzv_endpoint="head:1",
+        rdzv_id="7",
+        rdzv_conf="join_timeout=9, a=b",
+    ).parameters
+    assert (parameters.min_nodes, parameters.max_nodes, parameters.run_id) == (2, 4, "7")
+    assert (parameters.endpoint, parameters.get_as_int("join_timeout"), parameters.get("a")) == (
+        "head:1",
+        9,
+        "b",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nnodes": "0"}, "'0'"),
+        ({"nnodes": "4:2"}, "'4:2'"),
+        ({"nnodes": "two"}, "'two'"),
+        ({"nnodes": "2", "node_rank": 2}, "2 of 2"),
+        ({"nnodes": "2", "standalone": True}, "standalone"),
+        ({"max_restarts": -1}, "-1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Rendezvous(**options)
+
+
+def test_malformed_backend_options_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="key=value"):
+        _ = Rendezvous(nnodes="2", rdzv_conf="join_timeout").parameters
