@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.balance.base import Equal, Fixed
+from evener.errors import ShareError
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.integers(0, 2000))
+def test_fixed_shares_are_within_one_sample_of_their_part(weights: list[int], batch_size: int) -> None:
+    shares = Fixed(weights).shares(0, batch_size)
+    assert sum(shares) == batch_size
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share - batch_size * weight / sum(weights)) < 1
+        assert weight or share == 0
+
+
+def test_fixed_shares_by_hand() -> None:
+    assert Fixed([0.5, 0.3, 0.2]).shares(0, 10) == [5, 3, 2]
+    assert Fixed([0.9, 0.1]).shares(0, 8) == [7, 1]
+    assert Fixed([3, 1], caps=[20, None]).shares(0, 32) == [20, 12]
+    assert Fixed([3, 1], quantum=8).shares(0, 64) == [48, 16]
+
+
+def test_equal_shares() -> None:
+    assert Equal(3).shares(0, 8) == [3, 3, 2]
+    assert Equal(3).shares(7, 2) == [1, 1, 0]
+    assert Equal(4, caps=[1, None, None, None]).shares(0, 8) == [1, 3, 2, 2]
+
+
+def test_a_rank_of_weight_0_takes_nothing_even_where_the_others_are_full() -> None:
+    with pytest.raises(ShareError, match="add up to 4"):
+        Fixed([1, 0], caps=[4, None]).shares(0, 8)
+
+
+def test_shares_are_a_copy() -> None:
+    balancer = Equal(2)
+    balancer.shares(0, 8).clear()
+    assert balancer.shares(1, 8) == [4, 4]
+
+
+@pytest.mark.parametrize("weights", [[], [0.0], [1.0, -1.0], [float("nan"), 1.0]])
+def test_weights_that_cannot_be(weights: list[float]) -> None:
+    with pytest.raises(ShareError):
+        Fixed(weights)
+
+
+def test_the_wrong_number_of_caps() -> None:
+    with pytest.raises(ShareError, match="1 caps"):
+        Equal(2, caps=[3])

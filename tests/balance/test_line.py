@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from evener.balance.line import Line, Point, Shape, fit_line, measured_curve, weighted_median
+
+
+def test_weighted_median() -> None:
+    assert weighted_median([(3.0, 1.0), (1.0, 1.0), (2.0, 1.0)]) == 2.0
+    assert weighted_median([(3.0, 5.0), (1.0, 1.0), (2.0, 1.0)]) == 3.0
+
+
+def test_a_scaled_line_scales_everywhere() -> None:
+    line = Line(0.1, 0.01, ((8, 0.5),))
+    for n in (0, 1, 8, 100):
+        assert line.scaled(2.0)(n) == pytest.approx(2 * line(n))
+
+
+def test_a_measured_curve_is_linear_between_sizes_and_never_falls() -> None:
+    time = measured_curve({8: 0.4, 16: 0.6, 32: 0.5, 40: 1.0})
+    assert [time(n) for n in (0, 4, 8, 12, 16, 24, 32, 36, 40, 80)] == pytest.approx(
+        [0, 0.2, 0.4, 0.5, 0.6, 0.6, 0.6, 0.8, 1.0, 2.0]
+    )
+
+
+@pytest.mark.parametrize("seconds", [{}, {0: 1.0}, {1: math.nan}, {1: 0.0}])
+def test_a_curve_that_cannot_be(seconds: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="sizes must be above 0"):
+        measured_curve(seconds)
+
+
+def test_a_line_is_exact_where_the_sizes_tell_and_usual_where_they_do_not() -> None:
+    apart = fit_line([Point(n, 0.01 + 0.001 * n, 50, 0) for n in (10, 50)], 0.01, Shape())
+    assert apart.line.overhead_seconds == pytest.approx(0.01, rel=0.02)
+    assert apart.line.seconds_per_sample == pytest.approx(0.001, rel=0.02)
+    close = fit_line([Point(20, 0.030, 1, 0), Point(21, 0.020, 1, 0)], 0.2, Shape())
+    part, _ = Shape().growing(close.center)
+    assert close.line.seconds_per_sample * close.center == pytest.approx(part * 0.025, rel=0.15)
+
+
+def test_one_wrong_size_of_many_does_not_turn_the_line() -> None:
+    points = [Point(n, 0.01 + 0.001 * n, 5, 0) for n in range(10, 60, 5)]
+    points[4] = points[4]._replace(seconds=10.0)
+    fit = fit_line(points, 0.01, Shape())
+    assert fit.line.seconds_per_sample == pytest.approx(0.001, rel=0.05)
+    assert fit.line(12) == pytest.approx(0.022, rel=0.05)
+
+
+def test_the_ratio_of_overhead_to_price_is_what_is_carried_over() -> None:
+    before = fit_line([Point(n, 0.01 + 0.001 * n, 50, 0) for n in (10, 50)], 0.01, Shape())
+    after = fit_line([Point(1, 2 * before.line(1), 3, 0)], 0.01, Shape.of(before))
+    assert after.line(50) == pytest.approx(2 * before.line(50), rel=0.05)
+    assert after.error(50) > before.error(50)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.balance.partition import partition_layers, stage_seconds
+from evener.errors import ConfigurationError
+
+
+def bottleneck(stages: list[range], seconds: list[int], speeds: list[float], cuts: list[int]) -> float:
+    return max(
+        stage_seconds(stage, seconds, speed, cuts) for stage, speed in zip(stages, speeds, strict=True)
+    )
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[list[int], list[float], list[int]]:
+    seconds = draw(st.lists(st.integers(0, 20), min_size=1, max_size=8))
+    cuts = draw(st.lists(st.integers(0, 9), min_size=len(seconds) - 1, max_size=len(seconds) - 1))
+    speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=1, max_size=len(seconds)))
+    return seconds, speeds, cuts
+
+
+@given(pipelines())
+def test_no_other_cuts_are_faster(pipeline: tuple[list[int], list[float], list[int]]) -> None:
+    seconds, speeds, cuts = pipeline
+    stages = partition_layers(seconds, speeds, cuts)
+    assert [layer for stage in stages for layer in stage] == list(range(len(seconds)))
+    assert all(stages)
+    every = [
+        [range(*ends) for ends in zip((0, *inner), (*inner, len(seconds)), strict=True)]
+        for inner in combinations(range(1, len(seconds)), len(speeds) - 1)
+    ]
+    best = min(bottleneck(other, seconds, speeds, cuts) for other in every)
+    assert bottleneck(stages, seconds, speeds, cuts) == best
+
+
+def test_a_faster_device_takes_more_layers_and_a_dear_boundary_is_not_cut() -> None:
+    assert partition_layers([1] * 6, [1, 2]) == [range(0, 2), range(2, 6)]
+    assert partition_layers([1] * 6, [1, 1], [0, 0, 5, 0, 0]) == [range(0, 2), range(2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speeds", "cuts", "says"),
+    [
+        ([1.0], [1, 1], None, "1 layers cannot be divided over 2"),
+        ([], [1], [], "0 layers cannot be divided over 1"),
+        ([1.0, 1.0], [1], [], "0 boundaries for 2 layers"),
+        ([1.0, 1.0], [1, 0], None, "speeds"),
+        ([1.0, float("nan")], [1, 1], None, "finite"),
+    ],
+)
+def test_what_cannot_be(
+    seconds: list[float], speeds: list[float], cuts: list[float] | None, says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        partition_layers(seconds, speeds, cuts)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from evener.balance.base import Equal, Fixed
+from evener.balance.controller import Auto
+from evener.balance.registry import make_balancer
+from evener.errors import ShareError
+
+
+@pytest.mark.parametrize(("text", "kind"), [("auto", Auto), ("equal", Equal), ("3,1", Fixed)])
+def test_every_name_makes_its_balancer_within_caps_and_quantum(text: str, kind: type) -> None:
+    balancer = make_balancer(text, 2, caps=[16, None], quantum=8)
+    assert type(balancer) is kind
+    shares = balancer.shares(0, 64)
+    assert shares == [16, 48]
+
+
+@pytest.mark.parametrize("text", ["fast", "", "Auto"])
+def test_no_such_balancer_names_those_there_are(text: str) -> None:
+    with pytest.raises(ShareError, match="auto, equal"):
+        make_balancer(text, 2)
+
+
+def test_the_lookahead_is_passed_on() -> None:
+    assert make_balancer("auto", 2, lookahead=5).shares(0, 8) == [4, 4]
+    balancer = make_balancer("auto", 2, lookahead=5)
+    balancer.shares(0, 8)
+    assert sum(balancer.shares(5, 8)) == 8
+    with pytest.raises(ValueError, match="lookahead"):
+        balancer.shares(6, 8)
