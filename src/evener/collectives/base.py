@@ -1,0 +1,192 @@
+"""What every all-reduce is: a callable that sums a flat tensor in place, over the group it was built for.
+
+An all-reduce is an object and not a function because it owns things: buffers shared with the other ranks, a
+process group of its own, a thread. It is therefore built once for a group and closed after use, and whoever
+calls it needs to know nothing else about it::
+
+    with SharedMemory(group) as all_reduce:
+        work = all_reduce(tensor)       # returns at once, or when it is done, as the implementation sees fit
+        work.wait()                     # now every rank holds the same bits
+
+The one promise that no implementation may break is the last line: *the same bits on all ranks*. Replicas
+that differ in the last bit drift apart, and nothing notices until the run is lost.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from evener.collectives.roll_call import RollCall
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+class Work(ABC):
+    """An all-reduce under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when the tensor holds the sum.
+
+        Raises:
+            RankTimeoutError: A rank did not take part in time; the message names it.
+            RankError: A rank's process died; the message names it.
+        """
+
+    @abstractmethod
+    def future(self) -> Future[Tensor]:
+        """A future of the summed tensor, as a communication hook of DDP has to return it."""
+
+
+class Done(Work):
+    """The work of an all-reduce that was finished before the call returned."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        return None
+
+    def future(self) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        future.set_result(self._tensor)
+        return future
+
+
+class Promised(Work):
+    """The work of a thread: it sets the future's result, or the exception that ``wait`` raises."""
+
+    def __init__(self, future: Future[Tensor]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.wait()
+
+    def future(self) -> Future[Tensor]:
+        # An exception set by Python is a mere value to C++; one raised in a callback is an error there too.
+        return self._future.then(lambda done: done.value())
+
+
+class NativeWork(Work):
+    """The work of PyTorch's own collective, whose errors say neither who is missing nor what to do."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work, roll_call: RollCall) -> None:
+        self._tensor = tensor
+        self._work = work
+        self._roll_call = roll_call
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._roll_call.explain(error) from error
+
+    def future(self) -> Future[Tensor]:
+        return self._work.get_future().then(self._value)
+
+    def _value(self, done: Future[Tensor]) -> Tensor:
+        try:
+            return only(done.value())
+        except RuntimeError as error:
+            raise self._roll_call.explain(error) from error
+
+
+class After(Work):
+    """``work``, and then ``finish``, once: what makes the result of the sum."""
+
+    def __init__(self, work: Work, finish: Callable[[], Tensor]) -> None:
+        self._work, self._finish = work, finish
+        self._finished = False
+
+    def wait(self) -> None:
+        self._work.wait()
+        if not self._finished:
+            self._finished = True
+            self._finish()
+
+    def future(self) -> Future[Tensor]:
+        return self._work.future().then(lambda _: self._finish())
+
+
+def only(value: Tensor | list[Tensor]) -> Tensor:
+    """The tensor of a future's value, which torch's collectives wrap in a list."""
+    return value[0] if isinstance(value, list) else value
+
+
+class AllReduce(ABC):
+    """Sums a tensor over the ranks of a group, in place; owns what it needs for that until it is closed.
+
+    All ranks of the group build it, call it and close it in the same order, with tensors of the same number
+    of elements and dtype. Calls are carried out in the order in which they were made.
+
+    Args:
+        group: The ranks that take part; None is the default group.
+        timeout_seconds: How long any wait for another rank may last.
+    """
+
+    name: str
+    """What the user calls it."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> None:
+        resolved = group if group is not None else dist.group.WORLD
+        assert resolved is not None
+        self.group: dist.ProcessGroup = resolved
+        self.timeout_seconds = timeout_seconds
+        self.rank = dist.get_rank(resolved)
+        self.world_size = dist.get_world_size(resolved)
+        self.roll_call = RollCall(resolved)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is the sum, but for the rounding of each addition."""
+        return True
+
+    def __call__(self, tensor: Tensor) -> Work:
+        """Starts to replace ``tensor`` by its sum over the ranks.
+
+        A tensor of any shape, dtype that torch can add, and number of elements (0 included). One that is
+        not contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collective.
+        """
+        if tensor.layout is not torch.strided:
+            return NativeWork(tensor, start_native(tensor, self.group), self.roll_call)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_contiguous() and not tensor.is_conj():
+            return self.start(tensor)
+        flat = tensor.contiguous().resolve_conj()
+        return After(self.start(flat), lambda: tensor.copy_(flat))
+
+    @abstractmethod
+    def start(self, tensor: Tensor) -> Work:
+        """The one method to write: as ``__call__``, for a dense, contiguous tensor that needs no
+        gradient."""
+
+    def close(self) -> None:  # noqa: B027 (most own nothing)
+        """Gives back what the all-reduce owns; closing twice does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def start_native(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """PyTorch's own all-reduce, under way."""
+    work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None
+    return work

@@ -1,0 +1,161 @@
+"""Fewer bytes for a result that is not quite the sum: wrappers of any all-reduce.
+
+Each needs nothing of the all-reduce that it wraps but sums, so it works over every one of them, and each keeps the one
+promise: the same bits on all ranks. What is lost is lost on all ranks alike.
+
+With *error feedback* (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847) a rank remembers what it did not
+send of a tensor and adds it the next time, so that nothing is lost for good. The memory belongs to a place in memory:
+the buckets of DDP stay where they are, step after step. It is for gradients; do not sum a model's state through it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from evener.collectives.base import After, AllReduce, Work
+from evener.errors import ConfigurationError
+
+_WIDE = (torch.float32, torch.float64)
+_BLOCK = 256
+_INT8_MOST = 127
+
+
+class Compressed(AllReduce):
+    """Sums floats of 32 and 64 bits approximately through ``inner``, and all else exactly. Owns ``inner``."""
+
+    def __init__(self, inner: AllReduce) -> None:
+        super().__init__(inner.group, inner.timeout_seconds)
+        self.inner = inner
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def start(self, tensor: Tensor) -> Work:
+        if tensor.dtype not in _WIDE or not tensor.numel():
+            return self.inner(tensor)
+        return self.compress(tensor.view(-1))
+
+    @abstractmethod
+    def compress(self, flat: Tensor) -> Work:
+        """The one method to write: replaces a float tensor of shape (n,), n > 0, by about its sum."""
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Half(Compressed):
+    """Rounds each term to ``dtype`` (float16 or bfloat16) and sums in that: 2 bytes an element.
+
+    Exactness: a relative error of 2**-11 (float16) or 2**-8 (bfloat16) in each term, and as much in the sum if it is
+    added in float32, or at each addition if not. float16 overflows to infinity beyond 65504 and loses terms
+    below 6e-8; bfloat16 has the range of float32. No error feedback.
+    """
+
+    name = "half"
+
+    def __init__(self, inner: AllReduce, dtype: torch.dtype) -> None:
+        super().__init__(inner)
+        self._dtype = dtype
+
+    def compress(self, flat: Tensor) -> Work:
+        half = flat.to(self._dtype)
+        return After(self.inner(half), lambda: flat.copy_(half))
+
+
+class _Feedback:
+    """What was not sent of each tensor, by the place where the tensor lies."""
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def of(self, flat: Tensor) -> Tensor:
+        key = (flat.data_ptr(), flat.numel(), flat.dtype)
+        if key not in self._left:
+            self._left[key] = torch.zeros_like(flat)
+        return self._left[key]
+
+
+class Int8(Compressed):
+    """One byte an element, and one float for each block of 256, with error feedback.
+
+    First the ranks add up each block's largest magnitude, S. In units of S / (127 - world_size / 2) the rounded terms
+    of all ranks add up to 127 at most, so that int8 holds the sum, which is exact as a sum of integers.
+
+    Exactness: an error of at most half a unit in each term, which is sent with the next step's.
+    """
+
+    name = "int8"
+
+    def __init__(self, inner: AllReduce) -> None:
+        super().__init__(inner)
+        self._most = _INT8_MOST - math.ceil(self.world_size / 2)
+        if self._most < 1:
+            raise ConfigurationError(
+                f"int8 cannot hold a sum over {self.world_size} ranks (252 at most): use bf16"
+            )
+        self._feedback = _Feedback()
+
+    def compress(self, flat: Tensor) -> Work:
+        left = self._feedback.of(flat)
+        left += flat
+        blocks = _blocks(left)
+        largest = blocks.abs().amax(dim=1).float()
+        self.inner(largest).wait()
+        unit = (largest / self._most).to(flat.dtype)[:, None]
+        levels = (blocks / unit).nan_to_num_(0, 0, 0).round_().clamp_(-self._most, self._most).to(torch.int8)
+        left -= (levels * unit).view(-1)[: flat.numel()]
+        left.nan_to_num_(0, 0, 0)  # the result is not finite either; the next step starts afresh
+        return After(self.inner(levels), lambda: flat.copy_((levels * unit).view(-1)[: flat.numel()]))
+
+
+def _blocks(flat: Tensor) -> Tensor:
+    """Shape (blocks, 256), the last filled up with zeros."""
+    missing = -flat.numel() % _BLOCK
+    return torch.nn.functional.pad(flat, (0, missing)).view(-1, _BLOCK)
+
+
+class TopK(Compressed):
+    """The ``ratio`` of elements of largest magnitude of each rank, with error feedback.
+
+    The ranks' choices differ, so all are gathered, ``8 * ratio * world_size`` bytes an element, and each rank adds them
+    up in the order of ranks. It pays for few ranks and small ratios.
+
+    Exactness: the elements sent are summed exactly (in their own dtype); the others count as zero, and are added
+    to the next step's.
+    """
+
+    name = "top-k"
+
+    def __init__(self, inner: AllReduce, ratio: float = 0.01) -> None:
+        super().__init__(inner)
+        if not 0 < ratio <= 1:
+            raise ConfigurationError(f"top-k sends a ratio of the elements above 0 and up to 1, not {ratio}")
+        self._ratio = ratio
+        self._feedback = _Feedback()
+
+    def compress(self, flat: Tensor) -> Work:
+        left = self._feedback.of(flat)
+        left += flat
+        count = max(1, round(self._ratio * flat.numel()))
+        chosen = left.abs().topk(count, sorted=False).indices
+        values = flat.new_zeros(self.world_size, count)
+        places = chosen.new_zeros(self.world_size, count)
+        values[self.rank], places[self.rank] = left[chosen], chosen
+        left[chosen] = 0
+        narrow = places.to(torch.int32) if flat.numel() < 2**31 else places
+        first = self.inner(narrow)
+        second = self.inner(values)
+
+        def add_up() -> Tensor:
+            first.wait()
+            flat.zero_()
+            for row, where in zip(values, narrow, strict=True):
+                flat.index_add_(0, where.long(), row)
+            return flat
+
+        return After(second, add_up)

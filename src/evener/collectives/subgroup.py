@@ -1,0 +1,57 @@
+"""A process group of some ranks of another, made by the ranks of that other alone.
+
+``dist.new_group`` wants to be called by every rank of the world, or else (``use_local_synchronization``) names the
+group after its ranks and the number of groups that each of them has: a rank that has made one more, as a leader does,
+waits for the others under another name, and a group that was destroyed and is made again meets the addresses of the
+first in the store. Here the first member draws a name that nobody has had.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from evener.collectives.host import all_gather
+
+
+def subgroup(
+    parent: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float
+) -> dist.ProcessGroup | None:
+    """A group of the same backend of the ``members`` (ranks in ``parent``, ascending); None on a rank of no member.
+
+    A collective call of the ranks of ``parent``, which may name different members if those do not overlap.
+    """
+    token = all_gather(secrets.token_hex(8), parent)[members[0]]
+    if dist.get_rank(parent) not in members:
+        return None
+    world = dist.get_process_group_ranks(parent)
+    return _make(parent, [world[member] for member in members], f"evener_{token}", timeout_seconds)
+
+
+def _make(
+    parent: dist.ProcessGroup, ranks: list[int], name: str, timeout_seconds: float
+) -> dist.ProcessGroup:
+    """What ``dist.new_group`` does once it has chosen a name."""
+    made: dist.ProcessGroup
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(dist.get_backend_config(parent)),
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(name),
+        timeout=timedelta(seconds=timeout_seconds),
+        group_desc="evener_collectives",
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Gives ``group`` back, unless the whole of ``torch.distributed`` has been shut down before."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
