@@ -38,8 +38,9 @@ def main():
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
     missing = [name for name in names if name not in os.environ]
-    atexit.register(lambda: print("bye", Box.value))
-    print("rank", dist.get_rank(), "total", int(total), missing, BESIDE, __file__ == sys.argv[0])
+    atexit.register(lambda: sys.stdout.write(f"bye {Box.value}\\n"))
+    words = ["rank", dist.get_rank(), "total", int(total), missing, BESIDE, __file__ == sys.argv[0]]
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
 
 if __name__ == "__main__":
     main()

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 from evener.data.batch import map_leaves
 from evener.data.collate import Collate, collate_pairs, collate_with, preview
 from evener.data.order import Ids
-from evener.errors import DataError
+from evener.errors import DataError, InterruptedRunError
 
 Gather = Callable[[Tensor], tuple[Any, Any]]
 
@@ -83,7 +83,13 @@ def join(items: list[Any], ids: list[int], collate: Collate | None, name: str) -
 
 
 def failure(error: Exception, doing: str) -> Failure:
-    """``error`` as a value: of a ``DataError`` the message, of others also the traceback."""
+    """``error`` as a value: of a ``DataError`` the message, of others also the traceback.
+
+    Raises:
+        InterruptedRunError: If that is the error: a signal that came while data were read is no fault of theirs.
+    """
+    if isinstance(error, InterruptedRunError):
+        raise error
     if isinstance(error, DataError):
         return Failure(str(error))
     trace = "".join(traceback.format_exception(error))

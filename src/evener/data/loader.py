@@ -28,6 +28,7 @@ from evener.data.batch import Batch
 from evener.data.collate import Collate
 from evener.data.fetch import Fetch
 from evener.data.order import Ids, Order
+from evener.data.parts import Parts, part_plans
 from evener.data.plan import Cut, Plan, Shares, equal_shares, plans
 from evener.data.stream import Agree, Stream
 from evener.data.transfer import Batches, transfer_to
@@ -56,6 +57,8 @@ class Loader(Iterator[Batch]):
         epochs: The epoch after the last one.
         start: Epoch, and the position in it, of the first batch.
         first_step: The number that ``shares`` is given for the first batch.
+        parts: Where each rank owns a part of the samples: ``dataset`` and ``order`` are then those of this rank's
+            part, the parts decide the shares, and ``shares`` is not asked.
         seed: Of random numbers in the workers, which also depend on the rank and the worker.
         agree: For iterable data sets on several ranks: gathers an integer from every rank.
         name: What errors call the data set.
@@ -85,6 +88,7 @@ class Loader(Iterator[Batch]):
         epochs: int = 1,
         start: tuple[int, int] = (0, 0),
         first_step: int = 0,
+        parts: Parts | None = None,
         seed: int = 0,
         agree: Agree | None = None,
         name: str = "training set",
@@ -108,10 +112,16 @@ class Loader(Iterator[Batch]):
             batches = stream.batches(epochs, start, first_step)
             self.steps, self.lookahead = None, 1 + transfer.ahead
         else:
-            order = _checked(order, dataset, start, name)
-            fetch = Fetch(dataset, collate, name)
-            batches = _read(plans(order, cut, epochs, start, first_step), fetch, pool)
-            self.steps, self.lookahead = _steps(order, batch_size, epochs, start), pool.ahead + transfer.ahead
+            order = _checked(order, dataset, name)
+            whole = order if parts is None else parts.whole
+            _check_position(start[1], whole.size, name)
+            drawn = (
+                plans(order, cut, epochs, start, first_step)
+                if parts is None
+                else part_plans(parts, order, cut, epochs, start)
+            )
+            batches = _read(drawn, Fetch(dataset, collate, name), pool)
+            self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + transfer.ahead
         self._batches = transfer(batches)
 
     def __next__(self) -> Batch:
@@ -148,7 +158,7 @@ def _read(drawn: Iterator[Plan], fetch: Fetch, workers: Workers) -> Batches:
             yield plan.batch([first, *islice(values, len(plan.parts) - 1)])
 
 
-def _checked(order: Order | None, dataset: Any, start: tuple[int, int], name: str) -> Order:
+def _checked(order: Order | None, dataset: Any, name: str) -> Order:
     """The order, if it is that of ``dataset``."""
     size = len(dataset) if hasattr(dataset, "__len__") or order is None else order.size
     if size == 0:
@@ -156,9 +166,12 @@ def _checked(order: Order | None, dataset: Any, start: tuple[int, int], name: st
     order = order or Order(size, shuffle=False)
     if order.size != size:
         raise ConfigurationError(f"the {name} has {size} samples, but its order is one of {order.size}")
-    if not 0 <= start[1] <= size:
-        raise ConfigurationError(f"position {start[1]} is not within the {size} samples of the {name}")
     return order
+
+
+def _check_position(position: int, size: int, name: str) -> None:
+    if not 0 <= position <= size:
+        raise ConfigurationError(f"position {position} is not within the {size} samples of the {name}")
 
 
 def _steps(order: Order, batch_size: int, epochs: int, start: tuple[int, int]) -> int:

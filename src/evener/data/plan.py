@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from evener.data.batch import Batch, MicroBatch
 from evener.data.division import Table, by_weights, check_shares, divide
@@ -67,14 +68,19 @@ class Plan:
     last: bool
     parts: list[tuple[Ids, int]]
     """For each micro-batch the sample ids to read, and their weight."""
+    offset: int = 0
+    """What is added to the ids that were read, so that samples of different parts differ."""
 
     def batch(self, values: list[Fetched]) -> Batch:
         """The batch of what was read for ``parts``."""
         micro_batches = [
-            MicroBatch(value.inputs, value.targets, torch.from_numpy(ids), weight)
+            MicroBatch(value.inputs, value.targets, self._samples(ids), weight)
             for value, (ids, weight) in zip(values, self.parts, strict=True)
         ]
         return Batch(self.epoch, self.index, self.position, self.size, self.shares, micro_batches, self.last)
+
+    def _samples(self, ids: Ids) -> Tensor:
+        return torch.from_numpy(ids + self.offset if self.offset else ids)
 
 
 def plans(

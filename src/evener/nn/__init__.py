@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from evener.nn.batch_norm import BatchNorm, exact_batch_norm
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, name_dropouts
+from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 
 __all__ = [
     "BatchNorm",
     "Dropout",
     "Dropout1d",
     "Dropout2d",
+    "FeatureParallelLinear",
+    "divide_features",
     "exact_batch_norm",
     "name_dropouts",
 ]

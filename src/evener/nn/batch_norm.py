@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import ConfigurationError
+from evener.hardware.stopwatch import waiting
 from evener.nn.scope import current
 
 M = TypeVar("M", bound=nn.Module)
@@ -196,13 +197,15 @@ def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
     """(ranks, length): the message of every rank, in order of rank."""
     sent = message.to(_message_device(message, group))
     received = sent.new_empty(group.size(), *sent.shape)
-    dist.all_gather(list(received.unbind()), sent, group=group)
+    with waiting():
+        dist.all_gather(list(received.unbind()), sent, group=group)
     return received.to(message.device)
 
 
 def _all_reduce(message: Tensor, group: ProcessGroup) -> Tensor:
     moved = message.to(_message_device(message, group))
-    dist.all_reduce(moved, group=group)
+    with waiting():
+        dist.all_reduce(moved, group=group)
     return moved.to(message.device)
 
 

@@ -12,7 +12,9 @@ import os
 import runpy
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -20,18 +22,48 @@ from evener.errors import ConfigurationError
 from evener.runtime.environment import detect
 from evener.runtime.launch import is_launched, resolve_processes, run_job
 from evener.runtime.rendezvous import Rendezvous
+from evener.runtime.session import RUN_DIR
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 from evener.runtime.worker import Job
+
+
+class Observer(ABC):
+    """Looks on while a script runs, on every rank, and tells at the end what was seen."""
+
+    @abstractmethod
+    def watching(self, rank: int, directory: Path) -> AbstractContextManager[None]:
+        """Entered on the rank around the script; leaves what it has seen in ``directory``."""
+
+    @abstractmethod
+    def tell(self, directory: Path) -> None:
+        """Called by the launcher when its ranks have ended, whether well or not."""
 
 
 class Script(Job):
     """A file, or with ``is_module`` the dotted name of a module, and its command line."""
 
-    def __init__(self, name: str, args: Sequence[str], is_module: bool, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: Sequence[str],
+        is_module: bool,
+        timeout_seconds: float,
+        observer: Observer | None = None,
+    ) -> None:
         super().__init__(timeout_seconds)
         self._name, self._args, self._is_module = name, list(args), is_module
+        self._observer = observer
 
     def run(self) -> None:
+        self.run_in(Path(os.environ[RUN_DIR]))
+
+    def run_in(self, directory: Path) -> None:
+        """Runs the script, and lets the observer leave what it sees in ``directory``."""
+        rank = detect().rank
+        with self._observer.watching(rank, directory) if self._observer else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         if self._is_module:
             sys.argv[:] = [self._name, *self._args]
             sys.path.insert(0, os.getcwd())
@@ -51,6 +83,7 @@ def run_script(
     timeout_seconds: float = TIMEOUT_SECONDS,
     rendezvous: Rendezvous | None = None,
     device: str | None = None,
+    observer: Observer | None = None,
 ) -> None:
     """Runs a script that was written for torchrun on every rank, and returns when all have ended with
     success.
@@ -61,6 +94,7 @@ def run_script(
         script: A Python file, or with ``is_module`` a module's dotted name, as ``python -m`` takes it.
         args: Its command line.
         processes, timeout_seconds, rendezvous, device: As in `evener.runtime.launch.launch`.
+        observer: Looks on on all ranks, and tells about those that this process launched (else about its own).
 
     Raises:
         ConfigurationError: If there is no such script, or there cannot be so many processes.
@@ -69,13 +103,18 @@ def run_script(
         InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended.
     """
     _check_exists(script, is_module)
-    job = Script(script, args, is_module, timeout_seconds)
-    if is_launched():
-        os.environ.update(detect().variables)
-        job.run()
-        return
+    job = Script(script, args, is_module, timeout_seconds, observer)
     with tempfile.TemporaryDirectory(prefix="evener-run-", ignore_cleanup_errors=True) as name:
-        run_job(job, resolve_processes(processes, device), rendezvous, Path(name), _path_of_ranks())
+        try:
+            if is_launched():
+                os.environ.update(detect().variables)
+                job.run_in(Path(name))
+            else:
+                processes = resolve_processes(processes, device)
+                run_job(job, processes, rendezvous, Path(name), _path_of_ranks())
+        finally:
+            if observer is not None:
+                observer.tell(Path(name))
 
 
 def _check_exists(script: str, is_module: bool) -> None:

@@ -1,0 +1,146 @@
+"""A slice of the feature axis: every sample, but only some of its columns.
+
+Where the features are too many for one device (one-hot codes, n-grams, clicks), each rank reads the columns that its
+slice of the first layer needs, and no other. A data set that can do so by itself, because its columns lie in files of
+their own or in a memory map, offers ``columns(start, stop)``: the data set of these columns alone. Of others, items
+are read whole and cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from evener.data.batch import map_leaves
+from evener.data.collate import describe
+from evener.data.division import by_weights
+from evener.data.fetch import Gather, gatherer
+from evener.errors import ConfigurationError, DataError
+
+
+def divide_columns(width: int, weights: Sequence[float]) -> list[range]:
+    """Consecutive columns for each rank, in proportion to ``weights``, none empty.
+
+    Raises:
+        ConfigurationError: If a rank would be left without a column.
+        ShareError: If a weight is negative or not finite, or all are zero.
+    """
+    widths = by_weights(width, weights)
+    if 0 in widths:
+        raise ConfigurationError(
+            f"{width} features in the parts {list(weights)} leave rank {widths.index(0)} of {len(weights)} without "
+            f"one; use at most {width} ranks, and no part that is too small"
+        )
+    edges = list(accumulate(widths, initial=0))
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def columns_of(dataset: Any, columns: range, width: int) -> Any:
+    """``dataset`` with no more than ``columns`` of every input of ``width`` features along its last dimension.
+
+    Args:
+        dataset: Of pairs ``(inputs, targets)``. If it has a method ``columns(start, stop)``, that decides.
+        columns: Without gaps.
+        width: Of the whole feature axis.
+    """
+    if hasattr(dataset, "columns"):
+        return dataset.columns(columns.start, columns.stop)
+    cut = _Cut(columns.start, columns.stop, width)
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        inputs, targets = dataset.tensors
+        return TensorDataset(cut.inputs(inputs).contiguous(), targets)
+    return _Stream(dataset, cut) if isinstance(dataset, IterableDataset) else _Columns(dataset, cut)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What is left of an item, or of a batch of them."""
+
+    start: int
+    stop: int
+    width: int
+
+    def inputs(self, tree: Any) -> Any:
+        """``tree`` with all tensors of ``width`` features cut.
+
+        Raises:
+            DataError: If there is none.
+        """
+        found: list[Any] = []
+        result = map_leaves(partial(self._leaf, found), tree)
+        if not found:
+            raise DataError(
+                f"no tensor among the inputs, {_shapes(tree)}, has the {self.width} features of the divided layer as "
+                "its last dimension; write the layer that reads them as evener.nn.FeatureParallelLinear, or give the "
+                "data set a method columns(start, stop) that returns the data set of these columns"
+            )
+        return result
+
+    def item(self, item: Any) -> Any:
+        """A pair of which the inputs are cut; what is no pair is left to the collate function to refuse."""
+        if not (isinstance(item, tuple | list) and len(item) == 2):
+            return item
+        return self.inputs(item[0]), item[1]
+
+    def _leaf(self, found: list[Any], leaf: Any) -> Any:
+        if getattr(leaf, "ndim", 0) == 0 or leaf.shape[-1] != self.width:
+            return leaf
+        found.append(leaf)
+        return leaf[..., self.start : self.stop]
+
+
+class _Columns(Dataset[Any]):
+    """A map-style data set; faster ways to many items stay."""
+
+    def __init__(self, dataset: Any, cut: _Cut) -> None:
+        self._dataset, self._cut = dataset, cut
+        gather = gatherer(dataset)
+        if gather is not None:
+            self.gather_batch = partial(_gather, gather, cut)
+        if hasattr(dataset, "__getitems__"):
+            self.__getitems__ = self._items
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._cut.item(self._dataset[index])
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        return [self._cut.item(item) for item in self._dataset.__getitems__(indices)]
+
+
+class _Stream(IterableDataset[Any]):
+    """An iterable data set, which every rank reads whole."""
+
+    def __init__(self, dataset: Any, cut: _Cut) -> None:
+        self._dataset, self._cut = dataset, cut
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._cut.item, self._dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+
+def _gather(gather: Gather, cut: _Cut, samples: Tensor) -> tuple[Any, Any]:
+    inputs, targets = gather(samples)
+    return cut.inputs(inputs), targets
+
+
+def _shapes(tree: Any) -> str:
+    """What the leaves are, for an error message."""
+    shapes: list[str] = []
+    map_leaves(lambda leaf: shapes.append(_shape(leaf)), tree)
+    return "of shapes " + ", ".join(shapes) if shapes else "of which there are none"
+
+
+def _shape(leaf: Any) -> str:
+    return str(tuple(leaf.shape)) if hasattr(leaf, "shape") else describe(leaf)
