@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balance.base import Equal, Fixed
+from evener.balance.base import Decision, Equal, Fixed
 from evener.errors import ShareError
 
 
@@ -50,3 +50,8 @@ def test_weights_that_cannot_be(weights: list[float]) -> None:
 def test_the_wrong_number_of_caps() -> None:
     with pytest.raises(ShareError, match="1 caps"):
         Equal(2, caps=[3])
+
+
+def test_a_decision_in_words_counts_steps_from_one_as_progress_does() -> None:
+    decision = Decision(7, 10, (32, 32), (48, 16), 0.02, 0.01, "ranks differ in speed")
+    assert decision.words == "step 8: shares 32/32 become 48/16 from step 11: ranks differ in speed"

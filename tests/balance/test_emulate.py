@@ -39,3 +39,11 @@ def test_changes_alone() -> None:
 def test_what_cannot_be(text: str | None, changes: list[str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Throttle.parse(text, changes, 2)
+
+
+def test_an_emulation_says_what_it_is() -> None:
+    words = Throttle.parse("1,0.5", ["20:0:0.25"], 2).words
+    assert (
+        words
+        == "EMULATION of unequal devices by sleeping: ranks run at 1, 0.5 of their speed; rank 0 at 0.25 from step 20"
+    )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balance import shares as module
-from evener.balance.shares import parse_shares, solve, validate_shares
+from evener.balance.shares import parse_caps, parse_shares, solve, validate_shares
 from evener.errors import ShareError
 
 
@@ -159,3 +159,16 @@ def test_parse_shares() -> None:
 def test_shares_that_cannot_be(text: str, says: str) -> None:
     with pytest.raises(ShareError, match=says):
         parse_shares(text, 3)
+
+
+def test_caps_in_words() -> None:
+    assert parse_caps(None, 2) is None
+    assert parse_caps("64, -,0", 3) == [64, None, 0]
+    for text, words in (
+        ("64", "1 caps"),
+        ("a,b", "- for no limit"),
+        ("-3,-", "cap of rank 0 is -3"),
+        ("", "- for no"),
+    ):
+        with pytest.raises(ShareError, match=words):
+            parse_caps(text, 2)

@@ -113,6 +113,21 @@ def test_measurements_are_kept_and_the_same_on_all_ranks(ranks: Any, tmp_path: P
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"]
 
 
+def measured_slowly() -> list[tuple[int, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_module, "SIZES", (1024, 4096, 16384))
+        patch.setattr(measure_module, "time_in_turn", lambda each, buffer, group: [buffer.nbytes / 3000])
+        topology = Topology.flat(2)
+        with Native() as native:
+            costs = measure_module.measure({"native": native}, topology, native.group)
+    return [(sample.nbytes, sample.seconds) for sample in costs.samples]
+
+
+def test_on_slow_links_large_sizes_are_not_measured(ranks: Any) -> None:
+    """Minutes would go by; what takes longer than a second is in proportion to its size."""
+    assert ranks(2).run(measured_slowly) == [[(1024, 1024 / 3000), (4096, 4096 / 3000)]] * 2
+
+
 def test_costs_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "costs.json"
     assert load(path) is None

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from evener.collectives import registry
+from evener.collectives.algorithm import Topology
 from evener.collectives.host import hosts_of
-from evener.collectives.native import nccl_algorithm
+from evener.collectives.native import Native, nccl_algorithm
 from evener.collectives.registry import ALL_REDUCES, make
 from evener.collectives.subgroup import destroy, subgroup
 from evener.errors import ConfigurationError
@@ -77,6 +78,33 @@ def test_every_name_names_its_all_reduce(ranks: Any) -> None:
         return made
 
     assert ranks(2).run(names)[0] == [name for name in ALL_REDUCES if name != "auto"]
+
+
+def native_of_our_own(group: dist.ProcessGroup, timeout_seconds: float) -> Native:
+    made = Native(group, timeout_seconds)
+    made.name = "our own"
+    return made
+
+
+def test_what_flows_through_a_tree_between_hosts_is_cut() -> None:
+    """In proportion to the ranks of a host, each of which has a part of it."""
+    flat, wide = Topology.flat(8), Topology.of_hosts([4, 1])
+    assert registry.tree_segment_nbytes(wide) == 4 * registry.tree_segment_nbytes(Topology.of_hosts([1, 1]))
+    assert registry.tree_segment_nbytes(wide) < registry.tree_segment_nbytes(flat)
+
+
+def test_an_all_reduce_of_the_users_own(ranks: Any) -> None:
+    def own() -> str:
+        with make(f"{__name__}:native_of_our_own") as all_reduce:
+            return all_reduce.name
+
+    assert ranks(2).run(own) == ["our own"] * 2
+
+
+@pytest.mark.parametrize("name", ["json:nothing", "nowhere:make", "json:", ":make", "json:__name__"])
+def test_names_of_nothing_to_call(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="there is no all-reduce"):
+        registry.find(name)
 
 
 def test_nccl_algorithm_holds_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

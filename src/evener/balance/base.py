@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from evener.balance.shares import normalize_caps, normalize_weights, solve
 
@@ -19,6 +19,7 @@ from evener.balance.shares import normalize_caps, normalize_weights, solve
 class Decision:
     """A change of shares, as a record."""
 
+    kind: ClassVar[str] = "decision"
     step: int
     """The step after which it was decided."""
     effective_step: int
@@ -30,6 +31,12 @@ class Decision:
     seconds_after: float
     """The same with the new shares."""
     reason: str
+
+    @property
+    def words(self) -> str:
+        """The decision in a line."""
+        old, new = ("/".join(map(str, shares)) for shares in (self.old_shares, self.new_shares))
+        return f"step {self.step + 1}: shares {old} become {new} from step {self.effective_step + 1}: {self.reason}"
 
 
 class Balancer(ABC):

@@ -54,6 +54,15 @@ class Throttle:
             )
         return cls(factors, tuple(_parse_change(change) for change in changes))
 
+    @property
+    def words(self) -> str:
+        """What the user must know about every figure of such a run."""
+        factors = ", ".join(f"{factor:g}" for factor in self.factors)
+        changes = "".join(
+            f"; rank {rank} at {factor:g} from step {step}" for step, rank, factor in self.changes
+        )
+        return f"EMULATION of unequal devices by sleeping: ranks run at {factors} of their speed{changes}"
+
     def factor(self, step: int, rank: int) -> float:
         """The fraction of its speed at which ``rank`` runs in ``step``."""
         factor = self.factors[rank]

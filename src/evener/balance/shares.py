@@ -112,6 +112,23 @@ def parse_shares(text: str, world_size: int) -> list[float]:
     return normalize_weights(weights, world_size)
 
 
+def parse_caps(text: str | None, world_size: int) -> list[int | None] | None:
+    """The most samples of each rank, from ``"64,-,32"``; ``-`` is no limit, as is no text.
+
+    Raises:
+        ShareError: If the text is no such list, or not for ``world_size`` ranks.
+    """
+    if text is None:
+        return None
+    try:
+        caps = [None if part.strip() == "-" else int(part) for part in text.split(",")]
+    except ValueError:
+        raise ShareError(
+            f"caps {text!r}: write the most samples of each rank, and - for no limit, such as 64,-"
+        ) from None
+    return normalize_caps(caps, world_size)
+
+
 def normalize_weights(weights: Sequence[float], world_size: int) -> list[float]:
     """The weights divided by their sum; ShareError unless one for each rank, finite, >= 0, not all 0."""
     if len(weights) != world_size:

@@ -49,6 +49,9 @@ class Auto(AllReduce):
         """The name of the all-reduce for tensors of ``nbytes``, and how long it is expected to take."""
         return choose(self.costs, max(nbytes, 1), self._all_reduces)
 
+    def expected_seconds(self, nbytes: int) -> float:
+        return self.choice(nbytes).seconds
+
     def start(self, tensor: Tensor) -> Work:
         return self.chosen(tensor.nbytes).start(tensor)
 

@@ -153,6 +153,10 @@ class AllReduce(ABC):
         """Whether the result is the sum, but for the rounding of each addition."""
         return True
 
+    def expected_seconds(self, nbytes: int) -> float | None:
+        """How long a tensor of ``nbytes`` is expected to take, the same on all ranks; None if that was not measured."""
+        return None
+
     def __call__(self, tensor: Tensor) -> Work:
         """Starts to replace ``tensor`` by its sum over the ranks.
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.auto import Auto
 from evener.collectives.base import AllReduce
 from evener.collectives.host import all_gather
 from evener.collectives.measure import device_of, time_in_turn
@@ -126,8 +125,9 @@ def bus_factor(world_size: int) -> float:
 
 
 def _predicted(all_reduce: AllReduce, costs: Costs | None, name: str, nbytes: int) -> float | None:
-    if isinstance(all_reduce, Auto):
-        return all_reduce.choice(nbytes).seconds
+    expected = all_reduce.expected_seconds(nbytes)
+    if expected is not None:
+        return expected
     try:
         return predict(costs, name, nbytes).seconds if costs else None
     except ValueError:  # nothing is known of it

@@ -29,7 +29,7 @@ from evener.collectives.program import Program, Range, Step, compile_program
 from evener.collectives.worker import Worker
 from evener.errors import EvenerError
 
-_SEGMENT_NBYTES = 32 * 1024 * 1024
+SEGMENT_NBYTES = 32 * 1024 * 1024
 _IN_FLIGHT = 2
 _PROGRAMS = 64
 
@@ -60,7 +60,7 @@ class Scheduled(AllReduce):
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         topology: Topology | None = None,
-        segment_nbytes: int = _SEGMENT_NBYTES,
+        segment_nbytes: int = SEGMENT_NBYTES,
     ) -> None:
         super().__init__(group, timeout_seconds)
         self.name = name

@@ -34,6 +34,8 @@ SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))
 _SMALL_NBYTES, _LARGE_NBYTES = 1024, 4 << 20
 _BUDGET_SECONDS = 0.15
 _LEAST, _MOST = 3, 30
+_ENOUGH_SECONDS = 1.0
+"""Once a call of each takes this long, larger sizes are left out."""
 _CALLS, _SHORT_SECONDS = 10, 0.05
 
 
@@ -57,13 +59,18 @@ def share(costs: Costs | None, group: dist.ProcessGroup) -> Costs | None:
 
 
 def measure(all_reduces: Mapping[str, AllReduce], topology: Topology, group: dist.ProcessGroup) -> Costs:
-    """Times every all-reduce at every size of ``SIZES``, in turn, so that a disturbance meets all; some seconds."""
+    """Times every all-reduce at every size of ``SIZES``, in turn, so that a disturbance meets all; some seconds.
+
+    On slow links it ends with the size at which bandwidth is plainly all: the time of larger ones follows from theirs.
+    """
     device = device_of(group)
     samples = []
     for nbytes in SIZES:
         buffer = torch.zeros(nbytes // 4, device=device)
         seconds = time_in_turn(list(all_reduces.values()), buffer, group)
         samples += [Sample(n, nbytes, s) for n, s in zip(all_reduces, seconds, strict=True)]
+        if sum(seconds) > _ENOUGH_SECONDS:
+            break
     return Costs(topology, measure_network(topology, group), tuple(samples))
 
 

@@ -1,7 +1,11 @@
-"""The all-reduces by the names that a command line takes: a new one is a new file and an entry here."""
+"""The all-reduces by the names that a command line takes: a new one is a new file and an entry here.
+
+A user's own is named ``package.module:make``, a function (or class) that is called as those here are.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -14,19 +18,34 @@ from evener.collectives.algorithms import ALGORITHMS, usable_on
 from evener.collectives.auto import measured
 from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce
 from evener.collectives.compress import Half, Int8, TopK
-from evener.collectives.executor import Scheduled
+from evener.collectives.executor import SEGMENT_NBYTES, Scheduled
 from evener.collectives.host import hosts_of
 from evener.collectives.measure import device_of
 from evener.collectives.native import Native
 from evener.collectives.shared_memory import SharedMemory
-from evener.collectives.two_level import two_level
+from evener.collectives.two_level import MakeAllReduce, two_level
 from evener.errors import ConfigurationError
 
-_Make = Callable[[dist.ProcessGroup, float], AllReduce]
+_TREE_NBYTES = 512 * 1024
 
 
 def _scheduled(name: str, group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
     return Scheduled(name, ALGORITHMS[name], group, timeout_seconds)
+
+
+def _tree(name: str, group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
+    topology = Topology(hosts_of(group))
+    segment_nbytes = tree_segment_nbytes(topology)
+    return Scheduled(name, ALGORITHMS[name], group, timeout_seconds, topology, segment_nbytes)
+
+
+def tree_segment_nbytes(topology: Topology) -> int:
+    """Bytes of a segment of what flows through trees between hosts: while one goes up, another goes down.
+
+    Each rank of a host has a part of it. Inside a host, where the ranks' own cores move the bytes, it gains nothing.
+    """
+    ranks_per_host = max(map(len, topology.hosts))
+    return _TREE_NBYTES * ranks_per_host if len(topology.hosts) > 1 else SEGMENT_NBYTES
 
 
 def _two_level(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
@@ -44,14 +63,14 @@ def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
     )
 
 
-ALL_REDUCES: Mapping[str, _Make] = MappingProxyType(
+ALL_REDUCES: Mapping[str, MakeAllReduce] = MappingProxyType(
     {
         "native": Native,
         "ring": partial(_scheduled, "ring"),
-        "tree": partial(_scheduled, "tree"),
+        "tree": partial(_tree, "tree"),
         "halving": partial(_scheduled, "halving"),
         "direct": partial(_scheduled, "direct"),
-        "ring-tree": partial(_scheduled, "ring-tree"),
+        "ring-tree": partial(_tree, "ring-tree"),
         "shared-memory": SharedMemory,
         "two-level": _two_level,
         "auto": _auto,
@@ -74,17 +93,40 @@ def make(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     compression: str | None = None,
 ) -> AllReduce:
-    """The all-reduce ``name`` over ``group``; its default if None. A collective call of the group's ranks.
+    """The all-reduce ``name`` (see :func:`find`) over ``group``; its default if None. A collective call.
 
     Raises:
         ConfigurationError: There is no such name, or the group's ranks cannot use it.
     """
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
-    _check("all-reduce", name, ALL_REDUCES)
-    _check("compression", compression, COMPRESSIONS)
-    made = ALL_REDUCES[name](whole, timeout_seconds) if name else default(whole, timeout_seconds)
+    if compression is not None and compression not in COMPRESSIONS:
+        raise ConfigurationError(
+            f"there is no compression {compression!r}; there are {', '.join(COMPRESSIONS)}"
+        )
+    made = (find(name) if name else default)(whole, timeout_seconds)
     return COMPRESSIONS[compression](made) if compression else made
+
+
+def find(name: str) -> MakeAllReduce:
+    """What makes the all-reduce ``name``: one of ``ALL_REDUCES``, or ``package.module:make`` of the user's own.
+
+    Raises:
+        ConfigurationError: There is no such name.
+    """
+    if name in ALL_REDUCES:
+        return ALL_REDUCES[name]
+    module_name, _, function_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), function_name, None) if function_name else None
+    except (ModuleNotFoundError, ValueError):
+        found = None
+    if not callable(found):
+        raise ConfigurationError(
+            f"there is no all-reduce {name!r}; there are {', '.join(ALL_REDUCES)}, or package.module:make of your own"
+        )
+    own: MakeAllReduce = found
+    return own
 
 
 def default(group: dist.ProcessGroup, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> AllReduce:
@@ -95,8 +137,3 @@ def default(group: dist.ProcessGroup, timeout_seconds: float = DEFAULT_TIMEOUT_S
         except ConfigurationError:  # raised on every rank alike
             pass
     return Native(group, timeout_seconds)
-
-
-def _check(what: str, name: str | None, known: Mapping[str, object]) -> None:
-    if name is not None and name not in known:
-        raise ConfigurationError(f"there is no {what} {name!r}; there are {', '.join(known)}")

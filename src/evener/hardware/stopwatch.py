@@ -1,0 +1,145 @@
+"""How long a rank works, without its waiting for others.
+
+A balancer that took waiting for work would find all ranks equal, since in a synchronous step all end together. So
+whatever waits inside forward and backward (exact BatchNorm, the number of terms, the exchange of a bucket) does so in a
+block ``with waiting():``, and the stopwatch that runs in this process stands still meanwhile::
+
+    with stopwatch:       started ─ forward ─ [waiting] ─ forward ─ backward ─ mark ─ backward ─ mark ─ ...
+    stopwatch.seconds()            ├─────────┤         ├──────────────────────────────────────────┤
+
+On a GPU the host runs ahead of the work that it queues, and only events between that work tell its time. What counts is
+elapsed time and not the processor's: on cores that others use too a rank is slower, and its user waits for that.
+
+The running stopwatch is a plain global of the process, not a ``ContextVar`` and not thread-local: autograd runs
+backward on threads of its own, which inherit neither.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+
+_running: Stopwatch | None = None
+
+
+class Stopwatch(ABC):
+    """Entered where work begins, marked where it may have ended; of nested ones the inner runs."""
+
+    _outer: Stopwatch | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Work begins; what was measured before is forgotten."""
+
+    @abstractmethod
+    def mark(self) -> None:
+        """Work has come this far: ``seconds`` ends at the last mark."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Waiting begins."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Waiting has ended."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """Time from start to the last mark without the pauses between; 0 before the first mark."""
+
+    def __enter__(self) -> Self:
+        global _running
+        self._outer, _running = _running, self
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _running
+        _running, self._outer = self._outer, None
+
+
+class HostStopwatch(Stopwatch):
+    """For devices that have done their work when a call returns, as CPUs have.
+
+    Args:
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began = self._paused = self._seconds = 0.0
+
+    def start(self) -> None:
+        self._began, self._seconds = self._clock(), 0.0
+
+    def mark(self) -> None:
+        self._seconds = self._clock() - self._began
+
+    def pause(self) -> None:
+        self._paused = self._clock()
+
+    def resume(self) -> None:
+        self._began += self._clock() - self._paused
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class CudaStopwatch(Stopwatch):
+    """Events in the device's current stream, read when the device has passed them."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._began = _event()
+        self._marked: torch.cuda.Event | None = None
+        self._pauses: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._counted = 0
+
+    def mark(self) -> None:
+        self._marked, self._counted = _event(), len(self._pauses)
+
+    def pause(self) -> None:
+        self._paused = _event()
+
+    def resume(self) -> None:
+        self._pauses.append((self._paused, _event()))
+
+    def seconds(self) -> float:
+        """As above; waits until the device has passed the last mark."""
+        if self._marked is None:
+            return 0.0
+        self._marked.synchronize()
+        paused = sum(begin.elapsed_time(end) for begin, end in self._pauses[: self._counted])
+        return float(self._began.elapsed_time(self._marked) - paused) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """The stopwatch for a kind of device."""
+    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """The stopwatch that runs in this process, if any, stands still while the block waits for other ranks."""
+    watch = _running
+    if watch is None:
+        yield
+        return
+    watch.pause()
+    try:
+        yield
+    finally:
+        watch.resume()
