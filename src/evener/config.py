@@ -1,0 +1,142 @@
+"""What a run is told: one frozen, validated record.
+
+The comment line behind each field is its help text: the command line is made from this class, so that a setting has
+one name, one default and one explanation wherever it is met. Nothing here imports torch, which keeps
+``evener --help`` fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evener.errors import ConfigurationError
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def option(default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field with the help text, the metavar and the choices that the command line shows."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "choices": choices})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of a run; ``None`` means "what the task or the machine suggests"."""
+
+    batch_size: int | None = option(None, "samples in a global batch, over all ranks", metavar="N")
+    epochs: int | None = option(None, "passes over the training data", metavar="N")
+    steps: int | None = option(None, "stop after this many steps, whatever the epochs", metavar="N")
+    micro_batch: int | None = option(
+        None, "cut each global batch into micro-batches of at most N samples over all ranks", metavar="N"
+    )
+    seed: int = option(0, "seed of the weights, the order of samples and dropout", metavar="N")
+    strategy: str = option(
+        "auto", "how a step runs over the ranks: auto, single, ddp, dimension, or package.module:Class"
+    )
+    processes: int | None = option(
+        None, "ranks on this machine (default: one per GPU, or one per core up to 4)", metavar="N"
+    )
+    device: str | None = option(
+        None, "kind of device (default: cuda where there is one)", choices=("cpu", "cuda")
+    )
+    balance: str = option(
+        "equal",
+        "how a batch is divided: equal, auto (by learned speed), fixed weights W0,W1,..., or package.module:Class",
+        metavar="HOW",
+    )
+    caps: str | None = option(
+        None, "most samples of each rank in a batch, such as 64,- (- for no limit)", metavar="N0,N1,..."
+    )
+    quantum: int = option(1, "shares are multiples of N, but for one rank's", metavar="N")
+    throttle: str | None = option(
+        None,
+        "EMULATE unequal devices: each rank sleeps until it is as slow as this fraction of its speed, such as 1,0.5",
+        metavar="F0,F1,...",
+    )
+    throttle_at: tuple[str, ...] = option(
+        (),
+        "EMULATE a change: from STEP on, RANK runs at FACTOR of its speed; may be repeated",
+        metavar="STEP:RANK:FACTOR",
+    )
+    clip_norm: float | None = option(None, "clip gradients to this global norm", metavar="X")
+    allreduce: str | None = option(
+        None,
+        "how gradients are summed: native, ring, tree, ..., auto (default: shared memory on CPUs)",
+        metavar="NAME",
+    )
+    compress: str | None = option(
+        None, "send gradients in fewer bits: fp16, bf16, int8, top-k, powersgd; not exact", metavar="NAME"
+    )
+    bucket_mb: float | None = option(
+        None,
+        "size of the buckets in which gradients are sent, in MiB (default: 25, or with --allreduce auto as measured)",
+        metavar="X",
+    )
+    workers: int = option(0, "processes that load data, for each rank", metavar="N")
+    dtype: str | None = option(
+        None, "type of weights and floating inputs (default: as the task makes them)", choices=DTYPES
+    )
+    evaluate_every: int = option(
+        1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
+    )
+    timeout_seconds: float = option(
+        300.0, "longest wait for other ranks before the run is ended", metavar="S"
+    )
+    run_dir: Path | None = option(
+        None, "directory that the run leaves (default: runs/TASK-TIME)", metavar="DIR"
+    )
+    resume: Path | None = option(None, "go on from the checkpoint of this run directory", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        for name in ("run_dir", "resume"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        for name in ("batch_size", "epochs", "steps", "micro_batch", "processes", "quantum"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("workers", "evaluate_every", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        _positive("clip_norm", self.clip_norm)
+        _positive("bucket_mb", self.bucket_mb)
+        _positive("timeout_seconds", self.timeout_seconds)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, ("cpu", "cuda"))
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """This configuration with some values changed.
+
+        Raises:
+            ConfigurationError: For a value that cannot work, or a name that is not a setting.
+        """
+        unknown = sorted(changes.keys() - {entry.name for entry in dataclasses.fields(self)})
+        if unknown:
+            known = ", ".join(entry.name for entry in dataclasses.fields(self))
+            raise ConfigurationError(f"no setting is called {', '.join(unknown)}; there are: {known}")
+        return dataclasses.replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values as JSON can hold them."""
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def _one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ConfigurationError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")

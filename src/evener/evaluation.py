@@ -1,0 +1,177 @@
+"""Forward passes only: metrics over a dataset, each sample counted once, and predictions in order.
+
+No sampler pads the dataset to a multiple of the ranks: what a rank does not have it does not count, so a metric does
+not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from evener.balance.base import Equal, Fixed
+from evener.data.batch import MicroBatch, map_leaves
+from evener.errors import ConfigurationError
+from evener.loss import Accumulator, metric
+from evener.strategies.base import Strategy, micro_scope
+from evener.strategies.reading import Reading
+from evener.types import Tree
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How an evaluation is cut up; nothing of it changes its result."""
+
+    batch_size: int
+    micro_batch: int | None = None
+    workers: int = 0
+    weights: Sequence[float] | None = None
+    """Parts of a batch that the ranks take; None is equal parts."""
+
+
+class InputsOnly(Dataset[Any]):
+    """Items that are inputs without targets, as pairs."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        _check_ordered(dataset)
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._dataset[index], 0
+
+
+def evaluate(strategy: Strategy, dataset: Dataset[Any], options: EvaluationOptions) -> dict[str, float]:
+    """The loss and the metrics of the strategy's task over ``dataset``, the same on every rank."""
+    accumulators = _accumulators(strategy)
+    with evaluating(strategy.model):
+        for micro in _micro_batches(strategy, dataset, options):
+            outputs = strategy.outputs(micro)
+            if micro.weight:
+                for accumulator in accumulators.values():
+                    accumulator.update(outputs, micro.targets)
+    states = strategy.session.control.gather_objects([a.state() for a in accumulators.values()])
+    for index, accumulator in enumerate(accumulators.values()):
+        accumulator.merge([states[rank][index] for rank in strategy.data_ranks])
+    return _named_values({name: accumulator.compute() for name, accumulator in accumulators.items()})
+
+
+def predict(strategy: Strategy, dataset: Dataset[Any], options: EvaluationOptions) -> Tree:
+    """The outputs for all samples of ``dataset``, in its order, on the CPU of every rank.
+
+    Of parts that ranks own, those of rank 0's part come first.
+
+    Outputs that are tensors, also nested, are concatenated along dimension 0; others come as a list of one entry a
+    micro-batch of a rank.
+
+    Raises:
+        ConfigurationError: If an output's dimension 0 is not the samples, or the dataset has no order.
+    """
+    _check_ordered(dataset)
+    parts: list[tuple[int, int, Tree]] = []
+    with evaluating(strategy.model):
+        for micro in _micro_batches(strategy, dataset, options):
+            outputs = strategy.outputs(micro)
+            if micro.weight:
+                parts.append((int(micro.samples[0]), micro.size, map_leaves(_to_cpu, outputs)))
+    of_ranks = strategy.session.control.gather_objects(parts)
+    gathered = [part for rank in strategy.data_ranks for part in of_ranks[rank]]
+    return _joined(sorted(gathered, key=lambda part: part[0]))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module is in the mode it was in again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _micro_batches(
+    strategy: Strategy, dataset: Dataset[Any], options: EvaluationOptions
+) -> Iterator[MicroBatch]:
+    reading = Reading.of(strategy, dataset, "evaluation set")
+    weights = options.weights if reading.balanced else None
+    balancer = Fixed(weights) if weights else Equal(reading.ranks)
+    loader = reading.loader(
+        None,
+        batch_size=options.batch_size,
+        shares=balancer.shares,
+        micro_batch=options.micro_batch,
+        collate=strategy.task.collate,
+        workers=options.workers,
+        device=strategy.session.device,
+        epochs=1,
+    )
+    with loader:
+        for batch in loader:
+            for micro in strategy.place(batch).micro_batches:
+                with micro_scope(micro, 0, strategy.settings):
+                    yield micro
+
+
+def _accumulators(strategy: Strategy) -> dict[str, Accumulator]:
+    task = strategy.task
+    loss: Mapping[str, Any] = {} if task.loss is None else {"loss": task.exact_loss()}
+    return {name: metric(source) for name, source in (loss | dict(task.metrics)).items()}  # type: ignore[operator]
+
+
+def _named_values(values: Mapping[str, Any]) -> dict[str, float]:
+    """One number for each name; a metric of several values becomes one name for each of them."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _named_values({f"{name}.{key}": entry for key, entry in value.items()})
+        elif isinstance(value, Sequence):
+            flat |= _named_values({f"{name}.{key}": entry for key, entry in enumerate(value)})
+        else:
+            flat[name] = float(value)
+    return flat
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _joined(parts: list[tuple[int, int, Tree]]) -> Tree:
+    first = parts[0][2]
+    if isinstance(first, Tensor):
+        _check_rows(parts)
+        return torch.cat([outputs for _, _, outputs in parts])
+    if isinstance(first, Mapping):
+        return {key: _joined([(start, size, tree[key]) for start, size, tree in parts]) for key in first}
+    if isinstance(first, tuple | list):
+        columns = range(len(first))
+        joined = [_joined([(start, size, tree[i]) for start, size, tree in parts]) for i in columns]
+        return joined if isinstance(first, list) else tuple(joined)
+    return [outputs for _, _, outputs in parts]
+
+
+def _check_ordered(dataset: Dataset[Any]) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ConfigurationError(
+            "predict: an iterable dataset is dealt out to the ranks and has no order in which its outputs could be "
+            "given back; use a map-style dataset, with __len__ and __getitem__"
+        )
+
+
+def _check_rows(parts: list[tuple[int, int, Tensor]]) -> None:
+    for start, size, outputs in parts:
+        if outputs.ndim == 0 or len(outputs) != size:
+            raise ConfigurationError(
+                f"predict: the outputs for the {size} samples from {start} on are of shape {tuple(outputs.shape)}; "
+                "their dimension 0 must be the samples, so that they can be put in order"
+            )

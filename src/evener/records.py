@@ -1,0 +1,132 @@
+"""What a run leaves behind: one JSON object a line while it runs, one summary at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step, over all ranks."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    seconds: float
+    shares: tuple[int, ...]
+    lr: float
+    compute_seconds: tuple[float, ...] = ()
+    """Time of each rank's own work, up to its last gradient being ready."""
+    wait_seconds: tuple[float, ...] = ()
+    """Time for which each rank waited for others until all gradients were summed."""
+    input_seconds: tuple[float, ...] = ()
+    """Time for which each rank waited for samples, before the step."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """The metrics over the whole evaluation set, each sample counted once."""
+
+    kind: ClassVar[str] = "evaluation"
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended. ``seconds`` is the time of training alone, without start-up and evaluation."""
+
+    task: str
+    strategy: str
+    world_size: int
+    devices: list[str]
+    steps: int
+    epochs: int
+    samples: int
+    seconds: float
+    samples_per_second: float
+    final_loss: float
+    metrics: dict[str, float]
+    shares: list[float]
+    weights_digest: str
+    versions: dict[str, str]
+    batch_size: int
+    seed: int
+    ranks: list[dict[str, float]] = field(default_factory=list)
+    interrupted: bool = False
+    run_dir: str | None = None
+    emulation: str = ""
+    """How unequal devices were emulated, in words; empty if they were not."""
+
+
+def as_json(record: Any) -> dict[str, Any]:
+    """The fields of a record, with its kind first where it has one."""
+    kind = getattr(record, "kind", None)
+    return ({"kind": kind} if kind else {}) | dataclasses.asdict(record)
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: numbers that are not finite, for which JSON has no word, become null."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of JSON whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(dumps(value, indent=2) + "\n")
+    partial.replace(path)
+
+
+class RecordFile:
+    """A file of records, one JSON object a line, each line whole on disk as soon as it is written.
+
+    Args:
+        path: The file; what it held is replaced.
+        steps_done: Steps that the run took before; of what the file held, the records of these are kept.
+    """
+
+    def __init__(self, path: Path, steps_done: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _records_until(path, steps_done) if steps_done and path.exists() else []
+        self._file = path.open("w", buffering=1)
+        self._file.writelines(kept)
+
+    def write(self, record: Any) -> None:
+        self._file.write(dumps(as_json(record)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _records_until(path: Path, steps_done: int) -> list[str]:
+    """Lines of the first steps; a run that was killed has written more of them than its checkpoint knows."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and _steps_at(json.loads(line)) <= steps_done]
+
+
+def _steps_at(record: dict[str, Any]) -> int:
+    """Steps that were done when the record was written."""
+    return int(record["step"]) + int(record["kind"] == StepRecord.kind)

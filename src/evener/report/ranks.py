@@ -1,0 +1,66 @@
+"""Which rank is slow: where the ranks' time went in the last steps, in a few words.
+
+In a synchronous step all ranks end together, so that only the time of their own work tells them apart: the slowest
+sets the pace and the others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import fmean
+
+from evener.records import StepRecord
+
+WINDOW = 20
+"""Steps that are averaged."""
+SHOWN = 8
+"""Most ranks that are shown one by one."""
+
+
+class RecentSteps:
+    """Means over the last steps."""
+
+    def __init__(self) -> None:
+        self._records: deque[StepRecord] = deque(maxlen=WINDOW)
+
+    def add(self, record: StepRecord) -> None:
+        """A step was taken."""
+        self._records.append(record)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are ranks to compare."""
+        return bool(self._records) and len(self._records[-1].compute_seconds) > 1
+
+    def slowest(self) -> str:
+        """``rank 1 slowest, others wait 34%``: of its time, on average."""
+        work = self._means("compute_seconds")
+        rank = max(range(len(work)), key=work.__getitem__)
+        others = fmean(work[:rank] + work[rank + 1 :])
+        return f"rank {rank} slowest, others wait {1 - others / work[rank]:.0%}"
+
+    def each(self) -> str:
+        """One entry a rank; of many, those that work longest and shortest."""
+        work, wait = self._means("compute_seconds"), self._means("wait_seconds")
+        load, shares = self._means("input_seconds"), self._means("shares")
+        whole = sum(shares)
+        if len(shares) < len(work):  # each rank computes a part of every sample
+            shares = [whole] * len(work)
+        entries = [
+            f"{rank}: {shares[rank] / whole:.0%} {_ms(work[rank])}+{_ms(wait[rank])}+{_ms(load[rank])}"
+            for rank in _chosen(work)
+        ]
+        return "rank: share work+wait+input ms | " + " | ".join(entries)
+
+    def _means(self, name: str) -> list[float]:
+        return [fmean(column) for column in zip(*(getattr(r, name) for r in self._records), strict=True)]
+
+
+def _chosen(work: list[float]) -> list[int]:
+    order = sorted(range(len(work)), key=work.__getitem__)
+    few = order if len(work) <= SHOWN else order[: SHOWN // 2] + order[-SHOWN // 2 :]
+    return sorted(few)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

@@ -1,0 +1,140 @@
+"""What a person sees of a run: one live line on a terminal, plain lines elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+from tqdm import tqdm
+
+from evener.records import EvaluationRecord, RunSummary, StepRecord
+from evener.report.ranks import RecentSteps
+
+PLAIN_SECONDS = 5.0
+"""Time between two plain lines."""
+LIVE_SECONDS = 0.5
+"""Time between two live lines about the ranks."""
+
+
+class Terminal:
+    """Follows a run on ``stream``; a live line if that is a terminal.
+
+    Args:
+        total_steps: Steps of the run; None if nobody knows.
+        batch_size: Samples of a step.
+        done: Steps that an earlier run took.
+    """
+
+    def __init__(
+        self, total_steps: int | None, batch_size: int, done: int = 0, stream: TextIO | None = None
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._total = total_steps
+        self._batch_size = batch_size
+        self._first = done
+        self._began = self._last_line = time.monotonic()
+        live = self._stream.isatty()
+        self._bar = tqdm(
+            total=total_steps,
+            initial=done,
+            file=self._stream,
+            disable=not live,
+            unit="step",
+            dynamic_ncols=True,
+            bar_format="{desc} |{bar:20}| {n_fmt}/{total_fmt} steps{postfix}, {remaining} left",
+        )
+        self._ranks = tqdm(file=self._stream, disable=not live, position=1, leave=False, bar_format="{desc}")
+        self._recent = RecentSteps()
+        self._live = live
+
+    def step(self, record: StepRecord) -> None:
+        """A step was taken."""
+        done = record.step + 1
+        self._recent.add(record)
+        if self._live:
+            self._bar.set_description_str(f"epoch {record.epoch + 1}", refresh=False)
+            self._bar.set_postfix_str(self._state(record), refresh=False)
+            self._bar.update(done - self._bar.n)
+            if self._recent.several and self._due(LIVE_SECONDS):
+                self._ranks.set_description_str(self._recent.each())
+        elif self._due(PLAIN_SECONDS):
+            self._print(f"{self.where(record)}, {self._state(record)}{self._left(done)}")
+            if self._recent.several:
+                self._print(f"  {self._recent.each()}")
+
+    def _due(self, period_seconds: float) -> bool:
+        """Whether it is time for the next line."""
+        now = time.monotonic()
+        if now - self._last_line < period_seconds:
+            return False
+        self._last_line = now
+        return True
+
+    def _state(self, record: StepRecord) -> str:
+        slowest = f", {self._recent.slowest()}" if self._recent.several else ""
+        return f"loss {record.loss:.4f}, {self._speed(record.step + 1):,.0f} samples/s{slowest}"
+
+    def note(self, text: str) -> None:
+        """Something that the user must know."""
+        self._print(text)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """The model was evaluated."""
+        values = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+        self._print(f"epoch {record.epoch + 1}: {values}")
+
+    def where(self, record: StepRecord) -> str:
+        """Where the run stands, in words."""
+        of = f" of {self._total}" if self._total else ""
+        return f"step {record.step + 1}{of}, epoch {record.epoch + 1}"
+
+    def close(self) -> None:
+        self._ranks.close()
+        self._bar.close()
+
+    def _print(self, line: str) -> None:
+        tqdm.write(line, file=self._stream)
+        self._stream.flush()
+
+    def _speed(self, done: int) -> float:
+        elapsed = max(1e-9, time.monotonic() - self._began)
+        return (done - self._first) * self._batch_size / elapsed
+
+    def _left(self, done: int) -> str:
+        if self._total is None or done == self._first:
+            return ""
+        seconds = (time.monotonic() - self._began) / (done - self._first) * (self._total - done)
+        return f", {tqdm.format_interval(seconds)} left"
+
+
+def summary_text(summary: RunSummary) -> str:
+    """The closing lines of a run."""
+    devices = ", ".join(sorted(set(summary.devices)))
+    metrics = "".join(f"\n  {name:<9} {value:.4f}" for name, value in summary.metrics.items())
+    lines = [
+        f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
+        f"on {summary.world_size} rank{'s' * (summary.world_size > 1)} ({devices})",
+        f"  {summary.steps:,} steps, {summary.epochs} epochs, {summary.samples:,} samples in {summary.seconds:.1f} s: "
+        f"{summary.samples_per_second:,.0f} samples/s",
+        f"  last loss {summary.final_loss:.4f}{metrics}",
+    ]
+    if summary.world_size > 1:
+        lines += ["  rank   share   compute      wait     input"]
+        lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
+    if summary.emulation:
+        lines += [f"  {summary.emulation}"]
+    if summary.run_dir:
+        lines += [f"  records, summary and weights in {summary.run_dir}"]
+    return "\n".join(lines)
+
+
+def _by_rank(summary: RunSummary) -> list[tuple[int, tuple[float, dict[str, float]]]]:
+    return list(enumerate(zip(summary.shares, summary.ranks, strict=True)))
+
+
+def _rank_line(rank: int, share: float, times: dict[str, float]) -> str:
+    return (
+        f"  {rank:>4} {share:>6.1%} {times['compute_seconds']:>8.2f} s {times['wait_seconds']:>7.2f} s "
+        f"{times['input_seconds']:>7.2f} s"
+    )

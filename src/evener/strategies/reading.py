@@ -1,0 +1,92 @@
+"""What this rank reads of a data set, for each of the three ways to partition one.
+
+===========  ==============================================  ==========================================
+partition    a rank reads                                    said by
+===========  ==============================================  ==========================================
+by batch     its share of every batch, of one data set       nothing: it is what happens
+             that all ranks can read
+by sample    the part that it alone holds                    ``Task(partition="sample")``
+by           its columns of every sample                     ``strategy="dimension"``
+dimension
+===========  ==============================================  ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from evener.data.loader import Loader
+from evener.data.order import Order
+from evener.data.parts import Parts, gather_parts
+from evener.errors import ConfigurationError
+from evener.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A data set as this rank reads it."""
+
+    dataset: Any
+    name: str
+    """What errors call it."""
+    rank: int
+    """Which part of a batch is this rank's."""
+    ranks: int
+    """How many parts a batch has."""
+    parts: Parts | None
+    """Where each rank owns samples of its own."""
+    balanced: bool
+    """Whether the ranks may take any shares of a batch."""
+    agree: Callable[[int], list[int]]
+    """Gathers an integer of each part of a batch."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, dataset: Any, name: str) -> Reading:
+        """How the rank of ``strategy`` reads ``dataset``. All ranks call it together.
+
+        Raises:
+            ConfigurationError: If the partition cannot be.
+        """
+        session, heard = strategy.session, strategy.data_ranks
+        everyone = len(heard) == session.world_size
+        portion, parts = strategy.portion(dataset), None
+        if strategy.task.partition == "sample":
+            _check_whole(everyone, strategy)
+            portion, parts = gather_parts(portion, session.rank, session.control.gather_objects, name)
+
+        def agree(value: int) -> list[int]:
+            rows = session.control.exchange([value]).wait()
+            return [int(rows[rank][0]) for rank in heard]
+
+        balanced = everyone and parts is None
+        return cls(portion, name, strategy.data_rank, len(heard), parts, balanced, agree)
+
+    @property
+    def size(self) -> int | None:
+        """Samples over all ranks; None if the data set does not tell."""
+        if self.parts is not None:
+            return self.parts.size
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    def shuffled(self, seed: int) -> Order | None:
+        """A shuffled order of what this rank reads; an iterable data set has none."""
+        if self.parts is not None:
+            return self.parts.order(seed)
+        return None if isinstance(self.dataset, IterableDataset) else Order(len(self.dataset), seed=seed)
+
+    def loader(self, order: Order | None, **options: Any) -> Loader:
+        """A loader of it."""
+        place: dict[str, Any] = {"rank": self.rank, "world_size": self.ranks, "parts": self.parts}
+        return Loader(self.dataset, order, name=self.name, agree=self.agree, **place, **options)
+
+
+def _check_whole(everyone: bool, strategy: Strategy) -> None:
+    if not everyone:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} gives all ranks the same samples, but the task's data are partitioned by "
+            'sample; use strategy="ddp", or let every rank hold all samples'
+        )

@@ -1,0 +1,178 @@
+"""What to train, independent of where and how.
+
+A task is built afresh on every rank by a function, so that nothing that lives on one device or in one process has to
+be sent to another. The function is named ``package.module:function`` or given as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from evener.errors import TaskError
+from evener.loss import Loss, exact
+from evener.types import Forward, MakeModel, MakeOptimizer, MakeScheduler, Tree
+
+
+def call_model(model: nn.Module, inputs: Tree) -> Tree:
+    """Calls the model with one argument, positional arguments (a tuple) or keyword arguments (a dict)."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train.
+
+    An item of ``train`` and ``evaluate`` is a pair ``(inputs, targets)``. Inputs that are a tensor become the one
+    argument of the model, a tuple its positional and a dict its keyword arguments.
+    """
+
+    model: MakeModel
+    loss: Any
+    """A :class:`~evener.loss.Loss`, or a loss of ``torch.nn`` as it is."""
+    optimizer: MakeOptimizer
+    train: Dataset[Any]
+    evaluate: Dataset[Any] | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Each a function ``(outputs, targets) -> Sum``, or a torchmetrics object."""
+    scheduler: MakeScheduler | None = None
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    partition: Literal["batch", "sample"] = "batch"
+    """``batch``: all ranks can read all of ``train`` and ``evaluate``. ``sample``: what these hold on a rank is the
+    part that it owns, as when hosts hold different files; the parts, of any size, are disjoint."""
+    collate: Callable[[list[Any]], tuple[Tree, Tree]] | None = None
+    penalty: Callable[[nn.Module], torch.Tensor] | None = None
+    """A term of no sample, such as an L2 norm of weights: counted once a step, not once a rank."""
+    forward: Forward = call_model
+    batch_size: int = 64
+    """The global batch size where a run names none."""
+    epochs: int = 1
+    """The number of epochs where a run names none."""
+    name: str = "task"
+
+    def __post_init__(self) -> None:
+        for name in ("model", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise TaskError(
+                    f"Task.{name} is {_kind(getattr(self, name))}, not a function; {_CURES[name]}"
+                )
+        if isinstance(self.model, nn.Module):
+            raise TaskError(
+                f"Task.model is a built {type(self.model).__name__}, not a function; {_CURES['model']}"
+            )
+        if self.scheduler_interval not in ("epoch", "step"):
+            raise TaskError(f"Task.scheduler_interval is {self.scheduler_interval!r}, not 'epoch' or 'step'")
+        if self.partition not in ("batch", "sample"):
+            raise TaskError(
+                f"Task.partition is {self.partition!r}, not 'batch' or 'sample'; a partition by the features is "
+                "strategy='dimension'"
+            )
+
+    def exact_loss(self) -> Loss:
+        """The loss as a sum over terms.
+
+        Raises:
+            LossError: If the number of its terms cannot be known from the targets.
+        """
+        return exact(self.loss)
+
+
+_CURES = {
+    "model": "give the function that builds it, as in `model=lambda: Net()`, so that every rank builds its own",
+    "optimizer": "give the function that builds it from parameters, as in "
+    "`optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)`",
+}
+
+
+def _kind(value: object) -> str:
+    return f"{value!r}" if value is None else f"of type {type(value).__name__}"
+
+
+TaskLike = Task | Callable[..., Task] | str
+"""A task, a function that builds one, or the name ``package.module:function`` of such a function."""
+
+
+def resolve(
+    task: TaskLike, known: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[[], Task]:
+    """Finds what builds a task, without building it.
+
+    Args:
+        task: The task, its function, or its name.
+        known: Short names and the ``package.module:function`` that each stands for.
+        options: Keyword arguments for the function.
+
+    Raises:
+        TaskError: If there is no such task, or its function does not take these options. The returned function raises
+            it if what it builds is no task.
+    """
+    options = options or {}
+    if isinstance(task, Task):
+        if options:
+            raise TaskError(f"a Task that is built already takes no options, but got {_names(options)}")
+        return lambda: task
+    label = task if isinstance(task, str) else getattr(task, "__name__", "task")
+    function = _find(task, known or {}) if isinstance(task, str) else task
+    _check_options(label, function, options)
+    return lambda: _checked(label, function(**options))
+
+
+def _checked(label: str, built: object) -> Task:
+    if not isinstance(built, Task):
+        raise TaskError(f"{label} returned {_kind(built)}; it must return an evener.Task")
+    return built
+
+
+def _names(options: Iterable[str]) -> str:
+    return ", ".join(sorted(options))
+
+
+def _find(name: str, known: Mapping[str, str]) -> Callable[..., Task]:
+    target = known.get(name, name)
+    module_name, colon, function_name = target.partition(":")
+    if not colon or not module_name or not function_name:
+        raise TaskError(
+            f"no task is called {name!r}; known are {_names(known)}, or name your own package.module:function"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise TaskError(
+            f"task {name!r}: there is no module {error.name!r} on the path of Python modules"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise TaskError(_no_function(name, module, function_name, function))
+    return function  # type: ignore[no-any-return]
+
+
+def _no_function(name: str, module: Any, function_name: str, found: object) -> str:
+    functions = [
+        key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+    ]
+    what = "no function" if found is None else f"a {type(found).__name__}, not a function, called"
+    return (
+        f"task {name!r}: module {module.__name__} has {what} {function_name}; "
+        f"its functions are: {_names(functions) or 'none'}"
+    )
+
+
+def _check_options(label: str, function: Callable[..., Task], options: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        given = f" with the options {_names(options)}" if options else ""
+        raise TaskError(f"task {label!r} cannot be built{given}: {error}") from error

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from evener.records import EvaluationRecord, RunSummary, StepRecord
+from evener.report import terminal
+from evener.report.terminal import Terminal, summary_text
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(terminal, "time", clock)
+    return clock
+
+
+def step(number: int, epoch: int = 0, loss: float = 0.25) -> StepRecord:
+    return StepRecord(number, epoch, loss, samples=8, seconds=0.1, shares=(8,), lr=0.1)
+
+
+def summary(**changes: Any) -> RunSummary:
+    values: dict[str, Any] = {
+        "task": "digits",
+        "strategy": "ddp",
+        "world_size": 2,
+        "devices": ["cpu", "cpu"],
+        "steps": 460,
+        "epochs": 20,
+        "samples": 28740,
+        "seconds": 6.5,
+        "samples_per_second": 4421.5,
+        "final_loss": 0.0123,
+        "metrics": {"accuracy": 0.9917},
+        "shares": [0.75, 0.25],
+        "weights_digest": "0" * 64,
+        "versions": {},
+        "batch_size": 64,
+        "seed": 0,
+        "ranks": [{"compute_seconds": 3.0, "wait_seconds": 2.0, "input_seconds": 1.0}] * 2,
+        "run_dir": "runs/digits",
+    }
+    return RunSummary(**(values | changes))
+
+
+def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
+    screen = Screen()
+    shown = Terminal(40, batch_size=8, stream=screen)
+    clock.now += 2
+    shown.step(step(9, loss=0.5))
+    shown.evaluation(EvaluationRecord(10, 0, {"loss": 0.5, "accuracy": 0.75}, samples=9, seconds=0.1))
+    shown.close()
+    text = screen.getvalue()
+    assert "10/40 steps" in text
+    assert "loss 0.5000, 40 samples/s" in text
+    assert "\r" in text
+    assert "epoch 1: loss 0.5000, accuracy 0.7500\n" in text
+
+
+def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> None:
+    out = io.StringIO()
+    shown = Terminal(40, batch_size=8, stream=out)
+    for number in range(20):
+        clock.now += 1
+        shown.step(step(number))
+    shown.close()
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "step 5 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:35 left",
+        "step 10 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:30 left",
+        "step 15 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:25 left",
+        "step 20 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:20 left",
+    ]
+
+
+def test_speed_is_that_of_this_run_where_it_goes_on_from_another(clock: Clock) -> None:
+    out = io.StringIO()
+    shown = Terminal(40, batch_size=8, done=30, stream=out)
+    clock.now += 10
+    shown.step(step(34, epoch=3))
+    shown.close()
+    assert out.getvalue() == "step 35 of 40, epoch 4, loss 0.2500, 4 samples/s, 00:10 left\n"
+
+
+def test_a_run_of_unknown_length_has_no_time_left(clock: Clock) -> None:
+    for stream in (io.StringIO(), Screen()):
+        shown = Terminal(None, batch_size=8, stream=stream)
+        clock.now += 6
+        shown.step(step(2))
+        shown.close()
+        assert "3" in stream.getvalue()
+    assert shown.where(step(2)) == "step 3, epoch 1"
+
+
+def test_the_summary_says_what_was_trained_where_and_how_time_was_spent() -> None:
+    text = summary_text(summary())
+    assert "trained digits with ddp on 2 ranks (cpu)" in text
+    assert "460 steps, 20 epochs, 28,740 samples in 6.5 s: 4,42" in text
+    assert "accuracy" in text
+    assert "0.9917" in text
+    assert "runs/digits" in text
+    rows = [line.split() for line in text.splitlines() if "%" in line]
+    assert [row[:3] for row in rows] == [["0", "75.0%", "3.00"], ["1", "25.0%", "3.00"]]
+
+
+def test_the_summary_of_one_rank_and_of_a_run_that_was_stopped() -> None:
+    text = summary_text(summary(world_size=1, devices=["cpu"], interrupted=True, run_dir=None, shares=[1.0]))
+    assert text.startswith("stopped digits with ddp on 1 rank (cpu)")
+    assert "%" not in text
+
+
+def compared(number: int) -> StepRecord:
+    """A step in which rank 0 waited for rank 1."""
+    times = {"compute_seconds": (0.01, 0.04), "wait_seconds": (0.03, 0.0), "input_seconds": (0.0, 0.002)}
+    return StepRecord(number, 0, 0.25, samples=8, seconds=0.05, shares=(6, 2), lr=0.1, **times)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Screen()], ids=["lines", "live"])
+def test_of_several_ranks_it_is_shown_which_is_slow(clock: Clock, stream: io.StringIO) -> None:
+    shown = Terminal(40, batch_size=8, stream=stream)
+    for number in range(12):
+        clock.now += 6
+        shown.step(compared(number))
+    shown._bar.refresh()
+    shown.close()
+    text = stream.getvalue()
+    assert ", ," not in text
+    assert "rank 1 slowest, others wait 75%" in text
+    assert "0: 75% 10.0+30.0+0.0 | 1: 25% 40.0+0.0+2.0" in text
+
+
+def test_an_emulation_is_noted_at_the_start_and_in_the_summary() -> None:
+    out = io.StringIO()
+    shown = Terminal(40, batch_size=8, stream=out)
+    shown.note("EMULATION of unequal devices")
+    shown.close()
+    assert out.getvalue() == "EMULATION of unequal devices\n"
+    assert "\n  EMULATION of" in summary_text(summary(emulation="EMULATION of unequal devices"))
+    assert "EMULATION" not in summary_text(summary())

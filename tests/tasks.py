@@ -1,0 +1,342 @@
+"""Small tasks that each hold one difficulty; tests name them as ``tests.tasks:NAME``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import evener
+from evener.task import Task
+
+SAMPLES = 47
+
+
+def _draws(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _classes(n: int, classes: int, seed: int = 2) -> Tensor:
+    return torch.randint(classes, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def _task(**parts: Any) -> Task:
+    data = TensorDataset(_draws(SAMPLES, 6), _classes(SAMPLES, 3))
+    usual: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": _sgd,
+        "train": data,
+        "evaluate": data,
+        "metrics": {"accuracy": evener.accuracy},
+        "batch_size": 13,
+        "epochs": 2,
+    }
+    return Task(**(usual | parts))
+
+
+def plain() -> Task:
+    return _task(name="plain")
+
+
+def batch_norm() -> Task:
+    """Batches of 9: the last of an epoch has 2 samples, fewer than three ranks."""
+    model = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8, affine=False),
+        nn.Linear(8, 3),
+    )
+    return _task(model=model, batch_size=9)
+
+
+class Tokens(nn.Module):
+    """Scores (N, V, T) of each token, with the embedding tied to the output."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, sparse=sparse)
+        self.mix = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 11, bias=False)
+        if not sparse:
+            self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.embedding(tokens))).cumsum(1)
+        scores: Tensor = self.out(hidden)
+        return scores.transpose(1, 2)
+
+
+def _padded() -> TensorDataset:
+    tokens = _classes(SAMPLES * 7, 11).view(SAMPLES, 7)
+    targets = tokens.roll(-1, 1)
+    for row in range(SAMPLES):
+        targets[row, row % 7 :] = -100  # lengths 0 to 6: rows without any term, ranks with few
+    return TensorDataset(tokens, targets)
+
+
+def tokens() -> Task:
+    return _task(model=Tokens, train=_padded(), evaluate=_padded(), metrics={})
+
+
+def sparse() -> Task:
+    return _task(
+        model=lambda: Tokens(sparse=True),
+        train=_padded(),
+        evaluate=_padded(),
+        metrics={},
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+
+
+class Branches(nn.Module):
+    """Each sample chooses a layer; one layer is never chosen, one parameter is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.never = nn.Linear(6, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 1.2).long() + (x[:, 0] > -0.5).long()
+        rows = [self.branches[int(index)](row) for row, index in zip(x, chosen, strict=True)]
+        return torch.stack(rows) * self.frozen
+
+
+def branches() -> Task:
+    return _task(model=Branches, batch_size=5)
+
+
+def penalty() -> Task:
+    return _task(
+        penalty=lambda model: 0.03 * sum((p.abs().sum() for p in model.parameters()), start=torch.zeros(())),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        scheduler_interval="step",
+    )
+
+
+class Several(nn.Module):
+    """Keyword inputs, one of them None; a tuple of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(2, 4)
+
+    def forward(self, wide: Tensor, pair: list[Tensor], mask: None = None) -> tuple[Tensor, Tensor]:
+        assert mask is None
+        hidden = torch.tanh(self.left(wide) + self.right(torch.stack(pair, 1)))
+        return hidden.sum(1), hidden.square().sum(1)
+
+
+class SeveralData(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        draws = _draws(9, seed=index)
+        inputs = {"wide": draws[:6], "pair": [draws[6], draws[7]], "mask": None}
+        return inputs, {"first": draws[8], "second": draws[8].abs()}
+
+
+def several() -> Task:
+    loss = evener.SumLoss(
+        count=lambda targets: len(targets["first"]),
+        total=lambda outputs, targets: (
+            (outputs[0] - targets["first"]).square().sum() + (outputs[1] - targets["second"]).abs().sum()
+        ),
+    )
+    return _task(model=Several, train=SeveralData(), evaluate=SeveralData(), loss=loss, metrics={})
+
+
+def dropout() -> Task:
+    model = lambda: nn.Sequential(nn.Linear(6, 16), evener.nn.Dropout(0.4), nn.Tanh(), nn.Linear(16, 3))  # noqa: E731
+    return _task(model=model)
+
+
+def plain_dropout() -> Task:
+    return _task(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Linear(16, 3)))
+
+
+def summed() -> Task:
+    return _task(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+
+
+def tiny() -> Task:
+    """Fewer samples than ranks."""
+    return _task(train=TensorDataset(_draws(2, 6), _classes(2, 3)), batch_size=64)
+
+
+class Counting(nn.Module):
+    """Writes a buffer of its own in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.lerp_(x.detach().mean(0), 0.1)
+        scores: Tensor = self.linear(x - self.average)
+        return scores
+
+
+def buffers() -> Task:
+    return _task(model=Counting)
+
+
+def explodes() -> Task:
+    return _task(optimizer=lambda p: torch.optim.SGD(p, lr=1e38), name="explodes")
+
+
+class OneBadTarget(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return _draws(6, seed=index), torch.tensor(float("nan") if index == 20 else 1.0)
+
+
+def one_bad_target() -> Task:
+    return _task(
+        model=lambda: nn.Sequential(nn.Linear(6, 1), nn.Flatten(0)),
+        loss=nn.MSELoss(),
+        train=OneBadTarget(),
+        evaluate=None,
+        metrics={},
+    )
+
+
+def no_pairs() -> Task:
+    return _task(train=TensorDataset(_draws(SAMPLES, 6)))
+
+
+def no_count() -> Task:
+    return _task(loss=lambda outputs, targets: outputs.sum())
+
+
+class FailsOnRankOne(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise RuntimeError("this layer has no luck")
+        return super().forward(x)
+
+
+def fails_on_rank_one() -> Task:
+    return _task(model=lambda: FailsOnRankOne(6, 3))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from zip(_draws(SAMPLES, 6), _classes(SAMPLES, 3), strict=True)
+
+
+def stream() -> Task:
+    return _task(train=Stream())
+
+
+def not_a_task() -> int:
+    return 3
+
+
+class SkipsLater(nn.Module):
+    """From its seventh forward pass on, a layer is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        scores: Tensor = self.always(x)
+        return scores + self.first(x) if self.passes <= 6 else scores
+
+
+def skips_later() -> Task:
+    return _task(model=SkipsLater)
+
+
+class SkipsEverySecond(SkipsLater):
+    """With two micro-batches a step: the last of them skips a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        scores: Tensor = self.always(x)
+        return scores + self.first(x) if self.passes % 2 else scores
+
+
+def last_micro_batch_skips() -> Task:
+    return _task(model=SkipsEverySecond, train=TensorDataset(_draws(48, 6), _classes(48, 3)), batch_size=12)
+
+
+class Layouts(nn.Module):
+    """Parameters that are not contiguous, and a buffer that is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(_draws(24, 3).t())
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.convolution(x.view(-1, 2, 1, 3).expand(-1, 2, 2, 3))).flatten(1)
+        return (hidden @ self.transposed.t()) @ self.mask.softmax(1)
+
+
+def layouts() -> Task:
+    return _task(model=Layouts)
+
+
+class Replacing(Counting):
+    """Puts a new tensor in the place of its buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = self.average * 0.9 + x.detach().mean(0) * 0.1
+        scores: Tensor = self.linear(x - self.average)
+        return scores
+
+
+def replaced_buffers() -> Task:
+    return _task(model=Replacing)
+
+
+class Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def adversaries() -> Task:
+    return _task(model=Adversaries, loss=None, metrics={}, evaluate=None)
+
+
+def mixed() -> Task:
+    """BatchNorm and a dropout of torch, and a scheduler that counts epochs."""
+    return _task(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return super().forward(x)
+
+
+def slow() -> Task:
+    """A run of minutes, for those who interrupt it."""
+    return _task(model=lambda: Slow(6, 3), epochs=1000, name="slow")

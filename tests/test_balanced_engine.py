@@ -1,0 +1,180 @@
+"""How the engine and its balancer live together."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.balance.controller import Auto
+from evener.config import RunConfig
+from evener.engine import Engine
+from evener.errors import ConfigurationError, ShareError
+from evener.fitting import Run, check_plan
+from evener.runtime.session import Session
+from evener.verification import verify
+from tests import tasks
+from tests.balancers import Random
+
+RECORDER = "tests.balancers:Recorder"
+
+
+def engine_of(name: str = "plain", **settings: Any) -> Engine:
+    return Engine(getattr(tasks, name)(), RunConfig(**({"device": "cpu", "steps": 7} | settings)))
+
+
+def observations(by_hand: bool) -> list[Any]:
+    with engine_of(balance=RECORDER) as engine:
+        for batch in engine.batches():
+            if by_hand:
+                (micro,) = batch.micro_batches
+                total = engine.loss.total(engine.model(micro.inputs), micro.targets)
+                engine.backward(total, len(micro.samples))
+                engine.update()
+            else:
+                engine.step(batch)
+        observed: list[Any] = engine.balancer.observed  # type: ignore[union-attr]
+        return observed
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_every_step_is_observed_once_and_alike_on_all_ranks(ranks: Any, by_hand: bool) -> None:
+    first, *others = ranks(3).run(observations, by_hand)
+    assert [step for step, *_ in first] == list(range(7))
+    assert [shares for _, shares, _ in first] == [
+        tuple(Random(3).shares(step, size)) for step, size in enumerate([13, 13, 13, 8, 13, 13, 13])
+    ]
+    for _, shares, seconds in first:
+        assert [math.isnan(time) for time in seconds] == [share == 0 for share in shares]
+    assert all(str(other) == str(first) for other in others)  # as text, in which NaN is NaN
+
+
+def learn(steps: int, state: Any = None, by_hand: bool = False, **settings: Any) -> tuple[Any, Any]:
+    """The engine's state after ``steps``, and the shares of each step."""
+    shares = []
+    with engine_of(balance="auto", steps=None, epochs=9, batch_size=6, **settings) as engine:
+        if state is not None:
+            engine.load_state_dict(state)
+        for batch in engine.batches():
+            engine.step(batch)
+            shares.append(batch.shares)
+            if engine.steps_done == steps:
+                break
+        engine.evaluate()
+        return engine.state_dict(), shares
+
+
+def test_auto_is_never_asked_beyond_what_it_has_settled(ranks: Any) -> None:
+    """It would raise; the calibration and the slower rank make shares change."""
+    for _, shares in ranks(2).run(learn, 40, throttle="1,0.1"):
+        assert len(shares) == 40
+        assert len({share for share in shares if sum(share) == 6}) > 2
+
+
+def test_what_was_learned_goes_on_with_the_run(ranks: Any) -> None:
+    (state, _), _ = ranks(2).run(learn, 30, throttle="1,0.02")
+    assert state["balancer"]["observed"] == 29
+    for _, shares in ranks(2).run(learn, 34, state, throttle="1,0.02"):
+        assert len(shares) == 4
+        assert shares[0][0] > 3, "the new run began with equal shares"
+
+
+def test_on_another_number_of_ranks_speeds_are_learned_anew(ranks: Any) -> None:
+    (state, _), _ = ranks(2).run(learn, 12)
+    for _, shares in ranks(3).run(learn, 16, state):
+        assert all(len(share) == 3 for share in shares)
+
+
+def evaluated_before_the_first_step(state: Any) -> float:
+    with engine_of(balance="auto", steps=30) as engine:
+        engine.load_state_dict(state)
+        for _ in engine.batches():
+            return engine.evaluate()["loss"]
+    return math.nan
+
+
+def test_a_resumed_run_can_evaluate_before_its_first_step(ranks: Any) -> None:
+    (state, _), _ = ranks(2).run(learn_thirteen)
+    state["balancer"] = {}
+    for loss in ranks(2).run(evaluated_before_the_first_step, state):
+        assert math.isfinite(loss)
+
+
+def learn_thirteen() -> tuple[Any, None]:
+    with engine_of(steps=10) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return engine.state_dict(), None
+
+
+def first_shares(**settings: Any) -> list[int]:
+    with engine_of(**settings) as engine:
+        return list(next(iter(engine.batches())).shares)
+
+
+def test_caps_and_quantum_reach_the_balancer(ranks: Any) -> None:
+    assert ranks(2).run(first_shares, caps="4,-") == [[4, 9]] * 2
+    assert (
+        ranks(2).run(first_shares, quantum=8)
+        == ranks(2).run(first_shares, quantum=8, balance="auto")
+        == [[8, 5]] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        ({"caps": "4"}, ShareError, "1 caps"),
+        ({"caps": "x,-"}, ShareError, "- for no limit"),
+        ({"quantum": 0}, ConfigurationError, "quantum is 0"),
+        ({"balance": "tests.balancers:Nothing"}, ShareError, "no such class"),
+        ({"throttle": "1"}, ConfigurationError, "1 factors for 2 ranks"),
+        ({"throttle_at": ("5:2:0.5",)}, ConfigurationError, "there are 2 ranks"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_found_before_anything_is_started(settings: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        check_plan(RunConfig(device="cpu", processes=2, **settings))
+
+
+def leave_records(directory: Path) -> None:
+    config = RunConfig(device="cpu", steps=7, balance=RECORDER, run_dir=directory)
+    with Session(device="cpu") as session:
+        Run(tasks.plain(), config, session, show=False).execute()
+
+
+def test_decisions_and_times_are_on_record(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(leave_records, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    kinds = [record["kind"] for record in records if record["kind"] != "evaluation"]
+    assert kinds == ["step"] * 3 + ["decision"] + ["step"] * 3 + ["decision", "step"]
+    decision = next(record for record in records if record["kind"] == "decision")
+    assert (decision["step"], decision["effective_step"]) == (2, 5)
+    assert (decision["new_shares"], decision["reason"]) == ([9, 4], "step 2 is over")
+    for record in records:
+        if record["kind"] == "step":
+            assert len(record["compute_seconds"]) == len(record["input_seconds"]) == 2
+            assert min(record["compute_seconds"]) > 0
+
+
+def test_an_auto_balancer_is_what_the_name_says() -> None:
+    with engine_of(balance="auto") as engine:
+        next(iter(engine.batches()))
+        assert isinstance(engine.balancer, Auto)
+
+
+def test_learned_shares_are_verified_against_one_device_that_is_not_throttled() -> None:
+    settings = {
+        "balance": "auto",
+        "caps": "12,-",
+        "quantum": 2,
+        "throttle": "1,0.3",
+        "throttle_at": ("9:1:1",),
+    }
+    result = verify("tests.tasks:batch_norm", processes=2, device="cpu", batch_size=12, steps=16, **settings)
+    assert result.passed
+    assert result.max_relative_weight_error <= 1e-12

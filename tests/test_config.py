@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.config import RunConfig
+from evener.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", 2.5),
+        ("batch_size", True),
+        ("epochs", 0),
+        ("steps", -1),
+        ("micro_batch", 0),
+        ("processes", 0),
+        ("workers", -1),
+        ("seed", -1),
+        ("evaluate_every", -1),
+        ("clip_norm", 0.0),
+        ("clip_norm", float("nan")),
+        ("timeout_seconds", float("inf")),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+    ],
+)
+def test_values_that_cannot_work_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{name} is {value!r}; it must be"):
+        RunConfig(**{name: value})
+    with pytest.raises(ConfigurationError, match=name):
+        RunConfig().replace(**{name: value})
+
+
+def test_a_name_that_is_no_setting_gets_the_list() -> None:
+    with pytest.raises(
+        ConfigurationError, match="no setting is called batchsize, lr; there are: batch_size, "
+    ):
+        RunConfig().replace(batchsize=3, lr=0.1, steps=2)
+
+
+def test_a_configuration_is_frozen_and_replaced() -> None:
+    config = RunConfig(steps=3)
+    changed = config.replace(batch_size=8)
+    assert (config.batch_size, changed.batch_size, changed.steps) == (None, 8, 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 4  # type: ignore[misc]
+
+
+def test_json_holds_a_configuration() -> None:
+    values = json.loads(json.dumps(RunConfig(run_dir=Path("runs/x"), batch_size=8).as_dict()))
+    assert values["run_dir"] == "runs/x"
+    assert values.keys() == {entry.name for entry in dataclasses.fields(RunConfig)}
+
+
+def test_every_setting_is_explained() -> None:
+    assert all(entry.metadata["help"] for entry in dataclasses.fields(RunConfig))
+
+
+def test_a_directory_may_be_named_by_a_string() -> None:
+    assert RunConfig(run_dir="runs/one").run_dir == Path("runs/one")  # type: ignore[arg-type]

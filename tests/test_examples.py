@@ -1,0 +1,68 @@
+"""Every example runs, on two ranks, and says what it is meant to show.
+
+They are run in one launch: a call of ``evener.fit`` or ``evener.launch`` on a rank runs right there, so that starting
+the ranks is paid for once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import evener
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+SHOWN = {
+    "own_model": r"accuracy (0\.[89]|1\.)",
+    "own_loop": r"step 0: loss 2\.\d+, shares \(32, 32\)(.|\n)*epoch 1: accuracy 0\.[89]",
+    "gan_two_optimizers": r"epoch 3: discriminator 0\.\d+, generator \d\.\d+",
+    "language_model_padding": r"accuracy of the next token (0\.[6-9]|1\.)",
+    "recommendation": r"last loss \d\.\d+",
+    "several_inputs": r"loss \d\.\d+, right kind 0\.\d+",
+    "metrics_from_torchmetrics": r"accuracy 0\.\d+\nf1 0\.\d+\ncalibration 0\.\d+",
+    "predict": r"3[0-6]\d of 360 right",
+    "resume": r"stopped after 11 steps(.|\n)*ended after 29 steps(.|\n)*without a stop: (0e\+00|\de-(0[89]|1\d))",
+    "launch": r"rank 0: 30\.0",
+    "partition_by_sample": r"5748 samples in 92 steps.*held 0\.333, 0\.667\naccuracy 0\.9",
+    "partition_by_dimension": r"hold \[1333, 667\] of 2000 columns\naccuracy (0\.9|1\.)",
+    "iterable_dataset": r"602 samples in 32 steps, last loss \d",
+}
+"""What each prints on rank 0 of two."""
+
+
+def run_examples(names: list[str], directory: str) -> dict[str, str]:
+    """On a rank: what each example printed."""
+    os.chdir(directory)
+    return {name: _output(EXAMPLES / f"{name}.py") for name in names}
+
+
+def _output(path: Path) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = str(tmp_path_factory.mktemp("examples"))
+    return evener.launch(run_examples, list(SHOWN), directory, processes=2, device="cpu", timeout_seconds=60)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_an_example_shows_what_it_is_about(outputs: dict[str, str], name: str) -> None:
+    assert re.search(SHOWN[name], outputs[name]), outputs[name]
+
+
+def test_every_example_is_run() -> None:
+    """The script of torchrun by the README's commands, the others here."""
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, "torchrun_script"}

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import evener
+from evener.checkpoint import weights_digest
+from evener.errors import ConfigurationError, RankError, ShareError, TaskError
+from evener.fitting import Trained, check_plan, default_run_dir, fit
+from evener.records import as_json, dumps
+from tests import tasks
+
+
+def alone(name: str = "plain", **settings: Any) -> Trained:
+    usual = {"processes": 1, "device": "cpu", "dtype": "float64"}
+    return fit(getattr(tasks, name), show=False, **(usual | settings))
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def records(run_dir: Path) -> list[tuple[str, int]]:
+    lines = map(json.loads, (run_dir / "records.jsonl").read_text().splitlines())
+    return [(record["kind"], record["step"]) for record in lines]
+
+
+def error_of(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max((value - others[name]).abs().max().item() for name, value in weights.items())
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    """Two epochs of four batches on two ranks of unequal shares."""
+    run_dir = tmp_path / "deep" / "run"
+    trained = fit(
+        tasks.plain, processes=2, device="cpu", run_dir=run_dir, dtype="float64", balance="3,1", show=False
+    )
+    summary = read(run_dir / "summary.json")
+    assert summary == json.loads(dumps(as_json(trained.summary)))
+    assert (summary["task"], summary["strategy"], summary["world_size"]) == ("plain", "ddp", 2)
+    assert (summary["steps"], summary["epochs"], summary["samples"]) == (8, 2, 94)
+    assert summary["devices"] == ["cpu", "cpu"]
+    assert summary["samples_per_second"] == pytest.approx(94 / summary["seconds"])
+    assert summary["shares"] == pytest.approx([36 / 47, 11 / 47])  # 10 of 13, 6 of 8
+    assert summary["metrics"].keys() == {"loss", "accuracy"}
+    assert {"evener", "python", "torch"} <= summary["versions"].keys()
+    assert [set(rank) for rank in summary["ranks"]] == [
+        {"compute_seconds", "wait_seconds", "input_seconds"}
+    ] * 2
+    assert summary["interrupted"] is False
+
+    reference = alone()
+    assert error_of(reference.weights, trained.weights) < 1e-13
+    assert summary["final_loss"] == pytest.approx(reference.summary.final_loss, rel=1e-12)
+    assert summary["metrics"] == pytest.approx(reference.summary.metrics, rel=1e-12)
+    model = tasks.plain().model().double()
+    model.load_state_dict(trained.weights)
+    assert weights_digest(model) == summary["weights_digest"]
+
+    config = read(run_dir / "config.json")
+    assert (config["task"], config["batch_size"], config["world_size"]) == ("plain", 13, 2)
+    kinds = [
+        *(("step", n) for n in range(4)),
+        ("evaluation", 4),
+        *(("step", n) for n in range(4, 8)),
+        ("evaluation", 8),
+    ]
+    assert records(run_dir) == kinds
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["latest.pt"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "at"),
+    [
+        ({}, [4, 8]),
+        ({"evaluate_every": 2, "epochs": 3}, [8, 12]),
+        ({"evaluate_every": 0}, [8]),
+        ({"steps": 6}, [4, 6]),
+        ({"steps": 3}, [3]),
+    ],
+    ids=str,
+)
+def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], at: list[int]) -> None:
+    trained = alone(run_dir=tmp_path, **settings)
+    assert [step for kind, step in records(tmp_path) if kind == "evaluation"] == at
+    assert trained.summary.metrics["accuracy"] > 0
+
+
+@pytest.mark.parametrize("first", [{"epochs": 1}, {"steps": 6}], ids=str)
+def test_a_run_goes_on_in_its_directory(tmp_path: Path, first: dict[str, Any]) -> None:
+    whole = alone("mixed", run_dir=tmp_path / "whole", epochs=3)
+    alone("mixed", run_dir=tmp_path / "parts", **first)
+    with (tmp_path / "parts" / "records.jsonl").open("a") as file:  # killed after a step more
+        file.write('{"kind": "step", "step": 6}\n')
+    rest = alone("mixed", run_dir=tmp_path / "parts", resume=tmp_path / "parts", epochs=3)
+    steps = [step for kind, step in records(tmp_path / "parts") if kind == "step"]
+    assert steps == list(range(12))
+    for name in ("steps", "epochs", "samples"):
+        assert getattr(rest.summary, name) == getattr(whole.summary, name)
+    assert rest.weights.keys() == whole.weights.keys()
+
+
+def test_a_run_that_goes_on_trains_the_same_weights(tmp_path: Path) -> None:
+    whole = alone("penalty", epochs=3)
+    alone("penalty", run_dir=tmp_path, steps=5)
+    rest = alone("penalty", resume=tmp_path, epochs=3)
+    assert rest.summary.weights_digest == whole.summary.weights_digest
+    assert (rest.summary.steps, rest.summary.epochs, rest.summary.samples) == (12, 3, 141)
+
+
+def test_a_run_that_was_complete_only_evaluates(tmp_path: Path) -> None:
+    whole = alone(run_dir=tmp_path)
+    again = alone(run_dir=tmp_path, resume=tmp_path)
+    assert again.summary.weights_digest == whole.summary.weights_digest
+    assert again.summary.metrics == whole.summary.metrics
+    assert (again.summary.steps, again.summary.epochs) == (8, 2)
+    assert math.isnan(again.summary.final_loss)
+    assert read(tmp_path / "summary.json")["final_loss"] is None
+
+
+class Interrupts(torch.nn.Linear):
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 7:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_an_interrupted_run_leaves_its_summary(tmp_path: Path) -> None:
+    task = lambda: tasks._task(model=lambda: Interrupts(6, 3), batch_size=4)  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        fit(task, processes=1, device="cpu", run_dir=tmp_path, show=False)
+    summary = read(tmp_path / "summary.json")
+    assert summary["interrupted"] is True
+    steps = [step for kind, step in records(tmp_path) if kind == "step"]
+    assert summary["steps"] == 6
+    assert steps == list(range(5))  # of the step before, the ranks had not told each other yet
+
+
+def test_what_cannot_work_is_found_before_ranks_are_started() -> None:
+    """An error of a rank would be a `RankError` or name a rank."""
+    for settings, error, words in (
+        ({"processes": 2, "balance": "1,2,3"}, ShareError, "3"),
+        ({"processes": 2, "balance": "uneven"}, ShareError, "uneven"),
+        ({"processes": 999, "device": "cuda"}, ConfigurationError, "999"),
+        ({"processes": 0}, ConfigurationError, "processes is 0"),
+    ):
+        with pytest.raises(error, match=words) as caught:
+            fit("digits", **settings)  # type: ignore[arg-type]
+        assert not isinstance(caught.value, RankError)
+        assert "rank 0:" not in str(caught.value)
+    with pytest.raises(TaskError, match="no task is called 'digit'"):
+        fit("digit")
+
+
+def test_the_plan_of_processes() -> None:
+    assert check_plan(evener.RunConfig(processes=3, device="cpu", balance="1,2,3")) == 3
+    assert 1 <= check_plan(evener.RunConfig(device="cpu")) <= 4
+
+
+def test_the_name_of_a_run_directory() -> None:
+    assert default_run_dir("my.package:task", 0.0).name.startswith("my-package-task-19")
+    assert default_run_dir("digits", 0.0).parent == Path("runs")

@@ -1,0 +1,108 @@
+"""What the documentation tells to run, runs.
+
+In the README a Python block is a file, named by its first line (``# mytask.py``), and a ``sh`` block is commands; all
+of them are carried out in order, in one directory. A comment ``<!-- test: skip, REASON -->`` above a block leaves it
+to people. The Python blocks of a page in ``docs`` are run one after the other as one program; of the commands there,
+and of those that are skipped, the command line is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from evener.cli.main import parser
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(
+    r"(?:^<!-- test: (?P<skip>skip), \S[^\n]*-->\n)?^```(?P<language>sh|python)\n(?P<text>.*?)^```$",
+    re.M | re.S,
+)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+WRITTEN_LATER = {"benchmarks/RESULTS.md"}
+"""Measured on a machine, not kept here by the tests."""
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    skipped: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    return [
+        Block(match["language"], match["text"], match["skip"] is not None)
+        for match in BLOCK.finditer(page.read_text())
+    ]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The command lines of a page, split into words."""
+    texts = [block.text for block in blocks(page) if block.language == "sh"]
+    joined = "\n".join(texts).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in joined.splitlines() if line.strip()]
+
+
+def carry_out(block: Block, directory: Path) -> None:
+    """Writes the file, or runs the commands with this environment's own first on the path."""
+    if block.language == "python":
+        name = re.match(r"# (\w+\.py)\n", block.text)
+        assert name, f"a Python block names no file in its first line:\n{block.text}"
+        (directory / name[1]).write_text(block.text)
+        return
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "-euo", "pipefail", "-c", block.text]
+    environment = {**os.environ, "PATH": path, "PYTHONWARNINGS": "error::UserWarning"}
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, f"{block.text}{done.stdout}{done.stderr}"
+
+
+def test_what_the_readme_says_runs(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for block in blocks(README):
+        if not block.skipped:
+            carry_out(block, tmp_path)
+    assert (tmp_path / "runs/first/summary.json").is_file()
+    assert (tmp_path / "verified.json").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "\n".join(b.text for b in blocks(page) if b.language == "python" and not b.skipped)
+    (tmp_path / "page.py").write_text(text)
+    runpy.run_path("page.py", run_name="__main__")
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_every_command_line_is_understood(page: Path) -> None:
+    for words in commands(page):
+        if "evener" in words:
+            parser().parse_args(words[words.index("evener") + 1 :])
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = set(LINK.findall(page.read_text())) - WRITTEN_LATER
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_a_skipped_block_gives_its_reason() -> None:
+    text = "".join(page.read_text() for page in [README, *PAGES])
+    assert len(re.findall(r"<!-- test:", text)) == sum(
+        block.skipped for page in [README, *PAGES] for block in blocks(page)
+    )

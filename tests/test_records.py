@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.records import EvaluationRecord, RecordFile, StepRecord, as_json, dumps, write_json
+
+
+def step(number: int, loss: float = 1.0) -> StepRecord:
+    return StepRecord(number, 0, loss, samples=4, seconds=0.1, shares=(3, 1), lr=0.1)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_record_is_one_line_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.jsonl"
+    with closing(RecordFile(path)) as records:
+        records.write(step(0))
+        records.write(EvaluationRecord(1, 0, {"accuracy": 0.5}, samples=9, seconds=0.2))
+        first, second = lines(path)
+    assert first.keys() == {"kind"} | {entry.name for entry in dataclasses.fields(StepRecord)}
+    assert (first["kind"], first["step"], first["loss"], first["shares"]) == ("step", 0, 1.0, [3, 1])
+    assert (second["kind"], second["step"], second["metrics"]) == ("evaluation", 1, {"accuracy": 0.5})
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    for number in (0, 7):
+        records = RecordFile(tmp_path / "records.jsonl")
+        records.write(step(number))
+        records.close()
+    assert [record["step"] for record in lines(tmp_path / "records.jsonl")] == [7]
+
+
+def test_a_run_that_goes_on_keeps_the_records_of_steps_its_checkpoint_knows(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records = RecordFile(path)
+    for number in range(4):
+        records.write(step(number))
+        records.write(EvaluationRecord(number + 1, 0, {}, 9, 0.2))
+    records.close()
+    path.write_text(path.read_text() + '{"kind": "step", "st')  # killed while writing
+    records = RecordFile(path, steps_done=2)
+    records.write(step(2))
+    records.close()
+    assert [(record["kind"], record["step"]) for record in lines(path)] == [
+        ("step", 0),
+        ("evaluation", 1),
+        ("step", 1),
+        ("evaluation", 2),
+        ("step", 2),
+    ]
+
+
+def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
+    assert json.loads(dumps(as_json(step(0, math.nan))))["loss"] is None
+    write_json(tmp_path / "summary.json", {"a": [math.inf, 1.5], "b": {"c": (-math.inf,)}})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": [None, 1.5], "b": {"c": [None]}}
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"good": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"bad": object()})
+    assert json.loads(path.read_text()) == {"good": 1}
+    assert list(tmp_path.iterdir()) == [path]
