@@ -1,0 +1,80 @@
+"""All-reduces against gloo's own, size by size, on the ranks of this machine.
+
+    python -m benchmarks.allreduce [--processes 2] [--sizes 4K:64M:4]
+
+Prints the ratio of gloo's time to each one's (above 1 is faster than gloo), the choice of ``auto`` against the best,
+and for shared memory how much of the machine's copying speed it reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+
+from benchmarks.interleaved import machine
+from evener.benching import bench_all_reduce, parse_sizes
+from evener.collectives.bench import Row
+from evener.report.chart import size_text
+
+PEER = "native"
+
+
+def copy_seconds(nbytes: int, rounds: int = 7) -> float:
+    """Median time in which one thread copies ``nbytes``."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def table(rows: list[Row], processes: int) -> str:
+    """Markdown: a row a size, times in us and in brackets gloo's time over it."""
+    names = list(dict.fromkeys(row.algorithm for row in rows))
+    lines = ["| size | " + " | ".join(names) + " | auto / best | shared memory / copies |"]
+    lines.append("|---" * (len(names) + 3) + "|")
+    for size in dict.fromkeys(row.size for row in rows):
+        times = {row.algorithm: row.time for row in rows if row.size == size}
+        cells = [f"{times[name] * 1e6:,.0f} us ({times[PEER] / times[name]:.2f}x)" for name in names]
+        best = min(seconds for name, seconds in times.items() if name != "auto")
+        auto = f"{times['auto'] / best:.2f}" if "auto" in times else ""
+        lines.append(
+            f"| {size_text(size)} | " + " | ".join(cells) + f" | {auto} | {_limit(times, size, processes)} |"
+        )
+    return "\n".join(lines)
+
+
+def _limit(times: dict[str, float], size: int, processes: int) -> str:
+    """Time over that of the bytes which an all-reduce in two shots must move through memory: in, out, and the sum."""
+    if "shared-memory" not in times:
+        return ""
+    cores = min(processes, len(os.sched_getaffinity(0)))
+    copies = copy_seconds(size) * (5 * processes + 1) / (2 * cores)
+    return f"{times['shared-memory'] / copies:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--sizes", default="4K:64M:4")
+    parser.add_argument("--algorithms")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    names = arguments.algorithms.split(",") if arguments.algorithms else None
+    result = bench_all_reduce(
+        parse_sizes(arguments.sizes), names, processes=arguments.processes, device="cpu"
+    )
+    print(machine(), f"{arguments.processes} ranks, wrong elements: {result.wrong}", sep=", ")
+    print(table(result.rows, arguments.processes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""What shares by speed bring on unequal ranks, against equal shares in plain DDP, Accelerate, Fabric and Evener itself.
+
+    python benchmarks/balance.py [--turns 10] [--steps 10] [--only cores,emulated,slowdown,steady,overhead]
+
+=========  ===========================================================================================================
+cores      three ranks on two cores, one alone and two sharing, by processor affinity: really unequal
+emulated   two ranks, of which one sleeps in proportion to its own work before its last gradient is handed over, in
+           all contenders alike
+slowdown   one rank becomes twice as slow in mid-run, and recovers
+steady     equal ranks on a noisy machine: what it costs to look for something to gain
+overhead   the balancer's own time in a step
+=========  ===========================================================================================================
+
+"optimum" are fixed shares: the exact solution for each rank's own curve of time, measured with several shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import evener
+from benchmarks.contenders import PEERS, Contender, Work, ours
+from benchmarks.interleaved import Timing, machine, ratio, take_turns
+from evener.balance import Auto, solve
+from evener.balance.base import Balancer
+from evener.balance.line import Line
+from evener.config import RunConfig
+from evener.engine import Engine
+from evener.runtime.session import Session
+from evener.step import Step
+
+BATCH_SIZE = 192
+WARM_UP = 40
+"""Steps before anything is measured, in which shares find their place."""
+SWEEP_STEPS = 30
+"""Steps with each of the shares from which curves are measured."""
+
+
+def model() -> nn.Module:
+    """Much work and few weights, so that the exchange is short."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+
+def work(name: str, build: Callable[[], nn.Module] = model) -> Work:
+    data = TensorDataset(torch.rand(BATCH_SIZE * 20, 3, 16, 16), torch.randint(10, (BATCH_SIZE * 20,)))
+    return Work(name, build, data, BATCH_SIZE)
+
+
+# Unequal ranks
+
+
+def pin(rank: int) -> None:
+    """Rank 0 has a core for itself, all others share the next one."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[min(rank, 1)]})
+
+
+def throttled(factor: float) -> Callable[[], nn.Module]:
+    """The model of a rank at ``factor`` of its speed: it sleeps just before its last gradient is handed over."""
+
+    def build() -> nn.Module:
+        built = model()
+        waiting: set[Any] = set()
+        began = 0.0
+
+        def begin(*_: Any) -> None:
+            nonlocal began
+            waiting.update(built.parameters())
+            began = time.perf_counter()
+
+        def arrived(parameter: Any) -> None:
+            waiting.discard(parameter)
+            if not waiting:
+                time.sleep((time.perf_counter() - began) * (1 / factor - 1))
+
+        built.register_forward_pre_hook(begin)
+        for parameter in built.parameters():
+            parameter.register_post_accumulate_grad_hook(arrived)
+        return built
+
+    return build
+
+
+# The optimum
+
+
+def train(work: Work, session: Session, steps: int, **settings: Any) -> tuple[list[Step], Balancer]:
+    """The steps of a run of Evener."""
+    taken: list[Step] = []
+    task = evener.Task(
+        model=work.model, loss=nn.CrossEntropyLoss(), optimizer=work.optimizer, train=work.data
+    )
+    config = RunConfig(batch_size=work.batch_size, steps=steps, **settings)
+    with Engine(task, config, session=session, on_step=taken.append) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        assert engine.balancer is not None
+        return taken, engine.balancer
+
+
+def optimum(work: Work, session: Session, **settings: Any) -> list[int]:
+    """The best shares, by each rank's own curve around them: ranks that share a core slow each other down."""
+    shares = [work.batch_size // session.world_size] * session.world_size
+    for _ in range(2):
+        shares = solve(curves(work, session, shares, **settings), work.batch_size)
+    return shares
+
+
+def curves(work: Work, session: Session, base: Sequence[int], **settings: Any) -> list[Line]:
+    """Each rank's time as a line through what it takes for ``base`` and for shares of which one is larger."""
+    points: list[list[tuple[int, float]]] = [[] for _ in base]
+    for larger in range(-1, len(base)):
+        weights = ",".join(str(n * (1.3 if rank == larger else 1.0)) for rank, n in enumerate(base))
+        steps, _ = train(work, session, SWEEP_STEPS, balance=weights, **settings)
+        for rank, seen in enumerate(points):
+            seconds = [step.compute_seconds[rank] for step in steps[5:]]
+            # The lower quartile: a disturbance makes a step longer, nothing makes it shorter.
+            seen.append((steps[-1].batch.shares[rank], statistics.quantiles(seconds, n=4)[0]))
+    fits = [np.polyfit(*zip(*seen, strict=True), 1) for seen in points]
+    return [Line(max(0.0, float(offset)), max(1e-9, float(slope))) for slope, offset in fits]
+
+
+def compare(work: Work, session: Session, turns: int, steps: int) -> dict[str, Timing]:
+    """All contenders in turns."""
+    best = ",".join(map(str, optimum(work, session)))
+    contenders: dict[str, Contender] = {
+        **PEERS,
+        "Evener equal": ours(balance="equal"),
+        "Evener auto": ours(balance="auto"),
+        "optimum": ours(balance=best),
+    }
+    found = take_turns(contenders, work, session, turns, steps, WARM_UP)
+    return {f"optimum ({best})" if name == "optimum" else name: timing for name, timing in found.items()}
+
+
+# What is shown
+
+
+def cores(turns: int, steps: int) -> dict[str, Timing]:
+    """One rank alone on a core, two that share one."""
+    pin(int(os.environ["RANK"]))
+    with Session(device="cpu") as session:
+        return compare(work("three ranks on two cores"), session, turns, steps)
+
+
+def emulated(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
+    """2:1, 3:1 and 4:1."""
+    results = {}
+    with Session(device="cpu") as session:
+        for times in (2, 3, 4):
+            build = model if session.rank == 0 else throttled(1 / times)
+            name = f"emulated {times}:1"
+            results[name] = compare(work(name, build), session, turns, steps)
+    return results
+
+
+def slowdown() -> dict[str, float]:
+    """Step time with auto from 20 steps after each change on, over that of the optimum there."""
+    phases = 60
+    changes = (f"{phases}:1:0.5", f"{2 * phases}:1:1")
+    with Session(device="cpu") as session:
+        here = work("slowdown")
+        taken, balancer = train(here, session, 3 * phases, balance="auto", throttle_at=changes)
+        slow = ",".join(map(str, optimum(here, session, throttle="1,0.5")))
+        at_best, _ = train(here, session, phases, balance=slow, throttle="1,0.5")
+        equal, _ = train(here, session, phases, balance="equal")
+    ratios = {
+        "slowed, over the optimum": _median(taken[phases + 20 : 2 * phases]) / _median(at_best[20:]),
+        "recovered, over equal shares": _median(taken[2 * phases + 20 :]) / _median(equal[20:]),
+        "changes": float(len(balancer.decisions)),
+    }
+    reached = (step.number - phases for step in taken[phases:] if step.batch.shares[0] > BATCH_SIZE * 0.6)
+    return ratios | {"steps until the faster rank had 60 %": float(next(reached, -1))}
+
+
+def steady(turns: int, steps: int) -> dict[str, float]:
+    """500 steps of equal ranks, and auto against equal in turns."""
+    with Session(device="cpu") as session:
+        here = work("steady")
+        contenders = {"equal": ours(balance="equal"), "auto": ours(balance="auto")}
+        found = take_turns(contenders, here, session, turns, steps, WARM_UP)
+        _, balancer = train(here, session, 500, balance="auto")
+        return {
+            "changes in 500 steps": float(len(balancer.decisions)),
+            "auto over equal": ratio(found["auto"], found["equal"]),
+        }
+
+
+def overhead(world_size: int = 2, steps: int = 2000) -> float:
+    """Seconds that ``Auto`` takes in a step."""
+    balancer, noise = Auto(world_size), np.random.default_rng(0).lognormal(0, 0.05, (steps, world_size))
+    began = time.perf_counter()
+    for step in range(steps):
+        shares = balancer.shares(step, BATCH_SIZE)
+        balancer.observe(step, shares, [1e-3 * n * x for n, x in zip(shares, noise[step], strict=True)])
+    return (time.perf_counter() - began) / steps
+
+
+def _median(steps: Sequence[Step]) -> float:
+    return statistics.median(step.seconds for step in steps)
+
+
+def _table(results: Mapping[str, Mapping[str, Timing]]) -> str:
+    """Markdown: a row a contender, how many times as fast as plain DDP, and as the optimum."""
+    lines = ["| | contender | ms a step | x plain DDP | x optimum |", "|---|---|---|---|---|"]
+    for name, timings in results.items():
+        best = next(timing for contender, timing in timings.items() if contender.startswith("optimum"))
+        lines += [
+            f"| {name} | {contender} | {timing.median * 1e3:.1f} | {ratio(timings['plain DDP'], timing):.2f} "
+            f"| {ratio(best, timing):.2f} |"
+            for contender, timing in timings.items()
+        ]
+    return "\n".join(lines)
+
+
+def _launched(function: Callable[..., Any], *args: int, processes: int = 2) -> Any:
+    return evener.launch(function, *args, processes=processes, device="cpu")[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", default="cores,emulated,slowdown,steady,overhead")
+    arguments = parser.parse_args()
+    turns, steps, chosen = arguments.turns, arguments.steps, arguments.only.split(",")
+    print(machine(), flush=True)
+    results: dict[str, Mapping[str, Timing]] = {}
+    if "cores" in chosen:
+        results["three ranks on two cores"] = _launched(cores, turns, steps, processes=3)
+    if "emulated" in chosen:
+        results |= _launched(emulated, turns, steps)
+    if results:
+        print(_table(results), flush=True)
+    for name, measure, arguments_of in (("slowdown", slowdown, ()), ("steady", steady, (turns, steps))):
+        if name in chosen:
+            found = _launched(measure, *arguments_of)
+            print(f"{name}: " + ", ".join(f"{what} {value:.2f}" for what, value in found.items()), flush=True)
+    if "overhead" in chosen:
+        seconds = overhead()
+        print(f"overhead: {seconds * 1e6:.0f} us a step, {seconds / 0.02:.2%} of 20 ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()

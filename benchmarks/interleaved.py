@@ -1,0 +1,90 @@
+"""Measuring in turns: A B C A B C ..., medians over the turns, ratios within one run.
+
+Machines are noisy, so a time by itself says little; two times that were taken in alternation, within a fraction of a
+second of each other, say something about each other.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import Contender, Work
+from evener.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one step, the slowest rank's, for every turn."""
+
+    turns: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.turns)
+
+
+def take_turns(
+    contenders: Mapping[str, Contender],
+    work: Work,
+    session: Session,
+    turns: int,
+    steps: int,
+    warm_up: int = 10,
+) -> dict[str, Timing]:
+    """Each contender takes ``steps`` steps a turn, in alternation; on all ranks at once."""
+    running = {name: contender(work, session) for name, contender in contenders.items()}
+    for name in running:
+        _steps(running[name], warm_up)
+    seconds: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(turns):
+        for name, source in running.items():
+            seconds[name].append(_slowest(_steps(source, steps)) / steps)
+    for source in running.values():
+        source.close()  # type: ignore[attr-defined]
+    return {name: Timing(values) for name, values in seconds.items()}
+
+
+def _steps(source: Iterator[None], steps: int) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        next(source)
+    return time.perf_counter() - began
+
+
+def _slowest(seconds: float) -> float:
+    value = torch.tensor([seconds])
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def table(results: Mapping[str, Mapping[str, Timing]], reference: str) -> str:
+    """Markdown: a row a workload, milliseconds a step and the ratio to the reference, paired turn by turn."""
+    names = list(next(iter(results.values())))
+    lines = ["| workload | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for workload, timings in results.items():
+        base = timings[reference]
+        cells = [f"{t.median * 1e3:.2f} ms ({ratio(t, base):.2f}x)" for t in timings.values()]
+        lines.append(f"| {workload} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ratio(timing: Timing, reference: Timing) -> float:
+    """Median of the ratios of turns that were next to each other; below 1 is faster than the reference."""
+    return statistics.median(a / b for a, b in zip(timing.turns, reference.turns, strict=True))
+
+
+def machine() -> str:
+    """What the figures depend on."""
+    cores = len(os.sched_getaffinity(0))
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{date.today()}, {cores} cores, {platform.machine()}, {versions}"
