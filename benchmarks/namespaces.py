@@ -154,20 +154,8 @@ class Hosts:
 
     def _plug(self, namespace: str, number: int) -> None:
         port = f"port{number}"
-        _ip(
-            "-n",
-            namespace,
-            "link",
-            "add",
-            "eth0",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            port,
-            "netns",
-            self._switch,
-        )
+        far_end = ["peer", "name", port, "netns", self._switch]
+        _ip("-n", namespace, "link", "add", "eth0", "type", "veth", *far_end)
         _ip("-n", namespace, "address", "add", f"{_NETWORK}.{number + 1}/24", "dev", "eth0")
         _ip("-n", self._switch, "link", "set", port, "master", "bridge")
         for owner, device in ((namespace, "eth0"), (self._switch, port)):

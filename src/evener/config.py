@@ -65,7 +65,7 @@ class RunConfig:
     clip_norm: float | None = option(None, "clip gradients to this global norm", metavar="X")
     allreduce: str | None = option(
         None,
-        "how gradients are summed: native, ring, tree, ..., auto (default: shared memory on CPUs)",
+        "how gradients are summed: native, ring, ..., auto, or package.module:make (default: shared memory on CPUs)",
         metavar="NAME",
     )
     compress: str | None = option(

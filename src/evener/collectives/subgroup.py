@@ -26,10 +26,14 @@ def subgroup(
     A collective call of the ranks of ``parent``, which may name different members if those do not overlap.
     """
     token = all_gather(secrets.token_hex(8), parent)[members[0]]
-    if dist.get_rank(parent) not in members:
-        return None
     world = dist.get_process_group_ranks(parent)
-    return _make(parent, [world[member] for member in members], f"evener_{token}", timeout_seconds)
+    ranks = [world[member] for member in members]
+    is_member = dist.get_rank(parent) in members
+    made = _make(parent, ranks, f"evener_{token}", timeout_seconds) if is_member else None
+    all_gather(
+        None, parent
+    )  # who gives its group back at once would break off those that still connect to it
+    return made
 
 
 def _make(
