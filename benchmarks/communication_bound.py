@@ -23,9 +23,12 @@ from evener.tasks import digits
 
 def works() -> list[Work]:
     wide = TensorDataset(torch.rand(512, 2048), torch.randint(10, (512,)))
+    narrow = TensorDataset(torch.rand(512, 1024), torch.randint(10, (512,)))
     images = TensorDataset(torch.rand(1024, 1, 8, 8), torch.randint(10, (1024,)))
     return [
-        Work("25M parameters, batch 8", lambda: _mlp(2048, 3500, 4600), wide, 8),
+        Work("25M parameters, 24 layers, batch 4", lambda: _mlp(*[1024] * 25), narrow, 4),
+        Work("25M parameters, 24 layers, batch 16", lambda: _mlp(*[1024] * 25), narrow, 16),
+        Work("25M parameters, 3 layers, batch 8", lambda: _mlp(2048, 3500, 4600), wide, 8),
         Work("6M parameters, batch 32", lambda: _mlp(2048, 2000, 900), wide, 32),
         Work("digits CNN, batch 64", digits.model, images, 64),
         Work("digits CNN, batch 512", digits.model, images, 512),

@@ -32,6 +32,8 @@ class BenchResult:
     ranks: int
     simulated: bool
     rows: list[Row]
+    rank: int = 0
+    """The rank that it comes from: 0, and on further machines that of their first process."""
 
     @property
     def wrong(self) -> int:
@@ -106,7 +108,7 @@ def _bench_on_rank(
         rows = bench(all_reduces, sizes, session.group, DTYPES[dtype], check, costs)
         for each in all_reduces.values():
             each.close()
-        return BenchResult(session.world_size, simulated=False, rows=rows)
+        return BenchResult(session.world_size, simulated=False, rows=rows, rank=session.rank)
 
 
 def _suitable(session: Session) -> list[str]:

@@ -38,6 +38,8 @@ class Trained:
 
     summary: RunSummary
     weights: dict[str, Tensor]
+    rank: int = 0
+    """The rank that it comes from: 0, and on further machines that of their first process."""
 
 
 def fit(
@@ -151,7 +153,7 @@ class Run:
             tensors = self._engine.strategy.tensors()
             summary = self._summary(self._session.control.gather_objects(self._own_part()), tensors)
             self._write_summary(summary)
-            return Trained(summary, self._saved(tensors))
+            return Trained(summary, self._saved(tensors), self._session.rank)
         except (InterruptedRunError, KeyboardInterrupt):
             self._write_summary(
                 self._summary(

@@ -53,7 +53,6 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.benching import bench_all_reduce, parse_sizes, simulate_all_reduce
     from evener.collectives.bench import table
     from evener.records import write_json
-    from evener.runtime.environment import detect
 
     names = arguments.algorithms.split(",") if arguments.algorithms else None
     sizes = parse_sizes(arguments.sizes)
@@ -71,7 +70,7 @@ def execute(arguments: argparse.Namespace) -> int:
             timeout_seconds=config.timeout_seconds,
             rendezvous=options.rendezvous_of(arguments),
         )
-    if detect().rank == 0:
+    if result.rank == 0:
         print(
             f"# {result.ranks} ranks, {'simulated' if result.simulated else 'measured'}\n{table(result.rows)}",
             flush=True,

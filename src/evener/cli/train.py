@@ -31,13 +31,12 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.fitting import default_run_dir, fit
     from evener.records import as_json, write_json
     from evener.report.terminal import summary_text
-    from evener.runtime.environment import detect
 
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config) or default_run_dir(arguments.task, time.time()))
     rendezvous = options.rendezvous_of(arguments)
     trained = fit(arguments.task, config, options=options.task_options_of(arguments), rendezvous=rendezvous)
-    if detect().rank == 0:
+    if trained.rank == 0:
         print(summary_text(trained.summary), flush=True)
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))

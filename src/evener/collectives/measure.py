@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -61,13 +61,16 @@ def share(costs: Costs | None, group: dist.ProcessGroup) -> Costs | None:
 def measure(all_reduces: Mapping[str, AllReduce], topology: Topology, group: dist.ProcessGroup) -> Costs:
     """Times every all-reduce at every size of ``SIZES``, in turn, so that a disturbance meets all; some seconds.
 
+    The best round counts: what is measured once is used for long, and another program that was running then can only
+    have made it slower.
+
     On slow links it ends with the size at which bandwidth is plainly all: the time of larger ones follows from theirs.
     """
     device = device_of(group)
     samples = []
     for nbytes in SIZES:
         buffer = torch.zeros(nbytes // 4, device=device)
-        seconds = time_in_turn(list(all_reduces.values()), buffer, group)
+        seconds = time_in_turn(list(all_reduces.values()), buffer, group, of_rounds=min)
         samples += [Sample(n, nbytes, s) for n, s in zip(all_reduces, seconds, strict=True)]
         if sum(seconds) > _ENOUGH_SECONDS:
             break
@@ -79,16 +82,18 @@ def time_in_turn(
     buffer: Tensor,
     group: dist.ProcessGroup,
     budget_seconds: float = _BUDGET_SECONDS,
+    of_rounds: Callable[[Sequence[float]], float] = statistics.median,
 ) -> list[float]:
-    """Median seconds of each all-reduce of ``buffer``, the slowest rank's; the same on every rank.
+    """Seconds of each all-reduce of ``buffer``, the slowest rank's; the same on every rank.
 
-    The rounds are as many as fit ``budget_seconds`` for each all-reduce, within limits.
+    The rounds are as many as fit ``budget_seconds`` for each all-reduce, within limits; ``of_rounds`` makes one number
+    of theirs.
     """
     rough = sum(_all_gather_max([_seconds(each, buffer, 1) for each in all_reduces], group))
     calls = _CALLS if rough < _SHORT_SECONDS else 1
     rounds = int(min(max(budget_seconds * len(all_reduces) / (rough * (calls + 1)), _LEAST), _MOST))
     times = [[_seconds(each, buffer, calls) for each in all_reduces] for _ in range(rounds)]
-    return _all_gather_max([statistics.median(each) for each in zip(*times, strict=True)], group)
+    return _all_gather_max([of_rounds(each) for each in zip(*times, strict=True)], group)
 
 
 def _all_gather_max(values: list[float], group: dist.ProcessGroup) -> list[float]:
