@@ -127,10 +127,11 @@ def optimum(work: Work, session: Session, **settings: Any) -> list[int]:
 
 
 def curves(work: Work, session: Session, base: Sequence[int], **settings: Any) -> list[Line]:
-    """Each rank's time as a line through what it takes for ``base`` and for shares of which one is larger."""
+    """Each rank's time as a line through what it takes for ``base`` and for shares of which one is quite another."""
     points: list[list[tuple[int, float]]] = [[] for _ in base]
-    for larger in range(-1, len(base)):
-        weights = ",".join(str(n * (1.3 if rank == larger else 1.0)) for rank, n in enumerate(base))
+    others = [(rank, factor) for rank in range(len(base)) for factor in (0.5, 1.7)]
+    for changed, factor in [(-1, 1.0), *others]:
+        weights = ",".join(str(n * (factor if rank == changed else 1.0)) for rank, n in enumerate(base))
         steps, _ = train(work, session, SWEEP_STEPS, balance=weights, **settings)
         for rank, seen in enumerate(points):
             seconds = [step.compute_seconds[rank] for step in steps[5:]]
