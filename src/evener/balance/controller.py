@@ -4,7 +4,7 @@
 
     step      0 1 | 2 3 4 5 6 7 | 8 ...      d              d + lookahead + 1
               warm-  calibration   equal      decided        new shares
-              up     up and down              (gain > 3 %    (a batch that nobody prefetched)
+              up     up and down              (gain > 5 %    (a batch that nobody prefetched)
                                               and > 3 errors)
 
 The first steps' times are not learned from: kernels are chosen and memory is reserved then. The calibration

@@ -28,11 +28,11 @@ class Policy:
     calibration_steps: int = 6
     calibration_spread: float = 0.25
     """By how much the calibration varies the shares, relative to them."""
-    settle_steps: int = 4
+    settle_steps: int = 8
     """Observations of new shares, or of a new speed, before the next look at what is to be gained."""
     every_steps: int = 16
     """Most steps between looks; the time between them doubles up to it while nothing changes."""
-    least_gain: float = 0.03
+    least_gain: float = 0.05
     """Least predicted relative gain in step time."""
     errors: float = 3.0
     """The gain must also exceed its standard error this many times."""
