@@ -11,7 +11,8 @@ steady     equal ranks on a noisy machine: what it costs to look for something t
 overhead   the balancer's own time in a step
 =========  ===========================================================================================================
 
-"optimum" are fixed shares: the exact solution for each rank's own curve of time, measured with several shares.
+"optimum" are fixed shares: the exact solution for each rank's own curve of time, measured with several shares; of
+emulated ranks for the curve of one that is not slowed down, and its multiple.
 """
 
 from __future__ import annotations
@@ -141,9 +142,17 @@ def curves(work: Work, session: Session, base: Sequence[int], **settings: Any) -
     return [Line(max(0.0, float(offset)), max(1e-9, float(slope))) for slope, offset in fits]
 
 
-def compare(work: Work, session: Session, turns: int, steps: int) -> dict[str, Timing]:
-    """All contenders in turns."""
-    best = ",".join(map(str, optimum(work, session)))
+def emulated_optimum(times: int, session: Session) -> list[int]:
+    """The best shares of a rank and one ``times`` slower, by the curve of the less disturbed of two equal ranks."""
+    equal = [BATCH_SIZE // 2] * 2
+    line = min(curves(work("equal ranks"), session, equal), key=lambda line: line(BATCH_SIZE // 2))
+    slower = Line(line.overhead_seconds * times, line.seconds_per_sample * times)
+    return solve([line, slower], BATCH_SIZE)
+
+
+def compare(work: Work, session: Session, turns: int, steps: int, shares: Sequence[int]) -> dict[str, Timing]:
+    """All contenders in turns; the optimum has fixed ``shares``."""
+    best = ",".join(map(str, shares))
     contenders: dict[str, Contender] = {
         **PEERS,
         "Evener equal": ours(balance="equal"),
@@ -161,7 +170,8 @@ def cores(turns: int, steps: int) -> dict[str, Timing]:
     """One rank alone on a core, two that share one."""
     pin(int(os.environ["RANK"]))
     with Session(device="cpu") as session:
-        return compare(work("three ranks on two cores"), session, turns, steps)
+        here = work("three ranks on two cores")
+        return compare(here, session, turns, steps, optimum(here, session))
 
 
 def emulated(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
@@ -171,7 +181,8 @@ def emulated(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
         for times in (2, 3, 4):
             build = model if session.rank == 0 else throttled(1 / times)
             name = f"emulated {times}:1"
-            results[name] = compare(work(name, build), session, turns, steps)
+            shares = emulated_optimum(times, session)
+            results[name] = compare(work(name, build), session, turns, steps, shares)
     return results
 
 
