@@ -29,7 +29,7 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python benchmarks/overhead.py
+	for each in overhead allreduce communication_bound balance; do $(BIN)/python -m benchmarks.$$each || exit; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

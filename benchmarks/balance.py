@@ -1,6 +1,6 @@
 """What shares by speed bring on unequal ranks, against equal shares in plain DDP, Accelerate, Fabric and Evener itself.
 
-    python benchmarks/balance.py [--turns 10] [--steps 10] [--only cores,emulated,slowdown,steady,overhead]
+    python -m benchmarks.balance [--turns 10] [--steps 10] [--only cores,emulated,slowdown,steady,overhead]
 
 =========  ===========================================================================================================
 cores      three ranks on two cores, one alone and two sharing, by processor affinity: really unequal

@@ -1,6 +1,6 @@
 """What Evener adds to a step: time per step against plain DDP, Accelerate and Lightning Fabric, 2 CPU ranks.
 
-python benchmarks/overhead.py [--turns 30] [--steps 20]
+python -m benchmarks.overhead [--turns 30] [--steps 20]
 """
 
 from __future__ import annotations

@@ -30,8 +30,6 @@ BLOCK = re.compile(
     re.M | re.S,
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
-WRITTEN_LATER = {"benchmarks/RESULTS.md"}
-"""Measured on a machine, not kept here by the tests."""
 
 
 class Block(NamedTuple):
@@ -96,7 +94,7 @@ def test_every_command_line_is_understood(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    links = set(LINK.findall(page.read_text())) - WRITTEN_LATER
+    links = set(LINK.findall(page.read_text()))
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
 
