@@ -116,7 +116,7 @@ def test_measurements_are_kept_and_the_same_on_all_ranks(ranks: Any, tmp_path: P
 def measured_slowly() -> list[tuple[int, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_module, "SIZES", (1024, 4096, 16384))
-        patch.setattr(measure_module, "time_in_turn", lambda each, buffer, group: [buffer.nbytes / 3000])
+        patch.setattr(measure_module, "time_in_turn", lambda each, buffer, group, **_: [buffer.nbytes / 3000])
         topology = Topology.flat(2)
         with Native() as native:
             costs = measure_module.measure({"native": native}, topology, native.group)
