@@ -1,10 +1,15 @@
-# make train | make test | make install | make bench: each does its own set-up, once.
+# make train | make test | make test-slow | make install | make bench: each does its own set-up, once.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install train test lint types bench clean
+# The oldest and the newest torch that pyproject.toml allows.
+OLDEST := 2.11.0
+NEWEST := 2.15.0
+
+.PHONY: install train test test-slow test-versions lint types bench clean
+.SECONDARY:
 
 install: $(READY)
 
@@ -18,7 +23,25 @@ train: $(READY)
 	$(BIN)/evener train digits
 
 test: lint types $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow"
+
+# Injected faults, long commands and long trainings.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow
+
+# Not part of `make test`: the tests on the oldest and on the newest torch, in environments of their own, into which
+# pip loads gigabytes of CUDA libraries where it finds no CPU wheel. setuptools is left to what that torch wants.
+test-versions: test-torch-$(OLDEST) test-torch-$(NEWEST)
+
+test-torch-%: $(VENV)-torch-%/.ready
+	$(<D)/bin/python -m pytest -q -m "not slow"
+
+$(VENV)-torch-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(@D)/constraints.txt
+	echo 'torch==$*' >> $(@D)/constraints.txt
+	$(@D)/bin/pip install --quiet --constraint $(@D)/constraints.txt --editable '.[dev]'
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -32,4 +55,4 @@ bench: $(READY)
 	for each in overhead allreduce communication_bound balance; do $(BIN)/python -m benchmarks.$$each || exit; done
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.interleaved import machine
 from evener.benching import bench_all_reduce, parse_sizes
-from evener.collectives.bench import Row
+from evener.collectives.choose.bench import Row
 from evener.report.chart import size_text
 
 PEER = "native"

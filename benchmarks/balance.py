@@ -32,13 +32,14 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import PEERS, Contender, Work, ours
 from benchmarks.interleaved import Timing, machine, ratio, take_turns
-from evener.balance import Auto, solve
+from evener.balance import BySpeed, solve
 from evener.balance.base import Balancer
 from evener.balance.line import Line
 from evener.config import RunConfig
 from evener.engine import Engine
+from evener.observer import Observer
+from evener.records import StepRecord
 from evener.runtime.session import Session
-from evener.step import Step
 
 BATCH_SIZE = 192
 WARM_UP = 40
@@ -105,18 +106,30 @@ def throttled(factor: float) -> Callable[[], nn.Module]:
 # The optimum
 
 
-def train(work: Work, session: Session, steps: int, **settings: Any) -> tuple[list[Step], Balancer]:
+class Seen(Observer):
+    """Keeps the record of every step, on all ranks."""
+
+    everywhere = True
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+
+def train(work: Work, session: Session, steps: int, **settings: Any) -> tuple[list[StepRecord], Balancer]:
     """The steps of a run of Evener."""
-    taken: list[Step] = []
+    seen = Seen()
     task = evener.Task(
         model=work.model, loss=nn.CrossEntropyLoss(), optimizer=work.optimizer, train=work.data
     )
     config = RunConfig(batch_size=work.batch_size, steps=steps, **settings)
-    with Engine(task, config, session=session, on_step=taken.append) as engine:
+    with Engine(task, config, session=session, observers=[seen]) as engine:
         for batch in engine.batches():
             engine.step(batch)
         assert engine.balancer is not None
-        return taken, engine.balancer
+        return seen.steps, engine.balancer
 
 
 def optimum(work: Work, session: Session, **settings: Any) -> list[int]:
@@ -137,7 +150,7 @@ def curves(work: Work, session: Session, base: Sequence[int], **settings: Any) -
         for rank, seen in enumerate(points):
             seconds = [step.compute_seconds[rank] for step in steps[5:]]
             # The lower quartile: a disturbance makes a step longer, nothing makes it shorter.
-            seen.append((steps[-1].batch.shares[rank], statistics.quantiles(seconds, n=4)[0]))
+            seen.append((steps[-1].shares[rank], statistics.quantiles(seconds, n=4)[0]))
     fits = [np.polyfit(*zip(*seen, strict=True), 1) for seen in points]
     return [Line(max(0.0, float(offset)), max(1e-9, float(slope))) for slope, offset in fits]
 
@@ -201,7 +214,7 @@ def slowdown() -> dict[str, float]:
         "recovered, over equal shares": _median(taken[2 * phases + 20 :]) / _median(equal[20:]),
         "changes": float(len(balancer.decisions)),
     }
-    reached = (step.number - phases for step in taken[phases:] if step.batch.shares[0] > BATCH_SIZE * 0.6)
+    reached = (step.step - phases for step in taken[phases:] if step.shares[0] > BATCH_SIZE * 0.6)
     return ratios | {"steps until the faster rank had 60 %": float(next(reached, -1))}
 
 
@@ -219,8 +232,8 @@ def steady(turns: int, steps: int) -> dict[str, float]:
 
 
 def overhead(world_size: int = 2, steps: int = 2000) -> float:
-    """Seconds that ``Auto`` takes in a step."""
-    balancer, noise = Auto(world_size), np.random.default_rng(0).lognormal(0, 0.05, (steps, world_size))
+    """Seconds that ``BySpeed`` takes in a step."""
+    balancer, noise = BySpeed(world_size), np.random.default_rng(0).lognormal(0, 0.05, (steps, world_size))
     began = time.perf_counter()
     for step in range(steps):
         shares = balancer.shares(step, BATCH_SIZE)
@@ -228,7 +241,7 @@ def overhead(world_size: int = 2, steps: int = 2000) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def _median(steps: Sequence[Step]) -> float:
+def _median(steps: Sequence[StepRecord]) -> float:
     return statistics.median(step.seconds for step in steps)
 
 

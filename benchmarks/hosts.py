@@ -36,16 +36,16 @@ from pathlib import Path
 from benchmarks.interleaved import machine
 from benchmarks.namespaces import Hosts, NoNamespacesError, Program
 from evener.benching import parse_sizes
-from evener.collectives.algorithm import Schedule, Topology
-from evener.collectives.algorithms import ALGORITHMS
-from evener.collectives.bench import bench
-from evener.collectives.cost import Link
-from evener.collectives.host import hosts_of
-from evener.collectives.measure import measure_network
+from evener.collectives.choose.bench import bench
+from evener.collectives.choose.cost import Link
+from evener.collectives.choose.measure import measure_network
+from evener.collectives.choose.simulate import Network, simulate
 from evener.collectives.registry import make, tree_segment_nbytes
-from evener.collectives.ring import ring
-from evener.collectives.simulate import Network, simulate
+from evener.collectives.schedules.algorithms import ALGORITHMS
+from evener.collectives.schedules.ring import ring
+from evener.collectives.schedules.schedule import Schedule, Topology
 from evener.report.chart import size_text
+from evener.runtime.hosts import hosts_of
 from evener.runtime.session import Session
 
 NAMES = ("native", "ring", "tree", "ring-tree", "two-level")
@@ -107,11 +107,11 @@ class Cell:
 def run_rank(sizes: Sequence[int]) -> None:
     """What each rank does; rank 0 prints what came out, as JSON."""
     with Session(device="cpu", timeout_seconds=TIMEOUT_SECONDS) as session:
-        assert session.group is not None
-        topology = Topology(hosts_of(session.group))
-        network = measure_network(topology, session.group)
-        all_reduces = {name: make(name, session.group, TIMEOUT_SECONDS) for name in NAMES}
-        rows = bench(all_reduces, sizes, session.group)
+        assert session.world is not None
+        topology = Topology(hosts_of(session.world))
+        network = measure_network(topology, session.world)
+        all_reduces = {name: make(name, session.world, TIMEOUT_SECONDS) for name in NAMES}
+        rows = bench(all_reduces, sizes, session.world)
         for each in all_reduces.values():
             each.close()
     if session.rank == 0:

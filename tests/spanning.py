@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import evener
-from evener.collectives.host import hosts_of
 from evener.collectives.registry import make
 from evener.errors import ConfigurationError
+from evener.runtime.hosts import hosts_of
 from evener.runtime.session import Session
 
 STEPS = 4
@@ -35,9 +35,9 @@ def summed(name: str | None) -> tuple[str, bool]:
 
 def main() -> None:
     with Session(device="cpu", timeout_seconds=40) as session:
-        assert session.group is not None
+        assert session.world is not None
         found = {
-            "hosts": hosts_of(session.group),
+            "hosts": hosts_of(session.world),
             "sums": [summed(name) for name in (None, "ring-tree", "two-level")],
             "refusal": refusal("shared-memory"),
         }

@@ -163,6 +163,16 @@ def dropout() -> Task:
     return _task(model=model)
 
 
+def compiled() -> Task:
+    """As ``dropout``, compiled with a backend that needs no C++ compiler, from torch's own dropout."""
+
+    def model() -> Any:
+        plain = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Tanh(), nn.Linear(16, 3))
+        return torch.compile(evener.nn.exact_dropout(plain), backend="aot_eager")
+
+    return _task(model=model)
+
+
 def plain_dropout() -> Task:
     return _task(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Linear(16, 3)))
 

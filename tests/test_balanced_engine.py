@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evener.balance.controller import Auto
+from evener.balance.controller import BySpeed
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, ShareError
@@ -130,7 +130,7 @@ def test_caps_and_quantum_reach_the_balancer(ranks: Any) -> None:
         ({"caps": "4"}, ShareError, "1 caps"),
         ({"caps": "x,-"}, ShareError, "- for no limit"),
         ({"quantum": 0}, ConfigurationError, "quantum is 0"),
-        ({"balance": "tests.balancers:Nothing"}, ShareError, "no such class"),
+        ({"balance": "tests.balancers:Nothing"}, ShareError, "module tests.balancers has no Nothing"),
         ({"throttle": "1"}, ConfigurationError, "1 factors for 2 ranks"),
         ({"throttle_at": ("5:2:0.5",)}, ConfigurationError, "there are 2 ranks"),
     ],
@@ -164,7 +164,7 @@ def test_decisions_and_times_are_on_record(ranks: Any, tmp_path: Path) -> None:
 def test_an_auto_balancer_is_what_the_name_says() -> None:
     with engine_of(balance="auto") as engine:
         next(iter(engine.batches()))
-        assert isinstance(engine.balancer, Auto)
+        assert isinstance(engine.balancer, BySpeed)
 
 
 def test_learned_shares_are_verified_against_one_device_that_is_not_throttled() -> None:

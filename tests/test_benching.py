@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.benching import bench_all_reduce, parse_sizes, read_topology, simulate_all_reduce
-from evener.collectives import cost
-from evener.collectives.cost import Link
+from evener.benching import (
+    BenchResult,
+    _bench_on_rank,
+    bench_all_reduce,
+    parse_sizes,
+    read_topology,
+    simulate_all_reduce,
+)
+from evener.collectives.choose import cost
+from evener.collectives.choose.cost import Link
 from evener.errors import ConfigurationError, DataError
 from evener.report.chart import size_text
+from evener.runtime.launch import launch
 
 FAST = {"microseconds": 3, "gigabytes_per_second": 200}
 SLOW = {"microseconds": 20, "gigabytes_per_second": 25}
@@ -145,7 +154,7 @@ def test_a_direct_exchange_of_thousands_of_ranks_is_left_out() -> None:
 
 
 def test_names_are_checked_before_ranks_are_started() -> None:
-    with pytest.raises(ConfigurationError, match="no all-reduce 'rng'; there are native, ring"):
+    with pytest.raises(ConfigurationError, match="no all-reduce is called 'rng'; known are native, ring"):
         bench_all_reduce([4096], ["rng"], processes=2, device="cpu")
     with pytest.raises(ConfigurationError, match="no dtype 'float31'"):
         bench_all_reduce([4096], dtype="float31", processes=2, device="cpu")
@@ -162,3 +171,30 @@ def test_the_chart_has_a_line_for_each_algorithm() -> None:
     svg = simulate_all_reduce([1024, 4096], 4, None, ["ring", "tree"]).chart()
     assert svg.count("<polyline") == 2
     assert "4 ranks, simulated" in svg
+
+
+def test_what_cannot_be_made_here_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of its own accord; what was asked for by name is an error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bench = functools.partial(
+        _bench_on_rank, [64], dtype="float32", check=True, device="cpu", timeout_seconds=60
+    )
+    with pytest.raises(ConfigurationError, match="runs on Linux aarch64"):
+        launch(elsewhere, bench, ["shared-memory"], processes=2, device="cpu")
+    found = launch(elsewhere, bench, [], processes=2, device="cpu")[0]
+    assert "aarch64" in found.left_out["shared-memory"]
+    assert "aarch64" in found.as_json()["left_out"]["shared-memory"]
+    assert {row.algorithm for row in found.rows} == {"native", "ring", "tree"}
+
+
+def elsewhere(bench: Any, names: list[str]) -> BenchResult:
+    """Where memory cannot be shared, and with few all-reduces, of which short measurements are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evener.runtime.slots.platform.machine", lambda: "aarch64")
+        patch.setattr(
+            "evener.benching._suitable", lambda session: ["native", "ring", "tree", "shared-memory"]
+        )
+        patch.setattr("evener.collectives.choose.measure.SIZES", (1024,))
+        return bench(names)

@@ -69,8 +69,8 @@ def recorded(balance: str) -> Recorded:
             own = [i for micro in batch.micro_batches if micro.weight for i in micro.samples.tolist()]
             ids.append((batch.epoch, own))
             shares.append(batch.shares)
-        assert engine._loader is not None
-        return Recorded(ids, shares, engine._loader.lookahead)
+        assert engine._feed._loader is not None
+        return Recorded(ids, shares, engine._feed._loader.lookahead)
 
 
 def all_recorded() -> dict[str, Recorded]:

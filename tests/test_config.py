@@ -3,12 +3,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
+from evener.plugins import STRATEGIES
+from evener.strategies import Strategy
+from evener.strategies.names import strategy_called
 
 
 @pytest.mark.parametrize(
@@ -65,3 +69,17 @@ def test_every_setting_is_explained() -> None:
 
 def test_a_directory_may_be_named_by_a_string() -> None:
     assert RunConfig(run_dir="runs/one").run_dir == Path("runs/one")  # type: ignore[arg-type]
+
+
+def test_an_empty_directory_is_refused() -> None:
+    for name in ("run_dir", "resume"):
+        with pytest.raises(ConfigurationError, match=f"{name} is empty"):
+            RunConfig(**{name: ""})
+
+
+def test_the_help_names_every_strategy() -> None:
+    help = RunConfig.__dataclass_fields__["strategy"].metadata["help"]
+    assert f"auto, {', '.join(STRATEGIES)}, or package.module:Class" in help
+    for name, place in STRATEGIES.items():
+        assert strategy_called(name, 1 if name == "single" else 2).name == name
+        assert issubclass(resolve_name(place), Strategy)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from itertools import chain
 from typing import Any
 
@@ -8,13 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from evener.config import RunConfig
 from evener.engine import Engine
-from evener.errors import ConfigurationError, DivergenceError
-from evener.loss import Sum
-from evener.step import Step
+from evener.errors import ConfigurationError, DivergenceError, TaskError
+from evener.losses import Sum, loss
+from evener.observer import Observer
+from evener.records import StepRecord
+from evener.runtime.session import Session
+from evener.strategies.learner import Learner
+from evener.task import Task
 from tests import tasks
+from tests.observers import Remembering
 
 Weights = dict[str, Tensor]
 
@@ -129,10 +136,10 @@ def test_a_skipped_batch_leaves_no_count_behind() -> None:
 
 
 def test_the_loss_of_a_step_is_known_at_once_and_told_once() -> None:
-    told: list[Step] = []
-    with Engine(tasks.penalty(), device="cpu", steps=5, on_step=told.append) as engine:
+    seen = Remembering()
+    with Engine(tasks.penalty(), device="cpu", steps=5, observers=[seen]) as engine:
         steps = [engine.step(batch) for batch in engine.batches()]
-    assert told == steps
+    assert seen.steps == [step.record() for step in steps]
     assert [step.number for step in steps] == [0, 1, 2, 3, 4]
     record = steps[2].record()
     assert (record.step, record.samples, record.shares) == (2, 13, (13,))
@@ -370,3 +377,179 @@ def test_the_model_is_the_users_own() -> None:
     with engine_of("plain") as engine:
         assert isinstance(engine.model, nn.Sequential)
         assert next(engine.model.parameters()).dtype == torch.float64
+
+
+class Slow(Observer):
+    """What rank 0 does with a record is no work of the step."""
+
+    def step(self, record: StepRecord) -> None:
+        time.sleep(0.05)
+
+
+def seconds_with_slow_observers() -> list[tuple[tuple[float, ...], float]]:
+    seen = Remembering()
+    with Engine(tasks.plain(), device="cpu", steps=6, observers=[Slow(), seen]) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+    return [(record.compute_seconds, record.seconds) for record in seen.steps]
+
+
+def test_observers_are_told_outside_of_what_is_measured(ranks: Any) -> None:
+    (times, _) = ranks(2).run(seconds_with_slow_observers)
+    assert len(times) == 6
+    for of_rank in zip(*(compute for compute, _ in times), strict=True):
+        assert min(of_rank) < 0.05, "in every step the record counted as work"
+    assert all(seconds > 0 for _, seconds in times)
+
+
+def told_in_a_run_with_unused_parameters() -> list[tuple[int, float, float]]:
+    seen = Remembering()
+    with Engine(tasks.branches(), device="cpu", steps=4, observers=[seen]) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+    return [(record.step, record.seconds, record.lr) for record in seen.steps]
+
+
+def test_every_record_is_of_a_step_that_is_over(ranks: Any) -> None:
+    """Also of the first, and of those with parameters that no rank used, which are known before they end."""
+    for told in ranks(2).run(told_in_a_run_with_unused_parameters):
+        assert [number for number, *_ in told] == [0, 1, 2, 3]
+        assert all(seconds > 0 and lr == 0.1 for _, seconds, lr in told)
+
+
+def test_an_engine_that_cannot_be_made_gives_back_what_it_has() -> None:
+    """The strategy is set up when the scheduler is refused."""
+    closed = []
+    task = tasks._task(scheduler=lambda optimizer: 3)
+    close = Learner.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "close", lambda learner: (closed.append(True), close(learner)))
+        with pytest.raises(TaskError, match="must return a learning rate scheduler"):
+            Engine(task, device="cpu")
+    assert closed
+
+
+def two_engines_at_once() -> list[float]:
+    """Each with a BatchNorm, and so with a process group of its own."""
+    with Session(device="cpu") as session:
+        config = RunConfig(device="cpu", steps=3)
+        first, second = (Engine(tasks.batch_norm(), config, session=session) for _ in range(2))
+        losses = []
+        for one, other in zip(first.batches(), second.batches(), strict=True):
+            losses += [first.step(one).loss, second.step(other).loss]
+        first.close()
+        second.close()
+        return losses
+
+
+def test_two_engines_may_share_a_session(ranks: Any) -> None:
+    for losses in ranks(2).run(two_engines_at_once):
+        assert losses[::2] == losses[1::2]
+
+
+def a_gradient_that_is_not_finite(by_hand: bool) -> str:
+    """On rank 1 alone; the loss is finite."""
+
+    class Spoiled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = super().forward(x)
+            if torch.distributed.get_rank() == 1 and self.training:
+                scores = scores + (scores * 0).sqrt() * 0
+            return scores
+
+    with Engine(tasks._task(model=lambda: Spoiled(6, 3)), device="cpu", steps=1) as engine:
+        try:
+            for batch in engine.batches():
+                if by_hand:
+                    taking_them_by_hand(engine, batch)
+                else:
+                    engine.step(batch)
+        except DivergenceError as error:
+            return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_gradient_that_is_not_finite_names_step_and_rank(ranks: Any, by_hand: bool) -> None:
+    for message in ranks(2).run(a_gradient_that_is_not_finite, by_hand):
+        assert "a gradient is not finite" in message
+        assert "on rank 1" in message
+        assert by_hand or "in step 0" in message
+
+
+def test_a_task_may_be_given_as_its_function_or_its_name() -> None:
+    for task in (tasks.plain(), tasks.plain, "tests.tasks:plain", "digits"):
+        with Engine(task, device="cpu", steps=1) as engine:
+            assert isinstance(engine.task, Task)
+    for wrong, words in (("digit", "known are digits"), (lambda: 3, "must return an evener.Task")):
+        with pytest.raises(TaskError, match=words):
+            Engine(wrong, device="cpu")
+
+
+def test_a_penalty_that_is_nan_names_its_own_step() -> None:
+    calls = iter(range(9))
+
+    def penalty(model: nn.Module) -> Tensor:
+        weights = torch.cat([p.reshape(-1) for p in model.parameters()])
+        return weights.sum() * (math.nan if next(calls) == 2 else 0.0)
+
+    with (
+        Engine(tasks._task(penalty=penalty), device="cpu", steps=5) as engine,
+        pytest.raises(DivergenceError, match="the penalty is nan in step 2 on all ranks"),
+    ):
+        list(map(engine.step, engine.batches()))
+
+
+def large_gradients(dtype: str) -> list[float]:
+    """Each of them is finite in half precision, their sum is not."""
+    task = Task(
+        model=lambda: nn.Linear(2000, 1, bias=False),
+        loss=loss(total=lambda outputs, _: (outputs * 100).sum(), count=len),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-6),
+        train=TensorDataset(torch.ones(12, 2000), torch.zeros(12, 1)),
+        batch_size=4,
+        epochs=1,
+    )
+    with Engine(task, device="cpu", dtype=dtype) as engine:
+        steps = [engine.step(batch) for batch in engine.batches()]
+    return [step.loss for step in steps]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gradients_whose_sum_overflows_are_sound(ranks: Any, dtype: str) -> None:
+    assert all(map(math.isfinite, large_gradients(dtype)))
+    for losses in ranks(2).run(large_gradients, dtype):
+        assert len(losses) == 3
+        assert all(map(math.isfinite, losses))
+
+
+def spectral() -> list[Tensor]:
+    """Complex weights, as those of spectral layers."""
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((5,), 0.5, dtype=torch.complex128))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.fft.irfft(torch.fft.rfft(inputs) * self.weight, n=8)
+
+    data = torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    task = Task(
+        model=Spectral,
+        loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        train=TensorDataset(data, data.roll(1, 1)),
+        batch_size=7,
+        epochs=2,
+    )
+    with Engine(task, device="cpu", clip_norm=0.5) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return [p.detach().clone() for p in engine.model.parameters()]
+
+
+def test_complex_weights(ranks: Any) -> None:
+    reference = spectral()
+    for found in ranks(2).run(spectral):
+        torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-12)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from evener.engine import Engine
 from evener.errors import ConfigurationError
-from evener.loss import Sum
+from evener.losses import Sum
 from tests import tasks
 
 
@@ -92,7 +92,19 @@ def predicted(form: str, size: int, targets: bool, **settings: Any) -> Any:
     task = tasks._task(model=lambda: Same(form))
     with Engine(task, device="cpu", **settings) as engine:
         data: Dataset[Any] = numbered(size) if targets else Inputs(size)
-        return engine.predict(data, targets=targets)
+        return engine.predict(data, targets=targets, everywhere=True)
+
+
+def predicted_once() -> Any:
+    with Engine(tasks._task(model=lambda: Same("tensor")), device="cpu") as engine:
+        return engine.predict(Inputs(5), targets=False)
+
+
+def test_predictions_travel_to_rank_0_alone_unless_all_want_them(ranks: Any) -> None:
+    first, second = ranks(2).run(predicted_once)
+    assert first[:, 0].tolist() == list(range(5))
+    assert second is None
+    assert predicted_once()[:, 0].tolist() == list(range(5))
 
 
 @pytest.mark.parametrize("size", [1, 2, 11])

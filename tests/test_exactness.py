@@ -10,7 +10,8 @@ import torch
 from evener.config import RunConfig
 from evener.runtime.environment import Environment
 from evener.strategies.ddp import Ddp
-from evener.verification import Trajectory, _trajectory, relative_error
+from evener.strategies.plain import Plain
+from evener.verification import Trajectory, record, relative_error
 from tests import tasks
 
 ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", node=0)
@@ -32,7 +33,7 @@ TASKS = (
 
 def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
     config = RunConfig(**({"dtype": "float64", "steps": 12} | settings))
-    return _trajectory(f"tests.tasks:{name}", None, config, environment)
+    return record(f"tests.tasks:{name}", None, config, environment)
 
 
 def worst(reference: Trajectory, other: Trajectory) -> float:
@@ -85,12 +86,19 @@ def test_the_reference_is_a_plain_pytorch_loop() -> None:
         assert relative_error(value.detach(), found.weights[name]) <= 1e-14
 
 
+class OwnMean(Plain):
+    """Divides by what makes each rank's own mean, averaged over the ranks, of the sum."""
+
+    def run(self, batch: Any, divisor: Any, step: int) -> Any:
+        own = sum(micro.size for micro in batch.micro_batches)
+        return super().run(batch, lambda: divisor() and (own or 1) * len(batch.shares), step)
+
+
 class Averaging(Ddp):
     """The common mistake: every rank's own mean, averaged over the ranks."""
 
-    def backward(self, batch: Any, divisor: Any, step: int) -> Any:
-        own = sum(micro.size for micro in batch.micro_batches)
-        return super().backward(batch, lambda: divisor() and (own or 1) * len(batch.shares), step)
+    def stepper(self, learner: Any) -> Any:
+        return OwnMean(learner)
 
 
 def test_averaged_gradients_are_found_out(ranks: Any) -> None:
@@ -105,7 +113,7 @@ def test_averaged_gradients_are_found_out(ranks: Any) -> None:
 def test_plain_dropout_is_not_the_same_and_is_counted(ranks: Any) -> None:
     divided = ranks(2).run(trajectory, "plain_dropout")
     assert worst(trajectory("plain_dropout", ALONE), divided[0]) > 1e-3
-    assert divided[0].plain_dropouts == 1
+    assert divided[0].drawing_apart == 1
 
 
 def test_buffers_that_a_forward_pass_writes_stay_equal(ranks: Any) -> None:

@@ -10,9 +10,11 @@ import torch
 
 import evener
 from evener.checkpoint import weights_digest
-from evener.errors import ConfigurationError, RankError, ShareError, TaskError
-from evener.fitting import Trained, check_plan, default_run_dir, fit
-from evener.records import as_json, dumps
+from evener.config import RunConfig
+from evener.errors import ConfigurationError, DivergenceError, RankError, ShareError, TaskError
+from evener.fitting import FitJob, Trained, check_plan, fit
+from evener.observer import Observer
+from evener.records import StepRecord, as_json, dumps
 from tests import tasks
 
 
@@ -25,9 +27,12 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "records.jsonl").read_text().splitlines()]
+
+
 def records(run_dir: Path) -> list[tuple[str, int]]:
-    lines = map(json.loads, (run_dir / "records.jsonl").read_text().splitlines())
-    return [(record["kind"], record["step"]) for record in lines]
+    return [(record["kind"], record["step"]) for record in lines(run_dir)]
 
 
 def error_of(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
@@ -71,7 +76,11 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
         ("evaluation", 8),
     ]
     assert records(run_dir) == kinds
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["latest.pt"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest", "step-00000008"]
+    assert summary["allreduce"].startswith("shared-memory")
+    assert all(
+        record["seconds"] > 0 and record["lr"] == 0.1 for record in lines(run_dir) if record["kind"] == "step"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,6 +174,68 @@ def test_the_plan_of_processes() -> None:
     assert 1 <= check_plan(evener.RunConfig(device="cpu")) <= 4
 
 
-def test_the_name_of_a_run_directory() -> None:
-    assert default_run_dir("my.package:task", 0.0).name.startswith("my-package-task-19")
-    assert default_run_dir("digits", 0.0).parent == Path("runs")
+def last_step_spoils_a_gradient() -> tasks.Task:
+    """The loss is finite and a gradient is not: the square root of zero, in the batch that ends the epoch."""
+
+    class Spoiled(torch.nn.Linear):
+        passes = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += self.training
+            scores = super().forward(x)
+            return scores + (scores * 0).sqrt() * 0 if self.passes == 4 else scores
+
+    return tasks._task(model=lambda: Spoiled(6, 3), epochs=1)
+
+
+def test_weights_of_a_gradient_that_is_not_finite_are_never_saved_or_reported(tmp_path: Path) -> None:
+    """In the last step of all, where no later loss would tell."""
+    with pytest.raises(DivergenceError, match="a gradient is not finite in step 3 on rank 0"):
+        fit(last_step_spoils_a_gradient, processes=1, device="cpu", run_dir=tmp_path, show=False)
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_an_update_that_goes_too_far_is_not_reported(tmp_path: Path) -> None:
+    task = lambda: tasks._task(optimizer=lambda p: torch.optim.SGD(p, lr=3e38, weight_decay=9))  # noqa: E731
+    with pytest.raises(DivergenceError, match=r"after step 0 the weight \S+ is not finite on rank 0"):
+        fit(task, processes=1, device="cpu", run_dir=tmp_path, steps=1, show=False)
+    assert not (tmp_path / "summary.json").exists()
+
+
+class Twice(Observer):
+    """Told twice of everything, and fails when it is told to."""
+
+    def __init__(self, path: Path, fails: str = "") -> None:
+        self.path, self.fails = path, fails
+
+    def step(self, record: StepRecord) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{record.step}\n")
+        if self.fails == "step":
+            raise RuntimeError("no room left")
+
+
+def test_the_users_own_observers_are_told_on_rank_0_alone(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    fit(tasks.plain, processes=2, device="cpu", steps=3, observers=[Twice(told)], show=False)
+    assert told.read_text().split() == ["0", "1", "2"]
+
+
+def test_an_observer_that_fails_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no room left"):
+        fit(
+            tasks.plain,
+            processes=1,
+            device="cpu",
+            steps=3,
+            observers=[Twice(tmp_path / "told", "step")],
+            show=False,
+        )
+
+
+def test_only_one_result_of_a_machine_travels_back(ranks: Any) -> None:
+    job = FitJob(tasks.plain, {}, RunConfig(device="cpu", steps=1), False, [], None, True)
+    first, second = ranks(2).run(job)
+    assert first.weights
+    assert second is None

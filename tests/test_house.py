@@ -1,9 +1,12 @@
-"""The plan of the house, held by the syntax trees: who may import whom, and what is public."""
+"""The plan of the house, held by the syntax trees: who may import whom, what is public, and how long things are."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import io
+import statistics
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +14,20 @@ import evener
 
 ROOT = Path(next(iter(evener.__path__)))
 COLUMNS = (
-    ("errors", "types", "config", "records", "loss", "task"),
-    ("runtime", "hardware"),
+    ("borrowed",),
+    (
+        *("errors", "calling", "types", "plugins", "placement", "config", "records", "observer"),
+        *("losses", "given", "task"),
+    ),
+    ("hardware",),
+    ("runtime",),
     ("collectives", "balance", "data", "nn"),
     ("strategies", "tasks"),
-    ("checkpoint", "evaluation", "step", "assembly", "engine", "planner", "report"),
-    ("fitting", "verification", "benching"),
+    (
+        *("checkpoint", "evaluation", "step", "progress", "ledger", "by_hand", "equality"),
+        *("assembly", "feed", "engine", "planner", "report", "rundir"),
+    ),
+    ("fitting", "verification", "benching", "testing"),
     ("cli",),
 )
 """Imports go to the left only; within a column a single file may import, and be imported, in the order written."""
@@ -48,6 +59,12 @@ def may_import(importer: str, found: str) -> bool:
 
 def test_every_part_has_a_place() -> None:
     assert {name.split(".")[1] for name in MODULES if "." in name} <= PLACES.keys()
+
+
+def test_the_design_shows_every_package() -> None:
+    design = (Path(__file__).parents[1] / "docs/design.md").read_text()
+    packages = [path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()]
+    assert not [name for name in packages if f"`{name}`" not in design]
 
 
 def test_imports_go_to_the_left() -> None:
@@ -89,3 +106,104 @@ def test_public_names_exist_and_are_explained() -> None:
         assert (getattr(evener, name).__doc__ or "").strip(), name
         assert name in dir(evener)
     assert set(evener._HOMES) == set(evener.__all__) - {"nn"}
+
+
+# Private names of others
+
+WORDS_OF_PYTHON = {"_replace", "_make", "_asdict", "_fields", "_exit", "_current_frames"}
+"""Names that begin with an underscore and are documented: of named tuples, of ``os`` and ``sys``."""
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """What a module defines: functions, classes, variables, and attributes of ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Attributes and imports that begin with one underscore, and what is looked up by such a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            of_path = [part for part in (node.module or "").split(".") if private(part)]
+            yield from ((node.lineno, name) for name in (*of_path, *(alias.name for alias in node.names)))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            found = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            yield from ((node.lineno, name) for name in found if isinstance(name, str))
+
+
+def test_private_names_of_others_are_borrowed_in_one_place() -> None:
+    own = {name for tree in MODULES.values() for name in own_names(tree)} | WORDS_OF_PYTHON
+    strange = [
+        f"{module}:{line} {name}"
+        for module, tree in MODULES.items()
+        if not module.startswith("evener.borrowed.")
+        for line, name in private_names(tree)
+        if private(name) and name not in own
+    ]
+    assert not strange, "use a public name, or give it a file in evener/borrowed with its reason and a test"
+
+
+# Lengths
+
+LONGEST_FILE, MEDIAN_FUNCTION = 400, 5
+
+
+def code_lines(source: str) -> set[int]:
+    """The lines that hold more than a comment."""
+    idle = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in idle]
+    return {line for first, last in spans for line in range(first, last + 1)}
+
+
+def lengths(source: str) -> Iterator[int]:
+    """Of every function, from ``def`` to its end, without docstring, blank lines and comments."""
+    code = code_lines(source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = node.body[0] if ast.get_docstring(node) is not None else None
+            without = range(docstring.lineno, docstring.end_lineno + 1) if docstring else ()
+            yield len({*range(node.lineno, node.end_lineno + 1)} & code - {*without})
+
+
+def test_length_of_a_function_is_that_of_its_code() -> None:
+    source = '''
+def three(a,
+          b):
+    """A docstring
+    of two lines."""
+
+    # a comment
+    return a
+'''
+    assert list(lengths(source)) == [3]
+
+
+def test_functions_are_short() -> None:
+    found = [length for path in FILES.values() for length in lengths(path.read_text())]
+    median = statistics.median(found)
+    assert median <= MEDIAN_FUNCTION, f"the median of {len(found)} functions has {median} lines"
+
+
+def test_files_are_short() -> None:
+    found = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    long = {name: length for name, length in found.items() if length > LONGEST_FILE}
+    assert not long, "a file of so many lines is two ideas"

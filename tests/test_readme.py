@@ -2,8 +2,9 @@
 
 In the README a Python block is a file, named by its first line (``# mytask.py``), and a ``sh`` block is commands; all
 of them are carried out in order, in one directory. A comment ``<!-- test: skip, REASON -->`` above a block leaves it
-to people. The Python blocks of a page in ``docs`` are run one after the other as one program; of the commands there,
-and of those that are skipped, the command line is checked.
+to people. The Python blocks of a page in ``docs`` are run one after the other as one program, but for those that name
+a file: these are written, and those among them that are called ``check_...`` are run. Of the commands there, those that
+use such a file are carried out; of the others, and of those that are skipped, the command line is checked.
 """
 
 from __future__ import annotations
@@ -52,12 +53,18 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in joined.splitlines() if line.strip()]
 
 
+def file_of(block: Block) -> str | None:
+    """The file that a Python block is, by its first line."""
+    name = re.match(r"# (\w+\.py)\n", block.text)
+    return name[1] if name and block.language == "python" else None
+
+
 def carry_out(block: Block, directory: Path) -> None:
     """Writes the file, or runs the commands with this environment's own first on the path."""
     if block.language == "python":
-        name = re.match(r"# (\w+\.py)\n", block.text)
+        name = file_of(block)
         assert name, f"a Python block names no file in its first line:\n{block.text}"
-        (directory / name[1]).write_text(block.text)
+        (directory / name).write_text(block.text)
         return
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "-euo", "pipefail", "-c", block.text]
@@ -80,9 +87,28 @@ def test_what_the_readme_says_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = "\n".join(b.text for b in blocks(page) if b.language == "python" and not b.skipped)
+    program = [b for b in blocks(page) if b.language == "python" and not b.skipped and not file_of(b)]
+    text = "\n".join(b.text for b in program)
     (tmp_path / "page.py").write_text(text)
     runpy.run_path("page.py", run_name="__main__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(map(file_of, blocks(page)))], ids=lambda page: page.stem
+)
+def test_what_a_page_writes_to_files_is_used(page: Path, tmp_path: Path) -> None:
+    """An extension that is shown is trained with, as the page says, and passes the checks that the page shows."""
+    named = {file_of(block): block for block in blocks(page) if file_of(block)}
+    for block in named.values():
+        carry_out(block, tmp_path)
+    uses = [block for block in blocks(page) if any(f"{Path(name).stem}:" in block.text for name in named)]
+    uses = [block for block in uses if block.language == "sh" and not block.skipped]
+    checks = [Block("sh", f"python {name}\n", False) for name in named if name.startswith("check_")]
+    assert uses
+    assert checks
+    for block in [*uses, *checks]:
+        carry_out(block, tmp_path)
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)

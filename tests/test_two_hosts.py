@@ -13,6 +13,8 @@ from benchmarks.namespaces import Hosts, NoNamespacesError, Program
 import evener
 from tests import spanning
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(Path(spanning.__file__))
 LAUNCHER = "import sys; from evener.cli.main import main; sys.exit(main())"
 OWN_PROCESSES = [

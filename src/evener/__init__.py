@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from evener.engine import Engine
     from evener.errors import EvenerError
     from evener.fitting import Trained, fit
-    from evener.loss import Loss, Sum, SumLoss, accuracy
+    from evener.losses import Loss, Sum, SumLoss, accuracy, loss
+    from evener.observer import Observer
     from evener.records import RunSummary
     from evener.runtime.launch import launch
     from evener.runtime.rendezvous import Rendezvous
     from evener.runtime.session import Session
-    from evener.task import Task
+    from evener.task import Task, call_model
     from evener.verification import Verification, verify
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "EvenerError",
     "Loss",
     "MicroBatch",
+    "Observer",
     "Rendezvous",
     "RunConfig",
     "RunSummary",
@@ -52,8 +54,10 @@ __all__ = [
     "Trained",
     "Verification",
     "accuracy",
+    "call_model",
     "fit",
     "launch",
+    "loss",
     "nn",
     "verify",
 ]
@@ -62,20 +66,23 @@ _HOMES = {
     "Batch": "data.batch",
     "Engine": "engine",
     "EvenerError": "errors",
-    "Loss": "loss",
+    "Loss": "losses",
     "MicroBatch": "data.batch",
+    "Observer": "observer",
     "Rendezvous": "runtime.rendezvous",
     "RunConfig": "config",
     "RunSummary": "records",
     "Session": "runtime.session",
-    "Sum": "loss",
-    "SumLoss": "loss",
+    "Sum": "losses",
+    "SumLoss": "losses",
     "Task": "task",
     "Trained": "fitting",
     "Verification": "verification",
-    "accuracy": "loss",
+    "accuracy": "losses",
+    "call_model": "task",
     "fit": "fitting",
     "launch": "runtime.launch",
+    "loss": "losses",
     "verify": "verification",
 }
 

@@ -2,43 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from evener.balance.base import Balancer, Equal
 from evener.balance.emulate import Throttle
 from evener.balance.registry import BALANCERS, fixed_weights, make_balancer
 from evener.balance.shares import parse_caps
+from evener.collectives.registry import COMPRESSIONS, find
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
-from evener.strategies.base import Settings
+from evener.runtime.mesh import DataAxis
+from evener.strategies.base import Strategy
+from evener.strategies.names import strategy_called
+from evener.strategies.parts import Settings
 from evener.strategies.reading import Reading
 
 
 def balancer_of(config: RunConfig, reading: Reading, lookahead: int) -> Balancer:
     """The balancer of the settings; where the data decide who computes what, one that changes nothing."""
-    world_size = reading.ranks
     if reading.parts is not None and config.balance not in BALANCERS:
         raise ConfigurationError(
             f"balance {config.balance!r} cannot divide data that are partitioned by sample: a rank computes what it "
             "holds; leave balance out, and give a faster rank a larger part"
         )
     if not reading.balanced:
-        return Equal(world_size)
-    caps = parse_caps(config.caps, world_size)
-    return make_balancer(config.balance, world_size, caps=caps, quantum=config.quantum, lookahead=lookahead)
+        return Equal(reading.ranks)
+    caps = parse_caps(config.caps, reading.ranks)
+    return make_balancer(
+        config.balance, reading.ranks, caps=caps, quantum=config.quantum, lookahead=lookahead
+    )
 
 
-def settings_of(config: RunConfig, world_size: int) -> Settings:
-    """What the strategy is told."""
+def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Settings:
+    """What the strategy is told.
+
+    Raises:
+        ConfigurationError: If the strategy cannot be laid over so many ranks.
+        ShareError: If shares, caps or throttle do not fit its parts of a batch.
+    """
     dtype = getattr(torch, config.dtype) if config.dtype else None
-    throttle = Throttle.parse(config.throttle, config.throttle_at, world_size)
-    return Settings(
+    settings = Settings(
         seed=config.seed,
         dtype=dtype,
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,
         compression=config.compress,
         bucket_bytes=None if config.bucket_mb is None else round(config.bucket_mb * 2**20),
-        throttle=throttle if config.throttle or config.throttle_at else None,
-        weights=fixed_weights(config.balance, world_size),
     )
+    data = strategy.layout(world_size, settings).data_axis(0)
+    # Where all ranks compute the same samples, what is divided by weights is the model.
+    weights = fixed_weights(config.balance, world_size) if data.degree == 1 else None
+    return replace(settings, throttle=_throttle_of(config, data, world_size), weights=weights)
+
+
+def _throttle_of(config: RunConfig, data: DataAxis, world_size: int) -> Throttle | None:
+    """A factor for each rank; where several compute a part of the batch together, one for each part does too."""
+    if not (config.throttle or config.throttle_at):
+        return None
+    parts = config.throttle.count(",") + 1 if config.throttle else world_size
+    if parts == data.degree and parts != world_size:
+        of_parts = Throttle.parse(config.throttle, (), parts).factors
+        return replace(
+            Throttle.parse(None, config.throttle_at, world_size), factors=tuple(data.owners(of_parts))
+        )
+    return Throttle.parse(config.throttle, config.throttle_at, world_size)
+
+
+def check_division(config: RunConfig, world_size: int) -> None:
+    """Finds what cannot work on so many ranks before any is started.
+
+    Raises:
+        ConfigurationError, ShareError: As :func:`settings_of`, and for an all-reduce that there is not.
+    """
+    strategy = strategy_called(config.strategy, world_size)
+    settings = settings_of(config, strategy, world_size)
+    degree = strategy.layout(world_size, settings).data_axis(0).degree
+    if config.allreduce is not None:
+        find(config.allreduce)
+    if config.compress not in (None, "powersgd", *COMPRESSIONS):
+        raise ConfigurationError(
+            f"there is no compression {config.compress!r}; there are {', '.join([*COMPRESSIONS, 'powersgd'])}"
+        )
+    if settings.weights is None:
+        make_balancer(config.balance, degree, caps=parse_caps(config.caps, degree), quantum=config.quantum)

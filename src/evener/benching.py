@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from evener.collectives.algorithm import Topology
-from evener.collectives.algorithms import ALGORITHMS, usable_on
-from evener.collectives.bench import DTYPES, Row, bench, bus_factor
-from evener.collectives.cost import Link
-from evener.collectives.measure import measured_costs
-from evener.collectives.registry import ALL_REDUCES, find, make
-from evener.collectives.select import Costs, predict
-from evener.collectives.simulate import Network
+from evener.collectives.choose.bench import DTYPES, Row, bench, bus_factor
+from evener.collectives.choose.cost import Link
+from evener.collectives.choose.measure import measured_costs
+from evener.collectives.choose.select import Costs, predict
+from evener.collectives.choose.simulate import Network
+from evener.collectives.registry import ALL_REDUCES, find, make, make_all
+from evener.collectives.schedules.algorithms import ALGORITHMS, usable_on
+from evener.collectives.schedules.schedule import Topology
 from evener.errors import ConfigurationError, DataError
 from evener.report.chart import size_chart
 from evener.runtime.launch import launch
@@ -34,13 +34,16 @@ class BenchResult:
     rows: list[Row]
     rank: int = 0
     """The rank that it comes from: 0, and on further machines that of their first process."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """All-reduces that would suit these ranks but cannot be made on them, with the reason."""
 
     @property
     def wrong(self) -> int:
         return sum(row.wrong or 0 for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "simulated": self.simulated, "rows": [asdict(row) for row in self.rows]}
+        rows = [asdict(row) for row in self.rows]
+        return {"ranks": self.ranks, "simulated": self.simulated, "rows": rows, "left_out": self.left_out}
 
     def chart(self) -> str:
         """Bus bandwidth by size, as SVG."""
@@ -98,23 +101,25 @@ def _bench_on_rank(
     sizes: list[int], names: list[str], dtype: str, check: bool, device: str | None, timeout_seconds: float
 ) -> BenchResult:
     with Session(device=device, timeout_seconds=timeout_seconds) as session:
-        if session.group is None or session.world_size < 2:
+        if session.world is None or session.world_size < 2:
             raise ConfigurationError("an all-reduce takes at least two ranks: give --processes 2 or more")
-        all_reduces = {
-            name: make(name, session.group, timeout_seconds) for name in names or _suitable(session)
-        }
+        left_out: dict[str, str] = {}
+        if names:
+            all_reduces = {name: make(name, session.world, timeout_seconds) for name in names}
+        else:
+            all_reduces, left_out = make_all(_suitable(session), session.world, timeout_seconds)
         timed = {name: each for name, each in all_reduces.items() if name != "auto"}
-        costs = measured_costs(timed, session.group) if timed else None
-        rows = bench(all_reduces, sizes, session.group, DTYPES[dtype], check, costs)
+        costs = measured_costs(timed, session.world) if timed else None
+        rows = bench(all_reduces, sizes, session.world, DTYPES[dtype], check, costs)
         for each in all_reduces.values():
             each.close()
-        return BenchResult(session.world_size, simulated=False, rows=rows, rank=session.rank)
+        return BenchResult(session.world_size, False, rows, session.rank, left_out)
 
 
 def _suitable(session: Session) -> list[str]:
     """All-reduces worth comparing on these ranks: no shared memory for GPUs, no hierarchy without several hosts."""
     one_host = session.world_size == session.environment.local_world_size
-    on_cpu = str(dist.get_backend(session.group)) == "gloo"
+    on_cpu = str(dist.get_backend(session.world)) == "gloo"
     left_out = {"two-level", "ring-tree"} if one_host else {"shared-memory"}
     if not on_cpu:
         left_out |= {"shared-memory", "two-level"}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigurationError
+from evener.plugins import STRATEGIES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -35,7 +36,7 @@ class RunConfig:
     )
     seed: int = option(0, "seed of the weights, the order of samples and dropout", metavar="N")
     strategy: str = option(
-        "auto", "how a step runs over the ranks: auto, single, ddp, dimension, or package.module:Class"
+        "auto", f"how a step runs over the ranks: auto, {', '.join(STRATEGIES)}, or package.module:Class"
     )
     processes: int | None = option(
         None, "ranks on this machine (default: one per GPU, or one per core up to 4)", metavar="N"
@@ -93,6 +94,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in ("run_dir", "resume"):
+            if getattr(self, name) == "":
+                raise ConfigurationError(f"{name} is empty; leave it out, or name a directory")
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("batch_size", "epochs", "steps", "micro_batch", "processes", "quantum"):

@@ -18,9 +18,11 @@ from torch.utils.data import Dataset, IterableDataset
 from evener.balance.base import Equal, Fixed
 from evener.data.batch import MicroBatch, map_leaves
 from evener.errors import ConfigurationError
-from evener.loss import Accumulator, metric
-from evener.strategies.base import Strategy, micro_scope
+from evener.given import check_dataset
+from evener.losses import Accumulator, metric
+from evener.strategies.learner import Learner
 from evener.strategies.reading import Reading
+from evener.strategies.replica import micro_scope
 from evener.types import Tree
 
 
@@ -49,23 +51,31 @@ class InputsOnly(Dataset[Any]):
         return self._dataset[index], 0
 
 
-def evaluate(strategy: Strategy, dataset: Dataset[Any], options: EvaluationOptions) -> dict[str, float]:
-    """The loss and the metrics of the strategy's task over ``dataset``, the same on every rank."""
-    accumulators = _accumulators(strategy)
-    with evaluating(strategy.model):
-        for micro in _micro_batches(strategy, dataset, options):
-            outputs = strategy.outputs(micro)
-            if micro.weight:
+def evaluate(
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
+) -> tuple[dict[str, float], int]:
+    """The loss and the metrics of the task over ``dataset``, the same on every rank, and its number of samples."""
+    check_dataset(dataset, "the dataset")
+    accumulators, samples = _accumulators(learner), 0
+    with evaluating(learner.model):
+        for micro in _micro_batches(learner, dataset, options):
+            outputs = learner.outputs(micro)
+            samples += micro.size
+            if micro.weight and _speaks(learner):
                 for accumulator in accumulators.values():
                     accumulator.update(outputs, micro.targets)
-    states = strategy.session.control.gather_objects([a.state() for a in accumulators.values()])
+    own = samples, [accumulator.state() for accumulator in accumulators.values()]
+    told = learner.data.of_parts(learner.session.control.gather_objects(own))
     for index, accumulator in enumerate(accumulators.values()):
-        accumulator.merge([states[rank][index] for rank in strategy.data_ranks])
-    return _named_values({name: accumulator.compute() for name, accumulator in accumulators.items()})
+        accumulator.merge([states[index] for _, states in told])
+    values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
+    return _named_values(values), sum(count for count, _ in told)
 
 
-def predict(strategy: Strategy, dataset: Dataset[Any], options: EvaluationOptions) -> Tree:
-    """The outputs for all samples of ``dataset``, in its order, on the CPU of every rank.
+def predict(
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions, everywhere: bool = False
+) -> Tree | None:
+    """The outputs for all samples of ``dataset``, in its order, on the CPU of rank 0, or with ``everywhere`` of all.
 
     Of parts that ranks own, those of rank 0's part come first.
 
@@ -75,16 +85,25 @@ def predict(strategy: Strategy, dataset: Dataset[Any], options: EvaluationOption
     Raises:
         ConfigurationError: If an output's dimension 0 is not the samples, or the dataset has no order.
     """
+    check_dataset(dataset, "the dataset")
     _check_ordered(dataset)
-    parts: list[tuple[int, int, Tree]] = []
-    with evaluating(strategy.model):
-        for micro in _micro_batches(strategy, dataset, options):
-            outputs = strategy.outputs(micro)
-            if micro.weight:
-                parts.append((int(micro.samples[0]), micro.size, map_leaves(_to_cpu, outputs)))
-    of_ranks = strategy.session.control.gather_objects(parts)
-    gathered = [part for rank in strategy.data_ranks for part in of_ranks[rank]]
-    return _joined(sorted(gathered, key=lambda part: part[0]))
+    pieces: list[tuple[int, int, Tree]] = []
+    with evaluating(learner.model):
+        for micro in _micro_batches(learner, dataset, options):
+            outputs = learner.outputs(micro)
+            if micro.weight and _speaks(learner):
+                pieces.append((int(micro.samples[0]), micro.size, map_leaves(_to_cpu, outputs)))
+    control = learner.session.control
+    of_ranks = control.gather_objects(pieces) if everywhere else control.gather_to(pieces, 0)
+    if of_ranks is None:
+        return None
+    gathered = [piece for of_rank in learner.data.of_parts(of_ranks) for piece in of_rank]
+    return _joined(sorted(gathered, key=lambda piece: piece[0]))
+
+
+def _speaks(learner: Learner) -> bool:
+    """Whether this rank's outputs are those of its part of the batch."""
+    return learner.session.rank in learner.data.speakers
 
 
 @contextmanager
@@ -101,9 +120,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _micro_batches(
-    strategy: Strategy, dataset: Dataset[Any], options: EvaluationOptions
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
 ) -> Iterator[MicroBatch]:
-    reading = Reading.of(strategy, dataset, "evaluation set")
+    reading = Reading.of(learner, dataset, "evaluation set")
     weights = options.weights if reading.balanced else None
     balancer = Fixed(weights) if weights else Equal(reading.ranks)
     loader = reading.loader(
@@ -111,20 +130,20 @@ def _micro_batches(
         batch_size=options.batch_size,
         shares=balancer.shares,
         micro_batch=options.micro_batch,
-        collate=strategy.task.collate,
+        collate=learner.task.collate,
         workers=options.workers,
-        device=strategy.session.device,
+        device=learner.session.device,
         epochs=1,
     )
     with loader:
         for batch in loader:
-            for micro in strategy.place(batch).micro_batches:
-                with micro_scope(micro, 0, strategy.settings):
+            for micro in learner.place(batch).micro_batches:
+                with micro_scope(micro, 0, learner.settings):
                     yield micro
 
 
-def _accumulators(strategy: Strategy) -> dict[str, Accumulator]:
-    task = strategy.task
+def _accumulators(learner: Learner) -> dict[str, Accumulator]:
+    task = learner.task
     loss: Mapping[str, Any] = {} if task.loss is None else {"loss": task.exact_loss()}
     return {name: metric(source) for name, source in (loss | dict(task.metrics)).items()}  # type: ignore[operator]
 
@@ -146,18 +165,18 @@ def _to_cpu(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
-def _joined(parts: list[tuple[int, int, Tree]]) -> Tree:
-    first = parts[0][2]
+def _joined(pieces: list[tuple[int, int, Tree]]) -> Tree:
+    first = pieces[0][2]
     if isinstance(first, Tensor):
-        _check_rows(parts)
-        return torch.cat([outputs for _, _, outputs in parts])
+        _check_rows(pieces)
+        return torch.cat([outputs for _, _, outputs in pieces])
     if isinstance(first, Mapping):
-        return {key: _joined([(start, size, tree[key]) for start, size, tree in parts]) for key in first}
+        return {key: _joined([(start, size, tree[key]) for start, size, tree in pieces]) for key in first}
     if isinstance(first, tuple | list):
         columns = range(len(first))
-        joined = [_joined([(start, size, tree[i]) for start, size, tree in parts]) for i in columns]
+        joined = [_joined([(start, size, tree[i]) for start, size, tree in pieces]) for i in columns]
         return joined if isinstance(first, list) else tuple(joined)
-    return [outputs for _, _, outputs in parts]
+    return [outputs for _, _, outputs in pieces]
 
 
 def _check_ordered(dataset: Dataset[Any]) -> None:
@@ -168,8 +187,8 @@ def _check_ordered(dataset: Dataset[Any]) -> None:
         )
 
 
-def _check_rows(parts: list[tuple[int, int, Tensor]]) -> None:
-    for start, size, outputs in parts:
+def _check_rows(pieces: list[tuple[int, int, Tensor]]) -> None:
+    for start, size, outputs in pieces:
         if outputs.ndim == 0 or len(outputs) != size:
             raise ConfigurationError(
                 f"predict: the outputs for the {size} samples from {start} on are of shape {tuple(outputs.shape)}; "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,20 +16,22 @@ import torch
 from torch import Tensor
 
 from evener import checkpoint
-from evener.balance.emulate import Throttle
-from evener.balance.registry import make_balancer
-from evener.balance.shares import parse_caps
+from evener.assembly import check_division
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import InterruptedRunError
-from evener.records import EvaluationRecord, RecordFile, RunSummary, as_json, write_json
+from evener.nn.names import clean_name
+from evener.observer import Observer
+from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
 from evener.report.terminal import Terminal
+from evener.rundir import Records, RunDirectory, new_run_dir
+from evener.runtime.agreement import evener_version
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
+from evener.runtime.interrupt import asked, check, last_words
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.session import Session
-from evener.step import Step
-from evener.strategies.base import named_tensors
+from evener.strategies.model import named_tensors
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
 
@@ -49,6 +53,8 @@ def fit(
     options: Mapping[str, Any] | None = None,
     rendezvous: Rendezvous | None = None,
     show: bool = True,
+    observers: Sequence[Observer] = (),
+    run_home: Path | None = None,
     **settings: Any,
 ) -> Trained:
     """Trains a task on all ranks.
@@ -60,6 +66,8 @@ def fit(
         options: Keyword arguments for the task's function.
         rendezvous: How several machines meet, in torchrun's words.
         show: Whether rank 0 shows progress on standard error.
+        observers: Told of the run, besides the records and the terminal.
+        run_home: Where to make a new run directory if the settings name none; None leaves none.
 
     Raises:
         EvenerError: Whatever ended the run; the class says what it was.
@@ -67,18 +75,16 @@ def fit(
     config = (config or RunConfig()).replace(**settings)
     resolve(task, BUILT_IN, options)
     processes = check_plan(config, rendezvous)
+    job = FitJob(task, dict(options or {}), config, show, list(observers), run_home, not is_launched())
     results = launch(
-        _fit_on_rank,
-        task,
-        dict(options or {}),
-        config,
-        show,
+        job,
         processes=processes,
         timeout_seconds=config.timeout_seconds,
         rendezvous=rendezvous,
         device=config.device,
     )
-    trained: Trained = results[0]
+    trained: Trained | None = results[0]
+    assert trained is not None
     return trained
 
 
@@ -93,54 +99,110 @@ def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
     processes = launched.local_world_size if is_launched() else config.processes or default_processes(device)
     check_processes(processes, device)
     if rendezvous is None:
-        world_size = launched.world_size if is_launched() else processes
-        caps = parse_caps(config.caps, world_size)
-        make_balancer(config.balance, world_size, caps=caps, quantum=config.quantum)
-        Throttle.parse(config.throttle, config.throttle_at, world_size)
+        check_division(config, launched.world_size if is_launched() else processes)
     return processes
 
 
-def _fit_on_rank(task: TaskLike, options: Mapping[str, Any], config: RunConfig, show: bool) -> Trained:
-    with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
-        return Run(resolve(task, BUILT_IN, options)(), config, session, show).execute()
+@dataclass(frozen=True)
+class FitJob:
+    """What a rank is sent to do."""
+
+    task: TaskLike
+    options: dict[str, Any]
+    config: RunConfig
+    show: bool
+    observers: list[Observer]
+    run_home: Path | None
+    sent_back: bool
+    """Whether the result travels to the launcher, who wants but one of each machine."""
+
+    def __call__(self) -> Trained | None:
+        config = self.config
+        with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
+            task = resolve(self.task, BUILT_IN, self.options)()
+            if config.run_dir is None and self.run_home is not None:
+                config = config.replace(run_dir=self._new_directory(task, session))
+            trained = Run(task, config, session, self.show, self.observers).execute()
+            return trained if not self.sent_back or session.environment.local_rank == 0 else None
+
+    def _new_directory(self, task: Task, session: Session) -> Path:
+        """Made by rank 0, and the same for all."""
+        assert self.run_home is not None
+        label = self.task if isinstance(self.task, str) else task.name
+        mine = new_run_dir(label, time.time(), self.run_home) if session.rank == 0 else None
+        path: Path = session.control.broadcast_object(mine)
+        return path
+
+
+class Tally(Observer):
+    """What the summary tells of steps and evaluations."""
+
+    def __init__(self, parts: int) -> None:
+        self.taken = [0] * parts
+        self.last: StepRecord | None = None
+        self.evaluation_record: EvaluationRecord | None = None
+
+    everywhere = True
+
+    def step(self, record: StepRecord) -> None:
+        self.last = record
+        self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluation_record = record
+
+    @property
+    def samples(self) -> int:
+        return sum(self.taken)
+
+
+class Clock:
+    """The seconds of training, without what comes between."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._began: float | None = None
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        self._before, self._began = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """So far, also while it runs."""
+        return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
 
 class Run:
     """One run of one task, on one of its ranks."""
 
-    def __init__(self, task: Task, config: RunConfig, session: Session, show: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        config: RunConfig,
+        session: Session,
+        show: bool,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self._task, self._config, self._session = task, config, session
-        self._engine = Engine(task, config, session=session, on_step=self._on_step)
-        if config.resume is not None:
-            self._engine.load_state_dict(checkpoint.load(config.resume))
-        self._leads = session.rank == 0
-        self._taken = [0] * len(self._engine.strategy.data_ranks)
-        self._last: Step | None = None
-        self._metrics: dict[str, float] = {}
-        self._evaluated_at = -1
-        self._epochs = self._engine.epochs_done
-        self._seconds = 0.0
-        self._decisions = 0
-        self._records = self._open_directory()
-        total = self._engine.total_steps
-        self._terminal = (
-            Terminal(total, self._engine.batch_size, self._engine.steps_done)
-            if show and self._leads
-            else None
-        )
-        throttle = self._engine.strategy.settings.throttle
-        self._emulation = throttle.words if throttle else ""
-        if self._terminal is not None and throttle:
-            self._terminal.note(self._emulation)
-
-    def _open_directory(self) -> RecordFile | None:
-        directory = self._config.run_dir
-        if directory is None or not self._leads:
-            return None
-        resolved = {"task": self._task.name, **self._config.as_dict()}
-        resolved |= {"batch_size": self._engine.batch_size, "world_size": self._session.world_size}
-        write_json(directory / "config.json", resolved)
-        return RecordFile(directory / "records.jsonl", self._engine.steps_done)
+        self._clock = Clock()
+        self._ending = threading.Lock()
+        with ExitStack() as undo:
+            told = list(observers)
+            if config.run_dir is not None and session.rank == 0:
+                told.insert(0, Records(undo.enter_context(RunDirectory(config.run_dir)).path))
+            if show:
+                told.append(Terminal(progress=session.watchdog.progress))
+            self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
+            self._tally = Tally(self._engine.learner.data.degree)
+            self._engine.observers.add(self._tally)
+            if config.resume is not None:
+                self._engine.load(config.resume)
+            throttle = self._engine.learner.settings.throttle
+            self._emulation = throttle.words if throttle else ""
+            self._owned = undo.pop_all()
 
     def execute(self) -> Trained:
         """Trains to the end.
@@ -148,94 +210,79 @@ class Run:
         Raises:
             InterruptedRunError: If a signal ends the run, after the records of what was done are written.
         """
-        try:
-            self._train()
-            tensors = self._engine.strategy.tensors()
-            summary = self._summary(self._session.control.gather_objects(self._own_part()), tensors)
-            self._write_summary(summary)
+        engine, summary = self._engine, None
+        with self._owned, last_words(lambda: self._end(self._interrupted())):
+            try:
+                engine.observers.start(self._start())
+                if self._emulation:
+                    engine.observers.event(Note(engine.steps_done, self._emulation))
+                self._train()
+                tensors = engine.learner.tensors()
+                engine.learner.check_weights(engine.steps_done)
+                summary = self._summary(self._session.control.gather_objects(self._own_part()), tensors)
+            except (Exception, KeyboardInterrupt) as error:
+                if asked() is not None or isinstance(error, InterruptedRunError | KeyboardInterrupt):
+                    summary = self._interrupted()
+                raise
+            finally:
+                self._end(summary)
             return Trained(summary, self._saved(tensors), self._session.rank)
-        except (InterruptedRunError, KeyboardInterrupt):
-            self._write_summary(
-                self._summary(
-                    [self._own_part()] * self._session.world_size,
-                    named_tensors(self._engine.model),
-                    interrupted=True,
-                )
-            )
-            raise
-        finally:
-            self._close()
+
+    def _end(self, summary: RunSummary | None) -> None:
+        """Tells the observers, once."""
+        if self._ending.acquire(blocking=False):
+            self._engine.observers.end(summary)
+
+    def _interrupted(self) -> RunSummary:
+        """What one rank alone knows, for the others may be gone."""
+        parts = [self._own_part()] * self._session.world_size
+        return self._summary(parts, named_tensors(self._engine.model), interrupted=True)
+
+    def _start(self) -> RunStart:
+        engine, world_size = self._engine, self._session.world_size
+        resolved = {"task": self._task.name, **self._config.as_dict()}
+        resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
+        return RunStart(
+            task=self._task.name,
+            settings=resolved,
+            world_size=world_size,
+            batch_size=engine.batch_size,
+            total_steps=engine.total_steps,
+            steps_done=engine.steps_done,
+            parts=tuple(engine.learner.data.owners(range(engine.learner.data.degree))),
+        )
 
     def _train(self) -> None:
-        began = time.perf_counter()
-        for batch in self._engine.batches():
-            self._engine.step(batch)
+        engine, last = self._engine, None
+        self._clock.start()
+        for batch in engine.batches():
+            check()
+            engine.step(batch)
+            last = batch
             if batch.last:
-                self._engine.settle()
-                self._seconds += time.perf_counter() - began
+                engine.settle()
+                self._clock.stop()
                 self._end_epoch(batch.epoch)
-                began = time.perf_counter()
-        self._seconds += time.perf_counter() - began
-        if self._last is not None and not self._last.batch.last:
+                self._clock.start()
+        self._clock.stop()
+        if last is not None and not last.last:
             self._save()
-        if self._task.evaluate is not None and self._evaluated_at != self._engine.steps_done:
-            self._evaluate(self._last.batch.epoch if self._last else 0)
+        if self._task.evaluate is not None and not self._is_evaluated():
+            engine.evaluate()
 
     def _end_epoch(self, epoch: int) -> None:
-        self._epochs = epoch + 1
         self._save()
         every = self._config.evaluate_every
         if self._task.evaluate is not None and every and (epoch + 1) % every == 0:
-            self._evaluate(epoch)
+            self._engine.evaluate()
+
+    def _is_evaluated(self) -> bool:
+        record = self._tally.evaluation_record
+        return record is not None and record.step == self._engine.steps_done
 
     def _save(self) -> None:
         if self._config.run_dir is not None:
-            state = self._engine.state_dict()
-            if self._leads:
-                checkpoint.save(state, self._config.run_dir / "checkpoints")
-
-    def _evaluate(self, epoch: int) -> None:
-        began = time.perf_counter()
-        with self._session.watchdog.phase("evaluation", step=self._engine.steps_done):
-            self._metrics = self._engine.evaluate()
-        self._evaluated_at = self._engine.steps_done
-        record = EvaluationRecord(
-            step=self._engine.steps_done,
-            epoch=epoch,
-            metrics=self._metrics,
-            samples=self._evaluation_samples(),
-            seconds=time.perf_counter() - began,
-        )
-        if self._records is not None:
-            self._records.write(record)
-        if self._terminal is not None:
-            self._terminal.evaluation(record)
-
-    def _evaluation_samples(self) -> int:
-        own = _length(self._task.evaluate)
-        return sum(self._session.control.gather_objects(own)) if self._task.partition == "sample" else own
-
-    def _on_step(self, step: Step) -> None:
-        self._last = step
-        self._taken = [total + share for total, share in zip(self._taken, step.batch.shares, strict=True)]
-        if not self._leads:
-            return
-        record = step.record()
-        if self._records is not None:
-            self._records.write(record)
-        if self._terminal is not None:
-            self._terminal.step(record)
-            self._session.watchdog.progress(self._terminal.where(record))
-        self._show_decisions()
-
-    def _show_decisions(self) -> None:
-        decisions = self._engine.balancer.decisions if self._engine.balancer else ()
-        for decision in decisions[self._decisions :]:
-            if self._records is not None:
-                self._records.write(decision)
-            if self._terminal is not None:
-                self._terminal.note(decision.words)
-        self._decisions = len(decisions)
+            self._engine.save(self._config.run_dir / "checkpoints")
 
     def _own_part(self) -> dict[str, Any]:
         times = self._engine.times
@@ -253,19 +300,19 @@ class Run:
     def _summary(
         self, parts: list[dict[str, Any]], weights: Mapping[str, Tensor], interrupted: bool = False
     ) -> RunSummary:
-        engine, taken = self._engine, sum(self._taken)
+        engine, tally, seconds = self._engine, self._tally, self._clock.seconds
         return RunSummary(
             task=self._task.name,
-            strategy=type(engine.strategy).__name__.lower(),
+            strategy=engine.learner.name,
             world_size=self._session.world_size,
             devices=[part["device"] for part in parts],
             steps=engine.steps_done,
-            epochs=self._epochs,
+            epochs=engine.progress.epochs_begun,
             samples=engine.samples_done,
-            seconds=self._seconds,
-            samples_per_second=taken / self._seconds if self._seconds else 0.0,
-            final_loss=self._last.loss if self._last and self._last.total is not None else float("nan"),
-            metrics=self._metrics,
+            seconds=seconds,
+            samples_per_second=tally.samples / seconds if seconds else 0.0,
+            final_loss=tally.last.loss if tally.last else float("nan"),
+            metrics=tally.evaluation_record.metrics if tally.evaluation_record else {},
             shares=self._shares(),
             weights_digest=checkpoint.weights_digest(weights),
             versions=versions(),
@@ -275,52 +322,30 @@ class Run:
             interrupted=interrupted,
             run_dir=str(self._config.run_dir) if self._config.run_dir else None,
             emulation=self._emulation,
+            allreduce=engine.learner.synchronizer.words,
         )
 
     def _shares(self) -> list[float]:
         """The part of all samples that each rank computed; of ranks that compute the same ones, each had them all."""
-        taken = sum(self._taken)
-        parts = [count / taken if taken else 0.0 for count in self._taken]
-        return parts * (self._session.world_size // len(parts))
-
-    def _write_summary(self, summary: RunSummary) -> None:
-        if self._config.run_dir is not None and self._leads:
-            write_json(self._config.run_dir / "summary.json", as_json(summary))
+        tally = self._tally
+        parts = [count / tally.samples if tally.samples else 0.0 for count in tally.taken]
+        return self._engine.learner.data.owners(parts)
 
     def _saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the tensors that ``model.load_state_dict`` takes, on the CPU."""
+        """Those of the tensors that ``model.load_state_dict`` takes, on the CPU, as copies."""
+        own = self._engine.model.state_dict()
         return {
-            name: tensors.get(name, value).detach().cpu()
-            for name, value in self._engine.model.state_dict().items()
+            name: tensors.get(clean_name(name), value).detach().cpu().clone()
+            for name, value in own.items()
             if isinstance(value, Tensor)
         }
-
-    def _close(self) -> None:
-        if self._terminal is not None:
-            self._terminal.close()
-        if self._records is not None:
-            self._records.close()
-        self._engine.close()
 
 
 def versions() -> dict[str, str]:
     """The versions that a result depends on."""
     return {
-        "evener": version("evener"),
+        "evener": evener_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": version("numpy"),
     }
-
-
-def default_run_dir(task_name: str, now: float) -> Path:
-    """Where a run of the command leaves its directory."""
-    label = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in task_name)
-    return Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except TypeError:
-        return 0

@@ -12,6 +12,32 @@ from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
+class RunStart:
+    """What a run is, known before its first step."""
+
+    task: str
+    settings: dict[str, Any]
+    """The resolved settings, as JSON can hold them."""
+    world_size: int
+    batch_size: int
+    total_steps: int | None
+    """None if nobody knows."""
+    steps_done: int
+    """Steps that the run took before, if it goes on."""
+    parts: tuple[int, ...] = ()
+    """For each rank, which part of every batch it computes; if empty, each rank computes one of its own."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that the user must know."""
+
+    kind: ClassVar[str] = "note"
+    step: int
+    words: str
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One training step, over all ranks."""
 
@@ -68,6 +94,8 @@ class RunSummary:
     run_dir: str | None = None
     emulation: str = ""
     """How unequal devices were emulated, in words; empty if they were not."""
+    allreduce: str = ""
+    """What summed the gradients."""
 
 
 def as_json(record: Any) -> dict[str, Any]:

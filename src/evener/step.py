@@ -9,26 +9,32 @@ from typing import NamedTuple
 
 from evener.data.batch import Batch
 from evener.errors import DivergenceError
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Here, Readout
 from evener.records import StepRecord
 
 
 class Signal(NamedTuple):
-    """What one rank tells all others about a step."""
+    """What one rank tells all others with a step.
 
-    total: float
-    """Sum of the loss's terms over the rank's samples."""
+    The last four are results, of this step on devices that have done their work when a call returns, and of the step
+    before on others.
+    """
+
     next_count: float
     """Number of terms in the rank's share of the next batch."""
     missing: float
     """0, or a code of the set of parameters without a gradient on this rank."""
     buffers_changed: float
-    compute_seconds: float
-    """Time of the rank's own work."""
-    wait_seconds: float
-    """Time for which it waited for others until the gradients were summed."""
     input_seconds: float
     """Time for which the rank waited for the batch's samples."""
+    total: float = 0.0
+    """Sum of the loss's terms over the rank's samples; 0 where it travels from device to device."""
+    soundness: float = 0.0
+    """Not finite if a gradient of the rank's own samples is not; 0 where it travels from device to device."""
+    compute_seconds: float = math.nan
+    """Time of the rank's own work."""
+    wait_seconds: float = math.nan
+    """Time for which it waited for others until the gradients were summed."""
 
 
 @dataclass
@@ -50,19 +56,43 @@ class Step:
         self.count = 0.0
         self.seconds = 0.0
         self.lr = 0.0
-        self.penalty: Readout = read(0.0)
-        self.total: float | None = None
+        self.penalty: Readout = Here(0.0)
+        self.results: Callable[[], Sequence[tuple[float, float]]] | None = None
+        """Of every rank the total of the loss and its soundness; None until they are on their way."""
+        self.contributors: Sequence[int] = ()
+        """The ranks whose totals add up."""
         self.compute_seconds: tuple[float, ...] = ()
         self.wait_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
 
     @property
+    def total(self) -> float:
+        """Sum of the loss's terms over the global batch."""
+        if self.results is None:
+            self._settle()
+        assert self.results is not None
+        rows = self.results()
+        return sum(rows[rank][0] for rank in self.contributors)
+
+    @property
     def loss(self) -> float:
         """Mean over the terms of the global batch, and the penalty; NaN if the batch has no term."""
-        if self.total is None:
-            self._settle()
-        assert self.total is not None
         return (self.total / self.count if self.count else math.nan) + self.penalty.value()
+
+    def check_finite(self) -> None:
+        """Raises:
+        DivergenceError: If the total or a gradient of a rank, or the penalty, is not finite.
+        """
+        rows = self.results() if self.results else ()
+        for rank, (total, soundness) in enumerate(rows):
+            if not math.isfinite(total):
+                raise DivergenceError(not_finite(f"the loss is {total}", self.number, f"rank {rank}"))
+            if not math.isfinite(soundness):
+                raise DivergenceError(not_finite("a gradient is not finite", self.number, f"rank {rank}"))
+        if not math.isfinite(self.penalty.value()):
+            raise DivergenceError(
+                not_finite(f"the penalty is {self.penalty.value()}", self.number, "all ranks")
+            )
 
     def record(self) -> StepRecord:
         batch = self.batch
@@ -80,19 +110,10 @@ class Step:
         )
 
 
-def check_finite(step: Step, signals: Sequence[Signal]) -> None:
-    """Raises:
-    DivergenceError: If the total of a rank is not finite.
-    """
-    for rank, signal in enumerate(signals):
-        if not math.isfinite(signal.total):
-            raise DivergenceError(not_finite(signal.total, step.number, rank))
-
-
-def not_finite(value: float, step: int, rank: int) -> str:
-    """What to say of a loss that is not finite."""
+def not_finite(what: str, step: int, where: str) -> str:
+    """What to say of numbers that are not finite."""
     return (
-        f"the loss is {value} in step {step} on rank {rank}; the run stops here. Usual causes: a learning rate that is "
-        "too high, a division by zero or logarithm of zero in the model, or broken input. Try a lower learning rate or "
-        "clip_norm, or look for the operation with torch.autograd.set_detect_anomaly(True)"
+        f"{what} in step {step} on {where}; the run stops here, and nothing of this step is saved. Usual causes: a "
+        "learning rate that is too high, a division by zero or logarithm of zero in the model, or broken input. Try a "
+        "lower learning rate or clip_norm, or look for the operation with torch.autograd.set_detect_anomaly(True)"
     )

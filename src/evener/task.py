@@ -6,7 +6,6 @@ be sent to another. The function is named ``package.module:function`` or given a
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from evener.errors import TaskError
-from evener.loss import Loss, exact
+from evener.given import check_dataset, check_function, check_metrics, explaining_fields, positive
+from evener.losses import Loss, exact
+from evener.placement import explaining_placement
+from evener.plugins import find, kind_of
 from evener.types import Forward, MakeModel, MakeOptimizer, MakeScheduler, Tree
 
 
@@ -30,18 +32,25 @@ def call_model(model: nn.Module, inputs: Tree) -> Tree:
     return model(inputs)
 
 
+@explaining_fields
 @dataclass(frozen=True)
 class Task:
     """What to train.
 
-    An item of ``train`` and ``evaluate`` is a pair ``(inputs, targets)``. Inputs that are a tensor become the one
-    argument of the model, a tuple its positional and a dict its keyword arguments.
+    An item of ``train`` and ``evaluate`` is a pair ``(inputs, targets)``, or a dict with ``labels``, which are the
+    targets. Inputs that are a tensor become the one argument of the model, a tuple its positional and a dict its
+    keyword arguments.
+
+    Raises:
+        TaskError: For a field that there is not, and for values of a wrong kind.
     """
 
     model: MakeModel
     loss: Any
-    """A :class:`~evener.loss.Loss`, or a loss of ``torch.nn`` as it is."""
+    """A :class:`~evener.losses.Loss`, or a loss of ``torch.nn`` as it is."""
     optimizer: MakeOptimizer
+    """From a list of the model's parameters to their optimizer. A function whose first parameter is called
+    ``named_parameters`` gets pairs ``(name, parameter)`` instead, and one whose first is called ``model`` the model."""
     train: Dataset[Any]
     evaluate: Dataset[Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -55,6 +64,8 @@ class Task:
     penalty: Callable[[nn.Module], torch.Tensor] | None = None
     """A term of no sample, such as an L2 norm of weights: counted once a step, not once a rank."""
     forward: Forward = call_model
+    """From the model and inputs to the outputs that the loss gets; here a model that returns several things is told
+    which of them, as in ``lambda model, inputs: evener.call_model(model, inputs).logits``."""
     batch_size: int = 64
     """The global batch size where a run names none."""
     epochs: int = 1
@@ -65,7 +76,7 @@ class Task:
         for name in ("model", "optimizer"):
             if not callable(getattr(self, name)):
                 raise TaskError(
-                    f"Task.{name} is {_kind(getattr(self, name))}, not a function; {_CURES[name]}"
+                    f"Task.{name} is {kind_of(getattr(self, name))}, not a function; {_CURES[name]}"
                 )
         if isinstance(self.model, nn.Module):
             raise TaskError(
@@ -78,6 +89,21 @@ class Task:
                 f"Task.partition is {self.partition!r}, not 'batch' or 'sample'; a partition by the features is "
                 "strategy='dimension'"
             )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        if isinstance(self.loss, type):
+            raise TaskError(
+                f"Task.loss is {kind_of(self.loss)}; give an object of it: {self.loss.__name__}()"
+            )
+        check_dataset(self.train, "Task.train")
+        if self.evaluate is not None:
+            check_dataset(self.evaluate, "Task.evaluate")
+        check_metrics(self.metrics)
+        for name, (signature, optional) in _FUNCTIONS.items():
+            check_function(name, getattr(self, name), signature, optional)
+        for name in ("batch_size", "epochs"):
+            object.__setattr__(self, name, positive(name, getattr(self, name)))
 
     def exact_loss(self) -> Loss:
         """The loss as a sum over terms.
@@ -95,8 +121,13 @@ _CURES = {
 }
 
 
-def _kind(value: object) -> str:
-    return f"{value!r}" if value is None else f"of type {type(value).__name__}"
+_FUNCTIONS = {
+    "scheduler": ("from an optimizer to its scheduler", True),
+    "collate": ("from a list of items to (inputs, targets)", True),
+    "penalty": ("from the model to one number", True),
+    "forward": ("from the model and inputs to outputs", False),
+}
+"""What these fields are, and whether they may be None."""
 
 
 TaskLike = Task | Callable[..., Task] | str
@@ -125,12 +156,14 @@ def resolve(
     label = task if isinstance(task, str) else getattr(task, "__name__", "task")
     function = _find(task, known or {}) if isinstance(task, str) else task
     _check_options(label, function, options)
-    return lambda: _checked(label, function(**options))
+    return lambda: _built(label, function, options)
 
 
-def _checked(label: str, built: object) -> Task:
+def _built(label: str, function: Callable[..., Task], options: Mapping[str, Any]) -> Task:
+    with explaining_placement(f"the function of task {label!r}"):
+        built: object = function(**options)
     if not isinstance(built, Task):
-        raise TaskError(f"{label} returned {_kind(built)}; it must return an evener.Task")
+        raise TaskError(f"{label} returned {kind_of(built)}; it must return an evener.Task")
     return built
 
 
@@ -140,34 +173,10 @@ def _names(options: Iterable[str]) -> str:
 
 def _find(name: str, known: Mapping[str, str]) -> Callable[..., Task]:
     target = known.get(name, name)
-    module_name, colon, function_name = target.partition(":")
-    if not colon or not module_name or not function_name:
-        raise TaskError(
-            f"no task is called {name!r}; known are {_names(known)}, or name your own package.module:function"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise TaskError(
-            f"task {name!r}: there is no module {error.name!r} on the path of Python modules"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise TaskError(_no_function(name, module, function_name, function))
-    return function  # type: ignore[no-any-return]
-
-
-def _no_function(name: str, module: Any, function_name: str, found: object) -> str:
-    functions = [
-        key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
-    ]
-    what = "no function" if found is None else f"a {type(found).__name__}, not a function, called"
-    return (
-        f"task {name!r}: module {module.__name__} has {what} {function_name}; "
-        f"its functions are: {_names(functions) or 'none'}"
+    function: Callable[..., Task] = find(
+        target, "task", "function", callable, known=sorted(known), error=TaskError
     )
+    return function
 
 
 def _check_options(label: str, function: Callable[..., Task], options: Mapping[str, Any]) -> None:

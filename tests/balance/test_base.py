@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balance.base import Decision, Equal, Fixed
+from evener.balance.registry import BALANCERS
 from evener.errors import ShareError
+from evener.testing import check_balancer
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.integers(0, 2000))
@@ -35,10 +37,15 @@ def test_a_rank_of_weight_0_takes_nothing_even_where_the_others_are_full() -> No
         Fixed([1, 0], caps=[4, None]).shares(0, 8)
 
 
-def test_shares_are_a_copy() -> None:
-    balancer = Equal(2)
-    balancer.shares(0, 8).clear()
-    assert balancer.shares(1, 8) == [4, 4]
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("name", [*BALANCERS, "weights"])
+def test_every_balancer_keeps_its_promises(name: str, world_size: int) -> None:
+    weights = ",".join(str(rank + 1) for rank in range(world_size))
+    check_balancer(weights if name == "weights" else name, world_size)
+
+
+def test_the_shares_of_many_ranks() -> None:
+    check_balancer("auto", 16, batch_sizes=(7, 64, 97), steps=60)
 
 
 @pytest.mark.parametrize("weights", [[], [0.0], [1.0, -1.0], [float("nan"), 1.0]])

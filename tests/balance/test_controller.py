@@ -7,7 +7,7 @@ import random
 import pytest
 
 from evener.balance.base import Equal
-from evener.balance.controller import Auto
+from evener.balance.controller import BySpeed
 from evener.errors import ConfigurationError, ShareError
 from tests.balance.simulator import Rank, Step, simulate, slow_between
 
@@ -21,7 +21,7 @@ def total(steps: list[Step]) -> float:
 @pytest.mark.parametrize("overhead", [0.0, 0.005])
 def test_unequal_ranks_end_within_5_percent_of_the_optimum(ratio: int, overhead: float, seed: int) -> None:
     ranks = [Rank(overhead, 0.0002), Rank(overhead * ratio, 0.0002 * ratio)]
-    steps = simulate(Auto(2), ranks, 128, 200, seed=seed)
+    steps = simulate(BySpeed(2), ranks, 128, 200, seed=seed)
     late = steps[40:]
     assert total(late) < 1.05 * sum(step.optimum for step in late)
 
@@ -29,7 +29,7 @@ def test_unequal_ranks_end_within_5_percent_of_the_optimum(ratio: int, overhead:
 @pytest.mark.parametrize("seed", range(5))
 def test_many_unequal_ranks_with_overheads_end_within_5_percent(seed: int) -> None:
     ranks = [Rank(0.005, 0.0001 * slow) for slow in (1, 1, 2, 2, 3, 4, 1.5, 2.5)]
-    late = simulate(Auto(8), ranks, 512, 200, seed=seed)[60:]
+    late = simulate(BySpeed(8), ranks, 512, 200, seed=seed)[60:]
     assert total(late) < 1.05 * sum(step.optimum for step in late)
 
 
@@ -37,7 +37,7 @@ def test_many_unequal_ranks_with_overheads_end_within_5_percent(seed: int) -> No
 @pytest.mark.parametrize("lookahead", [0, 2, 4])
 def test_a_slowdown_is_followed_within_20_steps_and_so_is_its_end(lookahead: int, seed: int) -> None:
     ranks = [Rank(0.004, 0.0002), Rank(0.004, 0.0002, slow_between(100, 200, 2)), Rank(0.004, 0.0002)]
-    steps = simulate(Auto(3, lookahead=lookahead), ranks, 192, 300, seed=seed, lookahead=lookahead)
+    steps = simulate(BySpeed(3, lookahead=lookahead), ranks, 192, 300, seed=seed, lookahead=lookahead)
     for begin, end in ((50, 100), (120, 200), (220, 300)):
         assert max(step.excess for step in steps[begin:end]) < 0.10
 
@@ -46,7 +46,7 @@ def test_a_slowdown_is_followed_within_20_steps_and_so_is_its_end(lookahead: int
 @pytest.mark.parametrize(("world_size", "noise"), [(2, 0.02), (4, 0.05), (8, 0.1)])
 def test_noisy_equal_ranks_stay_equal(world_size: int, noise: float, seed: int) -> None:
     ranks = [Rank(0.004, 0.0002)] * world_size
-    auto = Auto(world_size)
+    auto = BySpeed(world_size)
     ours = total(simulate(auto, ranks, 32 * world_size, 500, noise=noise, seed=seed))
     equal = total(simulate(Equal(world_size), ranks, 32 * world_size, 500, noise=noise, seed=seed))
     assert len(auto.decisions) <= 3
@@ -54,14 +54,14 @@ def test_noisy_equal_ranks_stay_equal(world_size: int, noise: float, seed: int) 
 
 
 def test_single_slow_steps_do_not_move_the_shares() -> None:
-    auto = Auto(4)
+    auto = BySpeed(4)
     simulate(auto, [Rank(0.004, 0.0002)] * 4, 128, 500, noise=0.02, spikes=0.05)
     assert len(auto.decisions) <= 3
 
 
 def test_a_rank_that_became_useless_is_idle_probed_cheaply_and_found_when_it_recovers() -> None:
     ranks = [Rank(0.002, 0.0002), Rank(0.002, 0.0002, slow_between(60, 400, 40))]
-    auto = Auto(2)
+    auto = BySpeed(2)
     steps = simulate(auto, ranks, 64, 900)
     idle = steps[100:400]
     assert min(step.shares[1] for step in idle) == 0
@@ -71,13 +71,13 @@ def test_a_rank_that_became_useless_is_idle_probed_cheaply_and_found_when_it_rec
 
 def test_a_rank_left_out_by_a_small_batch_is_tried_and_taken_in() -> None:
     ranks = [Rank(0.002, 0.002), Rank(0.002, 0.002), Rank(0.0002, 0.0002)]
-    late = simulate(Auto(3), ranks, 2, 300)[-50:]
+    late = simulate(BySpeed(3), ranks, 2, 300)[-50:]
     assert late[-1].shares == [0, 0, 2]
     assert total(late) < 1.3 * sum(step.optimum for step in late)
 
 
 def test_decisions_are_records_with_their_reason() -> None:
-    auto = Auto(2, lookahead=3)
+    auto = BySpeed(2, lookahead=3)
     ranks = [Rank(0.002, 0.0002), Rank(0.002, 0.0002, slow_between(50, 500, 2))]
     steps = simulate(auto, ranks, 96, 100, lookahead=3)
     first = auto.decisions[0]
@@ -92,7 +92,7 @@ def test_decisions_are_records_with_their_reason() -> None:
 
 
 def test_ranks_agree_without_a_message_however_often_they_ask() -> None:
-    quiet, curious = Auto(3), Auto(3)
+    quiet, curious = BySpeed(3), BySpeed(3)
     source = random.Random(5)
     for step in range(120):
         ahead = [step + 2, step, step + 1] if step else [0, 1, 2]
@@ -108,7 +108,7 @@ def test_ranks_agree_without_a_message_however_often_they_ask() -> None:
 
 
 def test_the_calibration_varies_every_share_and_every_batch_adds_up() -> None:
-    steps = simulate(Auto(3), [Rank(0.002, 0.0002)] * 3, lambda step: 7 if step % 10 == 9 else 96, 40)
+    steps = simulate(BySpeed(3), [Rank(0.002, 0.0002)] * 3, lambda step: 7 if step % 10 == 9 else 96, 40)
     for rank in range(3):
         assert len({step.shares[rank] for step in steps[2:8]}) == 2
     assert all(step.shares == [32, 32, 32] for step in steps[:2])
@@ -116,7 +116,7 @@ def test_the_calibration_varies_every_share_and_every_batch_adds_up() -> None:
 
 def test_short_last_batches_and_gaps_in_the_times_do_no_harm() -> None:
     ranks = [Rank(0.004, 0.0002), Rank(0.004, 0.0008)]
-    auto = Auto(2)
+    auto = BySpeed(2)
     late = simulate(auto, ranks, lambda step: 40 if step % 8 == 7 else 128, 100)[40:]
     assert max(step.excess for step in late if sum(step.shares) == 128) < 0.05
     assert {sum(decision.old_shares) for decision in auto.decisions} == {128}
@@ -126,19 +126,19 @@ def test_short_last_batches_and_gaps_in_the_times_do_no_harm() -> None:
 
 def test_caps_and_quantum_hold_at_every_step() -> None:
     ranks = [Rank(0.002, 0.0001), Rank(0.002, 0.0003), Rank(0.002, 0.0003)]
-    steps = simulate(Auto(3, caps=[48, None, None], quantum=8), ranks, 96, 80)
+    steps = simulate(BySpeed(3, caps=[48, None, None], quantum=8), ranks, 96, 80)
     assert all(step.shares[0] <= 48 and all(n % 8 == 0 for n in step.shares) for step in steps)
     assert steps[-1].shares == [48, 24, 24]
 
 
 def test_one_rank_takes_all() -> None:
-    auto = Auto(1)
+    auto = BySpeed(1)
     assert all(step.shares == [32] for step in simulate(auto, [Rank(0.002, 0.0002)], 32, 30))
     assert not auto.decisions
 
 
 def test_a_step_that_is_not_settled_or_is_over_is_refused() -> None:
-    auto = Auto(2, lookahead=1)
+    auto = BySpeed(2, lookahead=1)
     auto.shares(100, 8)
     auto.shares(101, 8)
     with pytest.raises(ValueError, match="steps 100 to 101 are settled"):
@@ -151,7 +151,7 @@ def test_a_step_that_is_not_settled_or_is_over_is_refused() -> None:
 
 def test_a_copy_through_json_goes_on_with_the_same_shares_from_any_step() -> None:
     ranks = [Rank(0.004, 0.0002), Rank(0.004, 0.0005, slow_between(30, 50, 2)), Rank(1.0, 1.0)]
-    source, whole = random.Random(1), Auto(3)
+    source, whole = random.Random(1), BySpeed(3)
     states, shares, seen = [], [whole.shares(0, 128), whole.shares(1, 128)], []
     for step in range(80):
         shares.append(whole.shares(step + 2, 128))
@@ -165,7 +165,7 @@ def test_a_copy_through_json_goes_on_with_the_same_shares_from_any_step() -> Non
         states.append(json.dumps(whole.state_dict()))
     assert len(whole.decisions) >= 3
     for start, state in enumerate(states[:-12]):
-        resumed = Auto(3)
+        resumed = BySpeed(3)
         resumed.load_state_dict(json.loads(state))
         for step in range(start + 1, start + 12):
             resumed.observe(step, shares[step], seen[step])
@@ -175,7 +175,7 @@ def test_a_copy_through_json_goes_on_with_the_same_shares_from_any_step() -> Non
 
 def test_what_was_learned_stays_with_the_rank_that_moves() -> None:
     slow, fast = Rank(0.004, 0.0008), Rank(0.004, 0.0002)
-    auto = Auto(3)
+    auto = BySpeed(3)
     simulate(auto, [slow, fast, slow], 128, 80)
     auto.resize([1, 2, None])
     steps = simulate(auto, [fast, slow, fast], 128, 60, first=80)
@@ -185,7 +185,7 @@ def test_what_was_learned_stays_with_the_rank_that_moves() -> None:
 
 def test_another_world_size_takes_over_what_it_can() -> None:
     fast, slow = Rank(0.004, 0.0002), Rank(0.004, 0.0008)
-    auto, smaller = Auto(3), Auto(2)
+    auto, smaller = BySpeed(3), BySpeed(2)
     simulate(auto, [fast, slow, fast], 128, 80)
     smaller.load_state_dict(auto.state_dict())
     assert max(step.excess for step in simulate(smaller, [fast, slow], 128, 2, first=80)) < 0.10
@@ -194,15 +194,15 @@ def test_another_world_size_takes_over_what_it_can() -> None:
 @pytest.mark.parametrize("origins", [[], [0, 0], [0, 3], [-1, 0]])
 def test_origins_that_cannot_be(origins: list[int | None]) -> None:
     with pytest.raises(ShareError, match="origins"):
-        Auto(2).resize(origins)
+        BySpeed(2).resize(origins)
 
 
 def test_arguments_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="world_size 0"):
-        Auto(0)
+        BySpeed(0)
     with pytest.raises(ShareError, match="1 caps"):
-        Auto(2, caps=[4])
+        BySpeed(2, caps=[4])
     with pytest.raises(ShareError, match="add up to 8"):
-        Auto(2, caps=[4, 4]).shares(0, 9)
+        BySpeed(2, caps=[4, 4]).shares(0, 9)
     with pytest.raises(ShareError, match="2 ranks"):
-        Auto(2).observe(0, [4, 4, 4], [1.0, 1.0, 1.0])
+        BySpeed(2).observe(0, [4, 4, 4], [1.0, 1.0, 1.0])

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from evener.balance.line import Line, Point, Shape, fit_line, measured_curve, weighted_median
+from evener.balance.line import Line, Point, Shape, fit_line, weighted_median
 
 
 def test_weighted_median() -> None:
@@ -16,19 +14,6 @@ def test_a_scaled_line_scales_everywhere() -> None:
     line = Line(0.1, 0.01, ((8, 0.5),))
     for n in (0, 1, 8, 100):
         assert line.scaled(2.0)(n) == pytest.approx(2 * line(n))
-
-
-def test_a_measured_curve_is_linear_between_sizes_and_never_falls() -> None:
-    time = measured_curve({8: 0.4, 16: 0.6, 32: 0.5, 40: 1.0})
-    assert [time(n) for n in (0, 4, 8, 12, 16, 24, 32, 36, 40, 80)] == pytest.approx(
-        [0, 0.2, 0.4, 0.5, 0.6, 0.6, 0.6, 0.8, 1.0, 2.0]
-    )
-
-
-@pytest.mark.parametrize("seconds", [{}, {0: 1.0}, {1: math.nan}, {1: 0.0}])
-def test_a_curve_that_cannot_be(seconds: dict[int, float]) -> None:
-    with pytest.raises(ValueError, match="sizes must be above 0"):
-        measured_curve(seconds)
 
 
 def test_a_line_is_exact_where_the_sizes_tell_and_usual_where_they_do_not() -> None:

@@ -11,7 +11,7 @@ import pytest
 from evener import benching
 from evener.benching import BenchResult
 from evener.cli.main import main
-from evener.collectives.bench import Row
+from evener.collectives.choose.bench import Row
 
 FIELDS = {"algorithm", "size", "count", "type", "redop", "time", "algbw", "busbw", "wrong", "predicted"}
 
@@ -83,7 +83,7 @@ def test_simulated(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--algorithms", "ring,rng"], "no all-reduce 'rng'"),
+        (["--algorithms", "ring,rng"], "no all-reduce is called 'rng'"),
         (["--type", "float31"], "no dtype 'float31'"),
         (["--sizes", "4Q"], "size '4Q'"),
         (["--ranks", "4"], "--ranks go with --simulate"),
@@ -98,6 +98,15 @@ def test_what_cannot_work_is_named(
 ) -> None:
     assert bench("--processes", "2", "--device", "cpu", *arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_what_was_left_out_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = BenchResult(2, simulated=False, rows=[row()], left_out={"shared-memory": "not on this machine"})
+    monkeypatch.setattr(benching, "bench_all_reduce", lambda *args, **kwargs: result)
+    assert bench() == 0
+    assert capsys.readouterr().out.splitlines()[1] == "# without shared-memory: not on this machine"
 
 
 def test_a_wrong_sum_is_a_failure(

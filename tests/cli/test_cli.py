@@ -62,7 +62,7 @@ def shares(*text: str) -> list[str]:
         ([], 2, ["COMMAND"]),
         (["trian", "digits"], 2, ["invalid choice: 'trian'"]),
         (["train", "digit", *TRAIN], 2, ["no task is called 'digit'; known are digits, mnist, shakespeare"]),
-        (["train", "tests.tasks:plane", *TRAIN], 2, ["module tests.tasks has no function plane", "plain"]),
+        (["train", "tests.tasks:plane", *TRAIN], 2, ["module tests.tasks has no plane", "plain"]),
         (["train", "nowhere.at.all:task", *TRAIN], 2, ["there is no module 'nowhere'"]),
         (
             ["train", "tests.tasks:not_a_task", *TRAIN],
@@ -153,7 +153,7 @@ def test_an_epoch_on_one_process_from_the_users_own_module(
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(
         (run_dir / "summary.json").read_text()
     )
-    for place in (run_dir, run_dir / "checkpoints" / "latest.pt"):
+    for place in (run_dir, run_dir / "checkpoints", run_dir / "checkpoints" / "latest"):
         assert status_of(*train, "--epochs", "2", "--resume", place) == 0
         assert "8 steps, 2 epochs, 94 samples" in capsys.readouterr().out
 
@@ -235,6 +235,30 @@ def test_a_signal_ends_all_ranks_and_leaves_the_summary(tmp_path: Path, number: 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] is True
     assert summary["steps"] >= 3
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_leaves_its_summary(tmp_path: Path) -> None:
+    """It waits in native code for one that was stopped, where no exception reaches it."""
+    path = os.pathsep.join(path for path in sys.path if path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        native = [*PAIR, "--allreduce", "native", "--run-dir", str(tmp_path / "run")]
+        program = start("-m", "evener.cli.main", "train", "tests.tasks:slow", *native)
+    try:
+        await_steps(tmp_path / "run" / "records.jsonl")
+        first, second = sorted(children_of(program.pid))
+        os.kill(second, signal.SIGSTOP)
+        time.sleep(0.5)
+        program.send_signal(signal.SIGTERM)
+        ended = end(program, timeout=30)
+    finally:
+        program.kill()
+    assert ended.status == 128 + signal.SIGTERM
+    await_death([first, second])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert summary["samples_per_second"] * summary["seconds"] == pytest.approx(summary["samples"], rel=0.5)
 
 
 def await_steps(records: Path, deadline_seconds: float = 90) -> None:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
+from evener.cli.main import main
 from evener.cli.options import add_config_options, config_of
 
 
@@ -31,3 +34,22 @@ def test_the_help_says_that_it_is_an_emulation() -> None:
     parser = argparse.ArgumentParser()
     add_config_options(parser, "throttle", "throttle_at")
     assert parser.format_help().count("EMULATE") == 2
+
+
+@pytest.mark.parametrize("option", ["--run-dir", "--resume", "--json", "--data-dir"])
+def test_a_path_that_is_empty_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", option, ""])
+    assert ended.value.code == 2
+    assert f"{option}: the path is empty" in capsys.readouterr().err
+
+
+def test_an_all_reduce_that_there_is_not_is_refused_for_one_process_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, words in (
+        ("--allreduce", "no all-reduce is called 'nope'"),
+        ("--compress", "no compression 'nope'"),
+    ):
+        assert main(["train", "digits", "--processes", "1", "--device", "cpu", option, "nope"]) == 2
+        assert words in capsys.readouterr().err

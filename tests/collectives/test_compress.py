@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.collectives.compress import TopK
+from evener.collectives.base import key_of
+from evener.collectives.compress import Feedback, Int8, TopK
 from evener.collectives.registry import COMPRESSIONS, make
-from evener.collectives.shared_memory import SharedMemory
+from evener.collectives.shared_memory.all_reduce import SharedMemory
 from evener.errors import ConfigurationError
 
 
@@ -28,9 +29,10 @@ def compressed(compression: str, inner: str, steps: int) -> tuple[list[bytes], f
     tensor = torch.empty_like(mine)
     with make(inner, timeout_seconds=20, compression=compression) as all_reduce:
         assert not all_reduce.exact
+        assert all_reduce.words == f"{inner}, compressed: {compression}"
         for _ in range(steps):
             tensor.copy_(mine)
-            all_reduce(tensor).wait()
+            all_reduce(tensor, "a").wait()
             results.append(tensor.clone())
     mean = torch.stack(results).double().mean(0)
     first_error = (results[0] - expected).abs().max() / expected.abs().max()
@@ -109,3 +111,76 @@ def test_top_k_sends_each_rank_s_largest(ranks: Any) -> None:
 
 def test_ratio_is_checked(ranks: Any) -> None:
     ranks(2).run(refuses_a_bad_ratio)
+
+
+def two_tensors_at_one_address(keys: tuple[str | None, str | None]) -> list[list[float]]:
+    """Two tensors take turns in one buffer, as freed memory does; of each a fourth is sent at a time."""
+    results = []
+    with TopK(SharedMemory(timeout_seconds=20), ratio=0.25) as all_reduce:
+        buffer = torch.empty(4)
+        for _ in range(2):
+            for key, values in zip(keys, ([4.0, 3.0, 0.0, 0.0], [0.0, 0.0, 80.0, 70.0]), strict=True):
+                buffer.copy_(torch.tensor(values))
+                all_reduce(buffer, key).wait()
+                results.append(buffer.tolist())
+    return results
+
+
+def test_what_is_left_of_a_tensor_stays_its_own(ranks: Any) -> None:
+    """The second time 4 of the one tensor has 3 + 3 beside it, and 80 of the other has 70 + 70."""
+    first, second = [[8.0, 0, 0, 0], [0, 0, 160.0, 0]], [[0, 12.0, 0, 0], [0, 0, 0, 280.0]]
+    assert ranks(2).run(two_tensors_at_one_address, ("small", "large")) == [first + second] * 2
+
+
+def test_without_a_key_nothing_is_remembered(ranks: Any) -> None:
+    first = [[8.0, 0, 0, 0], [0, 0, 160.0, 0]]
+    assert ranks(2).run(two_tensors_at_one_address, (None, None)) == [first + first] * 2
+
+
+def test_memory_does_not_grow_with_fresh_tensors(ranks: Any) -> None:
+    def kept() -> int:
+        with Int8(SharedMemory(timeout_seconds=20)) as all_reduce:
+            alive = []
+            for _ in range(20):
+                for key in ("a", ("b", "c"), None):
+                    alive.append(torch.ones(300))
+                    all_reduce(alive[-1], key).wait()
+            return len(all_reduce.feedback)
+
+    assert ranks(2).run(kept) == [2, 2]
+
+
+def left_of(feedback: Feedback, key: Any, numel: int = 4) -> float:
+    """Marks what is kept, and returns the mark of the last time."""
+    left = feedback.of(torch.zeros(numel), key)
+    mark = float(left[0])
+    left.fill_(1.0)
+    return mark
+
+
+def test_each_part_is_remembered_in_one_tensor() -> None:
+    """Buckets that are cut anew forget the former ones, and no others."""
+    feedback = Feedback()
+    assert [left_of(feedback, key) for key in (("a", "b"), ("c",), "d")] == [0, 0, 0]
+    assert [left_of(feedback, key) for key in (("a", "b"), ("c",), "d")] == [1, 1, 1]
+    assert left_of(feedback, ("a",)) == left_of(feedback, ("b", "c")) == 0
+    assert len(feedback) == 3
+    assert left_of(feedback, ("a", "b")) == 0
+    assert left_of(feedback, "d") == 1
+
+
+def test_a_tensor_of_another_length_is_another() -> None:
+    feedback = Feedback()
+    left_of(feedback, "a")
+    assert left_of(feedback, "a", numel=5) == 0
+    assert len(feedback) == 1
+
+
+def test_what_belongs_to_parameters_goes_with_them() -> None:
+    feedback, stays, goes = Feedback(), torch.zeros(4), torch.zeros(4)
+    assert left_of(feedback, key_of([stays])) == left_of(feedback, key_of([goes])) == 0
+    assert left_of(feedback, key_of([stays])) == left_of(feedback, key_of([goes])) == 1
+    del goes
+    assert left_of(feedback, key_of([torch.zeros(4)])) == 0
+    assert len(feedback) == 2
+    assert left_of(feedback, key_of([stays])) == 1

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 WORLD_SIZE = 3
 VICTIM = 1
 TIMEOUT_SECONDS = 2.0

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,28 +10,47 @@ import torch
 import torch.distributed as dist
 
 from evener.collectives import registry
-from evener.collectives.algorithm import Topology
-from evener.collectives.host import hosts_of
+from evener.collectives.choose import measure
+from evener.collectives.execute.subgroup import destroy, subgroup
 from evener.collectives.native import Native, nccl_algorithm
 from evener.collectives.registry import ALL_REDUCES, make
-from evener.collectives.subgroup import destroy, subgroup
+from evener.collectives.schedules.schedule import Topology
 from evener.errors import ConfigurationError
+from evener.runtime.hosts import hosts_of
 
 
 def default_name() -> str:
     with make() as all_reduce:
-        return all_reduce.name
+        return all_reduce.words
 
 
-def default_where_memory_is_not_shared() -> str:
-    def refuse(group: Any, timeout_seconds: float) -> None:
-        raise ConfigurationError("no shared memory here")
+@contextmanager
+def rank_1_on_another_machine() -> Iterator[None]:
+    """One on which memory cannot be shared; the measurements are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("evener.runtime.slots.platform.machine", lambda: "aarch64")
+        patch.setattr(measure, "SIZES", (1024, 4096))
+        patch.setattr(measure, "_BUDGET_SECONDS", 0.001)
+        yield
 
-    original, registry.SharedMemory = registry.SharedMemory, refuse
-    try:
-        return default_name()
-    finally:
-        registry.SharedMemory = original
+
+def without_shared_memory(name: str | None, cache: str) -> tuple[str, list[float]]:
+    with rank_1_on_another_machine(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        with make(name, timeout_seconds=20) as all_reduce:
+            tensor = torch.ones(3)
+            all_reduce(tensor).wait()
+            return all_reduce.words, tensor.tolist()
+
+
+def two_hosts_of_which_one_cannot(name: str) -> str:
+    """Rank 0 is alone on its host and needs no memory; it must not wait for leaders that never come."""
+    with rank_1_on_another_machine(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evener.collectives.shared_memory.two_level.hosts_of", lambda group: ((0,), (1, 2)))
+        with pytest.raises(ConfigurationError) as raised:
+            make(name, timeout_seconds=10)
+    return str(raised.value)
 
 
 def over_part_of_the_world(name: str) -> float:
@@ -49,8 +71,63 @@ def test_shared_memory_is_the_default_on_one_host(ranks: Any) -> None:
     assert ranks(2).run(default_name) == ["shared-memory"] * 2
 
 
-def test_native_is_the_default_where_memory_cannot_be_shared(ranks: Any) -> None:
-    assert ranks(2).run(default_where_memory_is_not_shared) == ["native"] * 2
+def test_native_is_the_default_where_memory_cannot_be_shared(ranks: Any, tmp_path: Path) -> None:
+    for words, summed in ranks(2).run(without_shared_memory, None, str(tmp_path)):
+        assert words.startswith("native (no all-reduce through shared memory: rank 1 runs on Linux aarch64")
+        assert summed == [2.0] * 3
+
+
+def test_auto_goes_without_what_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
+    for words, summed in ranks(2).run(without_shared_memory, "auto", str(tmp_path)):
+        assert words.startswith("auto: ")
+        assert "(without shared-memory: no all-reduce through shared memory: rank 1 runs on Linux" in words
+        assert summed == [2.0] * 3
+
+
+def with_a_closed_proc(cache: str) -> str:
+    """Rank 1 may not look into other processes, as in a container that is locked up."""
+
+    def refuse(found: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("evener.runtime.slots.Segment.open", refuse)
+        patch.setattr(measure, "SIZES", (1024,))
+        patch.setenv("XDG_CACHE_HOME", cache)
+        with make("auto", timeout_seconds=20) as all_reduce:
+            all_reduce(torch.ones(3)).wait()
+            return all_reduce.words
+
+
+def test_auto_goes_without_shared_memory_where_processes_are_closed(ranks: Any, tmp_path: Path) -> None:
+    for words in ranks(2).run(with_a_closed_proc, str(tmp_path)):
+        assert "rank 1 cannot see the memory of rank 0 ([Errno 13] Permission denied)" in words
+
+
+def test_two_level_is_refused_on_all_hosts_alike(ranks: Any) -> None:
+    for message in ranks(3).run(two_hosts_of_which_one_cannot, "two-level"):
+        assert "rank 1 runs on Linux aarch64" in message
+
+
+def test_an_all_reduce_that_one_rank_cannot_make_is_closed_on_the_others(ranks: Any) -> None:
+    closed = []
+
+    class Kept(Native):
+        def close(self) -> None:
+            closed.append(self.rank)
+
+    def refused_on_rank_1(group: dist.ProcessGroup, timeout_seconds: float) -> Native:
+        if dist.get_rank() == 1:
+            raise ConfigurationError("rank 1 has none")
+        return Kept(group, timeout_seconds)
+
+    def left() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "find", lambda name: refused_on_rank_1)
+            return *registry.make_all(["odd"], dist.group.WORLD, 20), closed
+
+    assert ranks(2).run(left) == [({}, {"odd": "rank 1 has none"}, [0]), ({}, {"odd": "rank 1 has none"}, [])]
 
 
 @pytest.mark.parametrize("name", ["shared-memory", "ring", "two-level"])
@@ -60,7 +137,9 @@ def test_part_of_the_world(ranks: Any, name: str) -> None:
 
 def test_names_that_do_not_exist(ranks: Any) -> None:
     def unknown() -> None:
-        with pytest.raises(ConfigurationError, match="no all-reduce 'rign'; there are native, ring"):
+        with pytest.raises(
+            ConfigurationError, match="no all-reduce is called 'rign'; known are native, ring"
+        ):
             make("rign")
         with pytest.raises(ConfigurationError, match="no compression 'zip'; there are fp16"):
             make("ring", compression="zip")
@@ -101,10 +180,44 @@ def test_an_all_reduce_of_the_users_own(ranks: Any) -> None:
     assert ranks(2).run(own) == ["our own"] * 2
 
 
-@pytest.mark.parametrize("name", ["json:nothing", "nowhere:make", "json:", ":make", "json:__name__"])
-def test_names_of_nothing_to_call(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="there is no all-reduce"):
-        registry.find(name)
+def one_that_names_no_time_limit(group: dist.ProcessGroup) -> Native:
+    return Native(group)
+
+
+def one_that_wants_more(group: dist.ProcessGroup, color: str) -> Native:
+    raise AssertionError("never called")
+
+
+def one_that_is_none(group: dist.ProcessGroup) -> str:
+    return "native"
+
+
+def test_how_one_of_the_users_own_is_called(ranks: Any) -> None:
+    def called() -> tuple[str, list[str]]:
+        messages = []
+        for name in ("one_that_wants_more", "one_that_is_none"):
+            with pytest.raises(ConfigurationError) as raised:
+                make(f"{__name__}:{name}")
+            messages.append(str(raised.value))
+        with make(f"{__name__}:one_that_names_no_time_limit") as all_reduce:
+            return all_reduce.name, messages
+
+    for name, (wants_more, is_none) in ranks(2).run(called):
+        assert name == "native"
+        assert "it needs 'color'; what it may name is group, timeout_seconds" in wants_more
+        assert "one_that_is_none' returned a str" in is_none
+
+
+def test_names_of_nothing_to_call() -> None:
+    for name, words in (
+        ("json:nothing", "module json has no nothing"),
+        ("nowhere:make", "there is no module 'nowhere'"),
+        ("json:", "no all-reduce is called 'json:'"),
+        (":make", "no all-reduce is called"),
+        ("json:__name__", "of type str, not a function or class"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            registry.find(name)
 
 
 def test_nccl_algorithm_holds_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,11 +37,47 @@ def test_tuples_stay_tuples_and_none_stays_none() -> None:
 
 @pytest.mark.parametrize(
     ("item", "seen"),
-    [(5, "an int"), ((1, 2, 3), "a tuple of length 3"), ({"x": 1}, "a dict"), (torch.zeros(2), "a Tensor")],
+    [
+        (5, "an int"),
+        ((1, 2, 3), "a tuple of length 3"),
+        ({"x": 1}, "a dict with x"),
+        ({"labels": 1}, "a dict with labels"),
+        (torch.zeros(2), "a Tensor"),
+    ],
 )
 def test_an_item_that_is_no_pair_is_named(item: Any, seen: str) -> None:
     with pytest.raises(DataError, match=f"sample 17 of the training set is {seen}, not a pair"):
         collate_pairs([(1, 2), item], [3, 17], "training set")
+
+
+class Encoding(UserDict[str, Any]):
+    """As Hugging Face's BatchEncoding."""
+
+
+@pytest.mark.parametrize("kind", [dict, Encoding])
+@pytest.mark.parametrize("key", ["labels", "label"])
+def test_what_a_mapping_holds_besides_its_labels_are_the_inputs(kind: Any, key: str) -> None:
+    inputs, targets = stack(*(kind({"ids": torch.full((2,), n), key: n, "mask": None}) for n in (3, 4)))
+    assert type(inputs) is dict
+    assert inputs["ids"].tolist() == [[3, 3], [4, 4]]
+    assert inputs.keys() == {"ids", "mask"}
+    assert targets.tolist() == [3, 4]
+    collated = collate_with(
+        lambda items: kind({"ids": items, key: len(items)}), [1, 2], [0, 1], "training set"
+    )
+    assert collated == ({"ids": [1, 2]}, 2)
+
+
+def test_labels_come_before_a_label() -> None:
+    inputs, targets = stack({"x": 1, "label": 2, "labels": 3})
+    assert (inputs["label"].tolist(), targets.tolist()) == ([2], [3])
+
+
+def test_a_mapping_without_labels_is_no_batch() -> None:
+    with pytest.raises(
+        DataError, match=r"made a dict with ids, target of samples 0 .*or a dict with 'labels'"
+    ):
+        collate_with(lambda items: {"ids": 1, "target": 2}, [1], [0], "training set")
 
 
 def test_a_data_set_that_gives_too_few_items_is_named() -> None:

@@ -24,6 +24,12 @@ class Items(Dataset[Any]):
         return {"wide": VALUES[index], "other": (VALUES[index, :2], None)}, index
 
 
+class Labelled(Items):
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = super().__getitem__(index)
+        return {**inputs, "labels": target}
+
+
 class AtOnce(Items):
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("items are read one by one")
@@ -77,7 +83,7 @@ def test_a_rank_without_a_column_is_refused() -> None:
         divide_columns(4, [1, -1])
 
 
-@pytest.mark.parametrize("kind", [Items, AtOnce, Gathered, Stream])
+@pytest.mark.parametrize("kind", [Items, Labelled, AtOnce, Gathered, Stream])
 def test_each_way_of_reading_cuts_the_wide_input_alone(kind: type) -> None:
     order = None if kind is Stream else Order(12, shuffle=False)
     batches = list(Loader(columns_of(kind(), range(1, 4), 5), order, batch_size=5))

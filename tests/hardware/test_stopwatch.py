@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from evener.hardware.stopwatch import CudaStopwatch, HostStopwatch, stopwatch, waiting
+from evener.hardware.stopwatch import STOPWATCHES, CudaStopwatch, HostStopwatch, stopwatch, waiting
 
 
 class Clock:
@@ -88,8 +88,96 @@ def test_waiting_counts_on_any_thread(clock: Clock) -> None:
     assert watch.seconds() == 1
 
 
+def test_the_time_taken_stays_what_it_was_when_the_stopwatch_starts_anew(clock: Clock) -> None:
+    with HostStopwatch(clock) as watch:
+        assert watch.taken().value() == 0
+        clock.now += 2
+        watch.mark()
+        half = watch.taken()
+        clock.now += 1
+        watch.mark()
+    whole = watch.taken()
+    with watch:
+        clock.now += 7
+        watch.mark()
+    assert (half.value(), whole.value(), watch.taken().value()) == (2, 3, 7)
+
+
+def test_the_whole_time_has_the_waiting_too(clock: Clock) -> None:
+    with HostStopwatch(clock) as watch:
+        clock.now += 2
+        watch.mark()
+        with waiting():
+            clock.now += 30
+        clock.now += 1
+        whole = watch.whole()
+        clock.now += 5
+    assert (watch.seconds(), whole.value()) == (2, 33)
+    with watch:
+        assert watch.whole().value() == 0
+
+
 def test_the_host_measures_for_the_cpu() -> None:
     assert isinstance(stopwatch(torch.device("cpu")), HostStopwatch)
+
+
+def test_a_kind_of_device_is_measured_as_the_table_says(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = HostStopwatch(clock)
+    monkeypatch.setitem(STOPWATCHES, "meta", lambda: own)
+    assert stopwatch(torch.device("meta")) is own
+
+
+class Event:
+    """An event of a device that passes it when told to, or when the host waits for it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.at, self.waited_for = clock, clock.now, False
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.fixture
+def events(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Those that a CudaStopwatch records."""
+    recorded: list[Event] = []
+
+    def record() -> Event:
+        recorded.append(Event(clock))
+        return recorded[-1]
+
+    monkeypatch.setattr("evener.hardware.stopwatch._event", record)
+    return recorded
+
+
+def test_events_are_read_when_the_time_is_asked_for_and_pauses_after_the_mark_do_not_count(
+    clock: Clock, events: list[Event]
+) -> None:
+    with CudaStopwatch() as watch:
+        assert watch.taken().value() == 0, "nothing was marked"
+        clock.now += 1
+        with waiting():
+            clock.now += 30
+        clock.now += 3
+        watch.mark()
+        taken = watch.taken()
+        with waiting():
+            clock.now += 50
+    whole = watch.whole()
+    with watch:
+        clock.now += 9
+        watch.mark()
+        second = watch.taken()
+    assert not any(event.waited_for for event in events), "the host waits for nothing before it asks"
+    assert taken.value() == pytest.approx(4)
+    assert second.value() == pytest.approx(9)
+    assert whole.value() == pytest.approx(1 + 30 + 3 + 50)
+    assert sum(event.waited_for for event in events) == 3
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ SHAPES = {
 
 
 def build(kind: type[nn.Module], **options: Any) -> nn.Module:
+    if "bias" in options and "bias" not in inspect.signature(nn.BatchNorm1d).parameters:
+        pytest.skip("this torch has no BatchNorm without a bias")
     torch.manual_seed(0)
     module = kind(6, **options).double()
     for parameter in module.parameters():
@@ -85,6 +89,27 @@ def test_any_division_is_one_device(ranks: Any, kind: type[nn.Module], options: 
         close(answer[2], dict(reference.named_buffers()))
         assert all(torch.equal(answer[2][name], answers[0][2][name]) for name in answer[2])
         close(answer[3], reference.eval()(batches(kind, sum(shares), 1)[0][0]))
+
+
+def compiled_and_plain() -> tuple[list[Any], int]:
+    torch.compiler.reset()
+    x, dy = (part.split([5, 2])[dist.get_rank()] for part in batches(nn.BatchNorm1d, 7, 1)[0])
+    graphs, results = [], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for compiled in (False, True):
+        module: Any = exact_batch_norm(nn.Sequential(build(nn.BatchNorm1d)), dist.group.WORLD)
+        results.append(run(torch.compile(module, backend=backend) if compiled else module, x, dy))
+    return results, len(graphs)
+
+
+def test_a_compiled_model_waits_for_other_ranks_outside_of_its_graphs(ranks: Any) -> None:
+    for (plain, compiled), graphs in ranks(2).run(compiled_and_plain):
+        close(compiled, plain)
+        assert graphs == 0
 
 
 def evaluate_without_running_statistics(shares: list[int]) -> Tensor:
@@ -155,6 +180,24 @@ def test_one_value_in_all_is_refused_everywhere_but_one_a_rank_is_not(ranks: Any
     first, second = ranks(2).run(normalize_one_value)
     assert "(1, 3)" in first
     assert "(0, 3)" in second
+
+
+def normalize_late() -> list[tuple[bool, bool]]:
+    """Whether output and statistics are numbers, of one value in all and of one a rank."""
+    found = []
+    with mock.patch("evener.nn.batch_norm.is_late", return_value=True):
+        for size in (1 - dist.get_rank(), 1):
+            module = exact_batch_norm(nn.BatchNorm1d(3), dist.group.WORLD)
+            output = module(torch.arange(3.0).expand(size, 3) * (1 + dist.get_rank()))
+            found.append((bool(output.isfinite().all()), bool(module.running_var.isfinite().all())))
+    return found
+
+
+def test_where_the_host_cannot_wait_one_value_in_all_is_not_a_number(ranks: Any) -> None:
+    (alone, both), (empty, both_too) = ranks(2).run(normalize_late)
+    assert alone == (False, False)
+    assert empty == (True, False), "no output, and statistics as everywhere"
+    assert both == both_too == (True, True)
 
 
 def messages_in_evaluation() -> bool:

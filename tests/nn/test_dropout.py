@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from evener.config import RunConfig
+from evener.engine import Engine
 from evener.errors import ConfigurationError
-from evener.nn import Dropout, Dropout1d, Dropout2d, name_dropouts
+from evener.nn import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
+from evener.nn.names import clean_name
 from evener.nn.scope import scope
+from evener.runtime.environment import Environment
+from evener.runtime.session import Session
+from tests import tasks
+
+ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", node=0)
 
 
 def named(layer: Dropout, name: str = "layer") -> Dropout:
@@ -246,6 +255,180 @@ def test_activation_checkpointing_repeats_the_masks(reentrant: bool) -> None:
         gradients.append(x.grad)
         x.grad = None
     assert torch.equal(*gradients)
+
+
+class Twice(nn.Module):
+    """All kinds of dropout, one of them called twice on the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shared, self.rows = nn.Linear(6, 8), Dropout(0.5), Dropout(0.4, batch_dim=1)
+        self.channels, self.inplace = Dropout1d(0.5), Dropout(0.3, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        x = self.shared(x) + 2 * self.shared(x)
+        x = self.rows(x.t()).t()
+        return self.inplace(self.channels(x[:, :, None]).squeeze(2) * 1.5)
+
+
+def outputs_and_gradients(model: nn.Module, sizes: tuple[int, ...] = (5, 5, 7, 3)) -> list[Tensor]:
+    found = []
+    for step, size in enumerate(sizes):
+        x = torch.randn(size, 6, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        with scope(torch.arange(step, step + size), step, 0) as now:
+            y = model(x)
+            now.rewind()
+            y.square().sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+    return found
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated"
+)  # torch's own, importing the backend
+@pytest.mark.parametrize("backend", ["eager", "aot_eager_decomp_partition"])
+def test_a_compiled_model_has_the_masks_of_the_plain_one_without_a_graph_break(backend: str) -> None:
+    torch.compiler.reset()
+    plain = outputs_and_gradients(name_dropouts(seeded(Twice)))
+    compiled = torch.compile(seeded(Twice), backend=backend, fullgraph=True)
+    assert any("_orig_mod" in name for name, _ in compiled.named_modules())
+    found = outputs_and_gradients(name_dropouts(compiled))
+    assert [layer.layer for layer in compiled.modules() if isinstance(layer, Dropout)] == [
+        "shared",
+        "rows",
+        "channels",
+        "inplace",
+    ]
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(a == 0, b == 0) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, at a graph break
+def test_compiled_layers_without_a_name_have_the_masks_of_plain_ones() -> None:
+    torch.compiler.reset()
+    plain = outputs_and_gradients(seeded(Twice))
+    found = outputs_and_gradients(torch.compile(seeded(Twice), backend="eager"))
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_compiled_and_outside_of_a_step_there_is_chance(named: bool) -> None:
+    torch.compiler.reset()
+    layer = nn.Sequential(Dropout(0.5), Dropout1d(0.5))
+    compiled = torch.compile(name_dropouts(layer) if named else layer, backend="eager")
+    torch.manual_seed(0)
+    first, second = compiled(torch.ones(4, 100, 2)), compiled(torch.ones(4, 100, 2))
+    assert not torch.equal(first, second)
+    assert first.mean().item() == pytest.approx(1, abs=0.3)
+    assert torch.equal(compiled.eval()(torch.ones(4, 3, 2)), torch.ones(4, 3, 2))
+
+
+@pytest.mark.parametrize("compiled_inside", [False, True])
+def test_compiled_activation_checkpointing_repeats_the_masks(compiled_inside: bool) -> None:
+    torch.compiler.reset()
+    block = name_dropouts(seeded(Block))
+
+    def model(x: Tensor) -> Tensor:
+        inside = torch.compile(block, backend="aot_eager") if compiled_inside else block
+        return checkpoint(inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    outer = model if compiled_inside else torch.compile(model, backend="aot_eager")
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    gradients = []
+    for call in (block, outer):
+        with scope(torch.arange(6), 0, 0) as now:
+            y = call(x)
+            now.rewind()
+            y.sum().backward()
+        gradients.append(x.grad)
+        x.grad = None
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_models_dropouts_are_replaced_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Sequential(nn.Dropout1d(0.2), nn.Dropout2d()))
+    model.append(Dropout(0.4))
+    modules = list(model.modules())
+    assert exact_dropout(model) is model
+    assert list(model.modules()) == modules
+    kinds = [(type(m), m.p, m.layer) for m in modules if isinstance(m, Dropout)]
+    assert kinds == [
+        (Dropout, 0.1, "1"),
+        (Dropout1d, 0.2, "2.0"),
+        (Dropout2d, 0.5, "2.1"),
+        (Dropout, 0.4, "3"),
+    ]
+    with scope(torch.arange(5), 0, 0):
+        replaced = modules[2](torch.ones(5, 20)) > 0
+    assert torch.equal(replaced, mask(torch.arange(5), 20, p=0.1, name="1"))
+    assert "batch_dim=0" in str(modules[2])
+
+
+def test_replaced_dropouts_of_sequences_that_come_first() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5)
+    layer.self_attn.dropout = 0.0
+    exact_dropout(layer, batch_dim=1)
+    layer(torch.ones(3, 2, 4))
+    whole = layer.self_attn, layer.dropout
+    with scope(torch.tensor([7, 8]), 0, 0):
+        both = whole[1](torch.ones(3, 2, 4))
+    with scope(torch.tensor([8]), 0, 0):
+        assert torch.equal(whole[1](torch.ones(3, 1, 4)), both[:, 1:])
+
+
+class OwnDropout(nn.Dropout):
+    pass
+
+
+def test_what_goes_on_drawing_is_named() -> None:
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.TransformerEncoderLayer(4, 2, 8, dropout=0.25),
+            "lstm": nn.LSTM(4, 4, num_layers=2, dropout=0.5),
+            "own": OwnDropout(0.125),
+            "volume": nn.Dropout3d(0.5),
+            "alpha": nn.AlphaDropout(0.5),
+            "nothing": nn.AlphaDropout(0.0),
+        }
+    )
+    with pytest.warns(UserWarning, match="^5 of the model's modules go on drawing") as caught:
+        exact_dropout(model)
+    for words in (
+        "encoder.self_attn (MultiheadAttention, dropout=0.25)",
+        "lstm (LSTM, dropout=0.5)",
+        "own (OwnDropout, p=0.125)",
+        "volume (Dropout3d, p=0.5)",
+        "alpha (AlphaDropout, p=0.5)",
+    ):
+        assert words in str(caught[0].message)
+    assert type(model["encoder"].dropout1) is Dropout  # type: ignore[union-attr]
+
+
+def trained(name: str, alone: bool = False, **settings: Any) -> dict[str, Tensor]:
+    """The weights after two epochs, by clean names."""
+    config = RunConfig(device="cpu", dtype="float64", **settings)
+    with (
+        Session(device="cpu", environment=ALONE if alone else None) as session,
+        Engine(getattr(tasks, name)(), config, session=session) as engine,
+    ):
+        for batch in engine.batches():
+            engine.step(batch)
+        return {clean_name(key): p.detach().clone() for key, p in engine.model.named_parameters()}
+
+
+def test_a_task_of_a_compiled_model_trains_as_the_plain_one_on_any_division(ranks: Any) -> None:
+    torch.compiler.reset()
+    plain = trained("dropout", alone=True)
+    for found in (trained("compiled", alone=True), *ranks(2).run(trained, "compiled", balance="3,1")):
+        assert found.keys() == plain.keys()
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 from evener.records import StepRecord
 from evener.report.ranks import SHOWN, WINDOW, RecentSteps
 
@@ -53,6 +55,12 @@ def test_of_many_ranks_the_ends_are_shown() -> None:
 
 
 def test_ranks_that_share_all_samples() -> None:
-    recent = RecentSteps()
+    recent = RecentSteps(parts=(0, 0))
     recent.add(record(0, (0.1, 0.2), (64,)))
-    assert "0: 100% " in recent.each()
+    assert re.findall(r"(\d): (\d+)%", recent.each()) == [("0", "100"), ("1", "100")]
+
+
+def test_ranks_that_share_the_samples_of_a_part() -> None:
+    recent = RecentSteps(parts=(0, 0, 1, 1))
+    recent.add(record(0, (0.1, 0.2, 0.1, 0.1), (48, 16)))
+    assert re.findall(r"(\d): (\d+)%", recent.each()) == [("0", "75"), ("1", "75"), ("2", "25"), ("3", "25")]

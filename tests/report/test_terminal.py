@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evener.records import EvaluationRecord, RunSummary, StepRecord
+from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
 from evener.report import terminal
 from evener.report.terminal import Terminal, summary_text
 
@@ -30,6 +30,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(terminal, "time", clock)
     return clock
+
+
+def following(total_steps: int | None, stream: io.StringIO, done: int = 0) -> Terminal:
+    shown = Terminal(stream)
+    shown.start(RunStart("task", {}, 1, batch_size=8, total_steps=total_steps, steps_done=done))
+    return shown
 
 
 def step(number: int, epoch: int = 0, loss: float = 0.25) -> StepRecord:
@@ -62,11 +68,11 @@ def summary(**changes: Any) -> RunSummary:
 
 def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
     screen = Screen()
-    shown = Terminal(40, batch_size=8, stream=screen)
+    shown = following(40, screen)
     clock.now += 2
     shown.step(step(9, loss=0.5))
     shown.evaluation(EvaluationRecord(10, 0, {"loss": 0.5, "accuracy": 0.75}, samples=9, seconds=0.1))
-    shown.close()
+    shown.end(None)
     text = screen.getvalue()
     assert "10/40 steps" in text
     assert "loss 0.5000, 40 samples/s" in text
@@ -76,11 +82,11 @@ def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
 
 def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> None:
     out = io.StringIO()
-    shown = Terminal(40, batch_size=8, stream=out)
+    shown = following(40, out)
     for number in range(20):
         clock.now += 1
         shown.step(step(number))
-    shown.close()
+    shown.end(None)
     lines = out.getvalue().splitlines()
     assert lines == [
         "step 5 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:35 left",
@@ -92,25 +98,26 @@ def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> 
 
 def test_speed_is_that_of_this_run_where_it_goes_on_from_another(clock: Clock) -> None:
     out = io.StringIO()
-    shown = Terminal(40, batch_size=8, done=30, stream=out)
+    shown = following(40, out, done=30)
     clock.now += 10
     shown.step(step(34, epoch=3))
-    shown.close()
+    shown.end(None)
     assert out.getvalue() == "step 35 of 40, epoch 4, loss 0.2500, 4 samples/s, 00:10 left\n"
 
 
 def test_a_run_of_unknown_length_has_no_time_left(clock: Clock) -> None:
     for stream in (io.StringIO(), Screen()):
-        shown = Terminal(None, batch_size=8, stream=stream)
+        shown = following(None, stream)
         clock.now += 6
         shown.step(step(2))
-        shown.close()
+        shown.end(None)
         assert "3" in stream.getvalue()
     assert shown.where(step(2)) == "step 3, epoch 1"
 
 
 def test_the_summary_says_what_was_trained_where_and_how_time_was_spent() -> None:
-    text = summary_text(summary())
+    text = summary_text(summary(allreduce="ring"))
+    assert "\n  gradients summed by ring\n" in text
     assert "trained digits with ddp on 2 ranks (cpu)" in text
     assert "460 steps, 20 epochs, 28,740 samples in 6.5 s: 4,42" in text
     assert "accuracy" in text
@@ -134,12 +141,12 @@ def compared(number: int) -> StepRecord:
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Screen()], ids=["lines", "live"])
 def test_of_several_ranks_it_is_shown_which_is_slow(clock: Clock, stream: io.StringIO) -> None:
-    shown = Terminal(40, batch_size=8, stream=stream)
+    shown = following(40, stream)
     for number in range(12):
         clock.now += 6
         shown.step(compared(number))
     shown._bar.refresh()
-    shown.close()
+    shown.end(None)
     text = stream.getvalue()
     assert ", ," not in text
     assert "rank 1 slowest, others wait 75%" in text
@@ -148,9 +155,17 @@ def test_of_several_ranks_it_is_shown_which_is_slow(clock: Clock, stream: io.Str
 
 def test_an_emulation_is_noted_at_the_start_and_in_the_summary() -> None:
     out = io.StringIO()
-    shown = Terminal(40, batch_size=8, stream=out)
-    shown.note("EMULATION of unequal devices")
-    shown.close()
+    shown = following(40, out)
+    shown.event(Note(0, "EMULATION of unequal devices"))
+    shown.end(None)
     assert out.getvalue() == "EMULATION of unequal devices\n"
     assert "\n  EMULATION of" in summary_text(summary(emulation="EMULATION of unequal devices"))
     assert "EMULATION" not in summary_text(summary())
+
+
+def test_the_watchdog_is_told_where_the_run_stands(clock: Clock) -> None:
+    told: list[str] = []
+    shown = Terminal(io.StringIO(), told.append)
+    shown.start(RunStart("task", {}, 1, batch_size=8, total_steps=40, steps_done=0))
+    shown.step(step(9))
+    assert told == ["step 10 of 40, epoch 1"]

@@ -139,6 +139,16 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     check_processes(4, "cpu")
 
 
+def test_more_processes_than_the_cores_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
+    for few in (1, 8, 128):
+        check_processes(few, "cpu")
+    with pytest.raises(
+        ConfigurationError, match="asked for 100000 processes on 2 usable cores; ask for at most 128"
+    ):
+        check_processes(100_000, "cpu")
+
+
 def test_no_processes_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="asked for 0"):
         check_processes(0, "cpu")

@@ -116,18 +116,6 @@ def test_an_exit_arrives_with_its_status() -> None:
     assert (str(error), error.exit_status) == ("rank 1 ended: no data here", 1)
 
 
-def test_an_error_that_was_interrupted_on_its_way_out_is_the_news() -> None:
-    def interrupted() -> None:
-        try:
-            raise IndexError("7")
-        finally:
-            raise InterruptedRunError("stopped", 15)
-
-    with pytest.raises(InterruptedRunError) as caught:
-        interrupted()
-    assert failure_of(caught.value, 0).message == "raised IndexError: 7"
-
-
 def test_a_failure_survives_the_agents_error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from evener.runtime.heartbeat import Heartbeat, MainThread, Sample, process_state
+from evener.runtime.heartbeat import Heartbeat, MainThread, Sample
 
 
 @contextmanager
@@ -29,7 +25,22 @@ def looking(main: MainThread, samples: list[Sample], release: Callable[[], None]
 
 
 def test_a_heartbeat_survives_the_wire() -> None:
-    beat = Heartbeat(1, "host", 2, 3, 4.0, "forward", 5, True, 6.0, ("a.py:1 in f", "b.py:2 in g"), "x", True)
+    beat = Heartbeat(
+        1,
+        "host",
+        2,
+        3,
+        4.0,
+        "forward",
+        5,
+        True,
+        6.0,
+        ("a.py:1 in f", "b.py:2 in g"),
+        "x",
+        "save of step 5",
+        "t",
+        True,
+    )
     assert Heartbeat.from_json(beat.to_json()) == beat
 
 
@@ -37,6 +48,11 @@ def test_a_place_in_words() -> None:
     beat = Heartbeat(1, "host", 2, 3, 4.0, "forward", 5, where=("a.py:1 in f", "b.py:2 in g"))
     assert beat.place == "forward of step 5, at a.py:1 in f < b.py:2 in g"
     assert Heartbeat(1, "host", 2, 3, 4.0).place == "its program"
+    inside = Heartbeat(1, "host", 2, 3, 4.0, "barrier", together="checkpoint of step 5")
+    assert inside.place == "barrier (during checkpoint of step 5)"
+    assert Heartbeat(1, "host", 2, 3, 4.0, "checkpoint", 5, together="checkpoint of step 5").place == (
+        "checkpoint of step 5"
+    )
 
 
 def test_a_blocked_main_thread_is_still_and_its_code_is_named() -> None:
@@ -56,16 +72,3 @@ def test_a_main_thread_that_computes_is_not_still() -> None:
         while not done.is_set():
             pass
     assert min(sample.still_seconds for sample in samples) == 0
-
-
-def test_states_of_processes() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert process_state(process.pid) == "running"
-    process.send_signal(signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)
-    assert process_state(process.pid) == "stopped"
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process_state(process.pid) == "gone"
-    process.wait()
-    assert process_state(process.pid) == "gone"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.environment import Environment
@@ -25,15 +26,16 @@ def exchange_numbers() -> dict[str, Any]:
 def exchange_objects() -> list[Any]:
     with Session(device="cpu", timeout_seconds=30) as session:
         session.control.barrier()
-        gathered = session.control.gather_objects({"rank": session.rank, "who": "x" * (session.rank + 1)})
-        return [gathered, session.control.broadcast_object(f"from {session.rank}", src=1)]
+        mine = {"rank": session.rank, "who": "x" * (session.rank + 1)}
+        gathered, to_one = session.control.gather_objects(mine), session.control.gather_to(mine, rank=1)
+        return [gathered, session.control.broadcast_object(f"from {session.rank}", src=1), to_one]
 
 
 def twice_in_an_existing_group() -> tuple[bool, int, bool]:
     for _ in range(2):
         with Session(device="cpu", timeout_seconds=30) as session:
             total = torch.ones(3)
-            dist.all_reduce(total, group=session.group)
+            dist.all_reduce(total, group=session.world)
             assert current_watchdog() is session.watchdog
     return dist.is_initialized(), int(total[0]), current_watchdog() is None
 
@@ -67,7 +69,10 @@ def test_every_rank_reads_the_same_values_by_rank(ranks: Any) -> None:
 
 def test_objects_reach_every_rank(ranks: Any) -> None:
     everything = [{"rank": 0, "who": "x"}, {"rank": 1, "who": "xx"}]
-    assert ranks(2).run(exchange_objects) == [[everything, "from 1"]] * 2
+    assert ranks(2).run(exchange_objects) == [
+        [everything, "from 1", None],
+        [everything, "from 1", everything],
+    ]
 
 
 def test_a_group_that_was_there_is_used_and_left(ranks: Any) -> None:
@@ -85,15 +90,29 @@ def test_a_lost_connection_names_the_rank_that_left(ranks: Any) -> None:
 
 def test_one_rank_alone_has_the_same_things_without_a_group() -> None:
     with Session(device="cpu") as session:
-        assert (session.rank, session.world_size, session.group) == (0, 1, None)
+        assert (session.rank, session.world_size, session.world) == (0, 1, None)
         assert session.control.exchange([1.0, 2.0]).wait() == [[1.0, 2.0]]
         assert session.control.gather_objects("x") == ["x"]
+        assert session.control.gather_to("x", rank=0) == ["x"]
         assert session.control.broadcast_object("y") == "y"
+        assert session.patient_group() is None
         session.control.barrier()
         session.watchdog.progress("step 1")
         assert "rank 0" in session.watchdog.report()
     assert not dist.is_initialized()
     assert current_watchdog() is None
+
+
+def alone_among_ranks() -> tuple[int, int, bool, tuple[int, ...], bool]:
+    with Session(device="cpu", timeout_seconds=60) as session:
+        with Session(device="cpu", timeout_seconds=60, environment=Environment()) as alone:
+            found = alone.rank, alone.world_size, alone.world is None, alone.mesh.data.team
+        return *found, session.control.gather_objects(session.rank) == [0, 1]
+
+
+def test_a_rank_that_is_said_to_be_alone_is_so_among_others(ranks: Any) -> None:
+    """And the group that it keeps out of is left as it was."""
+    assert ranks(2).run(alone_among_ranks) == [(0, 1, True, (0,), True)] * 2
 
 
 def test_threads_are_set_for_the_session_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +142,22 @@ def test_ranks_without_a_meeting_place_are_refused() -> None:
     place = Environment(rank=0, world_size=2, local_rank=0, local_world_size=2)
     with pytest.raises(ConfigurationError, match="MASTER_ADDR"), Session(device="cpu", environment=place):
         pass
+
+
+def sums_in_the_patient_group() -> tuple[list[float], int]:
+    before = set(distributed_c10d._world.pg_map)
+    with Session(device="cpu", timeout_seconds=30) as session:
+        sums = []
+        for _ in range(2):
+            total = torch.ones(1)
+            dist.all_reduce(total, group=session.patient_group())
+            sums.append(total.item())
+        assert session.patient_group() is session.patient_group()
+    return sums, len(set(distributed_c10d._world.pg_map) - before)
+
+
+def test_the_patient_group_is_one_of_all_ranks_and_ends_with_the_session(ranks: Any) -> None:
+    assert ranks(2).run(sums_in_the_patient_group) == [([2.0, 2.0], 0)] * 2
 
 
 def test_a_rank_that_never_starts_ends_the_wait() -> None:

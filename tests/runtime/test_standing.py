@@ -6,7 +6,8 @@ import time
 from dataclasses import replace
 
 from evener.runtime.heartbeat import Heartbeat
-from evener.runtime.standing import Standing, must_speak, report_on
+from evener.runtime.hosts import host_token
+from evener.runtime.standing import Standing, may_look, must_speak, report_on, should_look
 
 FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0)
 
@@ -52,6 +53,90 @@ def test_the_lowest_rank_that_waits_speaks_and_others_only_after_it_did_not() ->
     assert speaks(waiting(1, 14.5), waiting(0, 14.5), at_work)
 
 
+def test_a_rank_alone_waits_for_nobody() -> None:
+    assert not must_speak(waiting(0, 500.0), [], 10.0, 1.0)
+
+
+def saving(rank: int, **changes: object) -> Heartbeat:
+    """In a block that all ranks do together, where rank 0 writes and the others wait in a barrier."""
+    base = replace(FAR, rank=rank, together="checkpoint of step 41", seconds=500.0)
+    there = {"phase": "checkpoint", "step": 41} if rank == 0 else {"phase": "barrier", "waits": True}
+    return replace(base, **(there | changes))  # type: ignore[arg-type]
+
+
+def together(other: Standing, here: Heartbeat, since: float) -> bool:
+    """Whether the rank of ``here`` ends the run, if ``other`` has looked as it does now for ``since`` seconds."""
+    other.compare(here, 1.0)
+    if other._apart_since is not None:
+        other._apart_since -= since
+    other.compare(here, 1.0)
+    return must_speak(here, [other, Standing(7, saving(7))], 10.0, 1.0)
+
+
+def test_what_all_do_together_takes_as_long_as_it_takes() -> None:
+    assert not together(Standing(0, saving(0)), saving(1), since=5000.0)
+    assert not together(Standing(1, saving(1)), saving(0), since=5000.0)
+
+
+def test_a_rank_that_is_elsewhere_for_the_timeout_ends_it() -> None:
+    for elsewhere in (replace(FAR, phase="forward"), waiting(1, 500.0), saving(1, together="evaluation")):
+        assert not together(Standing(1, elsewhere), saving(0), since=9.0)
+        assert together(Standing(1, elsewhere), saving(0), since=10.5)
+
+
+def test_a_rank_that_is_lost_for_the_timeout_ends_it() -> None:
+    silent = Standing(1, saving(1))
+    silent._since -= 12
+    assert not together(silent, saving(0), since=9.0)
+    silent._since -= 12
+    assert together(silent, saving(0), since=10.5)
+    assert together(Standing(1), saving(0), since=10.5)
+
+
+def test_a_rank_that_came_back_starts_anew() -> None:
+    standing = Standing(1, replace(FAR, phase="forward"))
+    assert together(standing, saving(0), since=10.5)
+    standing.update(saving(1, count=2))
+    standing.compare(saving(0), 1.0)
+    assert standing.apart_seconds == 0
+    standing.update(replace(FAR, count=3))
+    standing.compare(saving(0), 1.0)
+    assert standing.apart_seconds < 1
+    standing.compare(waiting(0, 1.0), 1.0)
+    assert standing.apart_seconds == 0
+
+
+def test_who_saves_is_missing_for_who_waits_elsewhere() -> None:
+    assert speaks(waiting(0, 10.5), saving(1))
+
+
+def test_the_one_that_waits_longest_looks_and_of_several_the_lowest() -> None:
+    def looks(here: Heartbeat, looker: Heartbeat) -> bool:
+        return should_look(here, Standing(looker.rank, looker), 1.0)
+
+    assert should_look(waiting(5, 4.0), Standing(-1), 1.0)
+    assert looks(waiting(5, 4.0), waiting(5, 3.0))
+    assert looks(waiting(0, 4.0), waiting(1, 5.0))
+    assert not looks(waiting(1, 5.0), waiting(0, 4.0))
+    assert looks(waiting(1, 9.0), waiting(0, 4.0))
+    assert not looks(waiting(0, 4.0), waiting(1, 9.0))
+    assert not looks(saving(1), saving(0, seconds=0.0))
+
+
+def test_another_looks_when_the_looker_is_silent_or_has_left() -> None:
+    silent = Standing(0, waiting(0, 9.0))
+    silent._since -= 4
+    assert should_look(waiting(1, 9.0), silent, 1.0)
+    assert should_look(waiting(1, 9.0), Standing(0, replace(waiting(0, 9.0), ended=True)), 1.0)
+
+
+def test_nobody_looks_without_a_reason() -> None:
+    assert not may_look(waiting(0, 3.0), 10.0)
+    assert may_look(waiting(0, 4.0), 10.0)
+    assert not may_look(replace(FAR, phase="forward", seconds=500.0), 10.0)
+    assert may_look(saving(0, seconds=0.0), 10.0)
+
+
 def test_silence_is_counted_from_the_last_new_heartbeat() -> None:
     standing = Standing(1, FAR)
     standing._since -= 5
@@ -65,11 +150,17 @@ def test_silence_is_counted_from_the_last_new_heartbeat() -> None:
 
 
 def test_a_dead_process_of_this_machine_is_known_at_once() -> None:
-    here = replace(FAR, host=socket.gethostname(), pid=os.getpid(), time=time.time())
+    here = replace(FAR, host="here", token=host_token(), pid=os.getpid(), time=time.time())
     assert Standing(1, here).state == "running"
     gone = Standing(1, replace(here, pid=2**22 - 1))
     assert gone.state == "gone"
     assert gone.is_lost(1.0)
+
+
+def test_a_process_of_a_container_of_the_same_name_is_not_looked_for_here() -> None:
+    beside = replace(FAR, host=socket.gethostname(), token="another", pid=2**22 - 1)
+    assert Standing(1, beside).state == "running"
+    assert not Standing(1, beside).is_lost(1.0)
 
 
 def test_the_report_names_the_late_ones_first() -> None:

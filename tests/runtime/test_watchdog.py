@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore, Store
 
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.session import Session
-from evener.runtime.watchdog import Watchdog
+from evener.runtime.watchdog import (
+    BACKSTOP_SECONDS,
+    Phase,
+    Watchdog,
+    absent,
+    backstop,
+    marked,
+    process_watchdogs,
+)
 
 
 @pytest.fixture
@@ -85,3 +96,176 @@ def test_the_launcher_finds_progress_and_the_end(watchdog: Watchdog, tmp_path: P
     watchdog.close()
     last = Heartbeat.from_json((tmp_path / "beat-0").read_text())
     assert (last.progress, last.ended) == ("step 41 of 400", True)
+
+
+def test_all_that_happens_in_what_is_done_together_belongs_to_it(watchdog: Watchdog) -> None:
+    with watchdog.phase("training", step=3), watchdog.together("checkpoint"):
+        writing = watchdog._beat()
+        with watchdog.wait("barrier"):
+            waiting = watchdog._beat()
+    assert (writing.place.split(",")[0], writing.together, writing.waits) == (
+        "checkpoint of step 3",
+        "checkpoint of step 3",
+        False,
+    )
+    assert (waiting.phase, waiting.together, waiting.waits) == ("barrier", "checkpoint of step 3", True)
+    assert watchdog._beat().together == ""
+
+
+class Ledger:
+    """A store in memory that counts what it is asked; ``fail`` is called before each answer."""
+
+    def __init__(self, fail: Callable[[], None] = lambda: None) -> None:
+        self.values: dict[str, str] = {}
+        self.requests, self.read = 0, 0
+        self._fail = fail
+
+    def _count(self, values: int) -> None:
+        self._fail()
+        self.requests += 1
+        self.read += values
+
+    def set(self, key: str, value: str) -> None:
+        self._count(0)
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._count(1)
+        return self.values[key].encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._count(0)
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self._count(len(keys))
+        return [self.values[key].encode() for key in keys]
+
+
+def hanging(world_size: int, store: Ledger, seconds: float) -> list[Watchdog]:
+    """Ranks of which all but the last have waited for ``seconds`` of 10 for the last, which is at work."""
+    ranks = []
+    for rank in range(world_size):
+        watchdog = Watchdog(rank, world_size, HashStore(), timeout_seconds=10)
+        watchdog._store, watchdog._host = cast(Store, store), f"host{rank}"
+        name, waits = ("forward", False) if rank == world_size - 1 else ("all-reduce", True)
+        watchdog.phase(name, 41, waits=waits).__enter__()
+        watchdog._place = watchdog._place._replace(since=time.monotonic() - seconds)
+        ranks.append(watchdog)
+    return ranks
+
+
+def requests_of_a_hang(world_size: int, ticks: int = 6) -> tuple[int, int]:
+    """What the store is asked, and the values that it reads out, while the ranks wait but not yet for too long."""
+    store = Ledger()
+    ranks = hanging(world_size, store, 5)
+    for _ in range(ticks):
+        for watchdog in ranks:
+            watchdog._tick()
+    return store.requests, store.read
+
+
+def test_a_hang_of_twice_as_many_ranks_costs_the_store_twice_as_much() -> None:
+    (few, few_read), (many, many_read) = requests_of_a_hang(32), requests_of_a_hang(64)
+    assert many < 2.5 * few
+    assert many_read < 2.5 * few_read
+
+
+def test_the_rank_that_looks_speaks_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = hanging(5, Ledger(), 8)
+    spoke: list[int] = []
+    monkeypatch.setattr(Watchdog, "_speak", lambda self, beat: spoke.append(self.rank))
+    for watchdog in reversed(ranks):
+        watchdog._tick()
+    for watchdog in ranks:
+        watchdog._place = watchdog._place._replace(since=watchdog._place.since - 3)
+    for watchdog in ranks:
+        watchdog._tick()
+    assert spoke == [0]
+    assert "rank 4" in ranks[0].report().splitlines()[0]
+
+
+def test_the_next_rank_looks_when_the_looker_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is stopped: rank 1 finds that out, waits for the lowest to speak no longer, and names it."""
+    ranks = hanging(4, Ledger(), 9)
+    spoke: list[int] = []
+    monkeypatch.setattr(Watchdog, "_speak", lambda self, beat: spoke.append(self.rank))
+    for watchdog in ranks:
+        watchdog._tick()
+    for watchdog in ranks[1:]:
+        watchdog._looker._since -= 4
+        watchdog._place = watchdog._place._replace(since=watchdog._place.since - 2)
+        watchdog._tick()
+    assert spoke == []
+    for watchdog in ranks[1:]:
+        watchdog._standings[0]._since -= 4
+        watchdog._tick()
+    assert spoke == [1]
+
+
+def test_the_watchdog_goes_on_after_errors() -> None:
+    troubles = [RuntimeError("Broken pipe"), OSError("reset"), ValueError("half a heartbeat")]
+
+    def fail() -> None:
+        if troubles:
+            raise troubles.pop()
+
+    store = Ledger(fail)
+    watchdog = Watchdog(0, 2, HashStore(), timeout_seconds=0.1)
+    watchdog._connect = lambda: cast(Store, store)  # type: ignore[method-assign]
+    watchdog._store = cast(Store, store)
+    watchdog._thread.start()
+    deadline = time.monotonic() + 20
+    while "0" not in store.values and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not troubles
+    assert Heartbeat.from_json(store.values["0"]).rank == 0
+    watchdog.close()
+
+
+def test_the_watchdog_ends_with_its_store() -> None:
+    def fail() -> None:
+        raise RuntimeError("Broken pipe")
+
+    def refuse() -> Store:
+        raise RuntimeError("Connection refused")
+
+    watchdog = Watchdog(0, 2, HashStore(), timeout_seconds=0.1)
+    watchdog._store, watchdog._connect = cast(Store, Ledger(fail)), refuse  # type: ignore[method-assign]
+    watchdog._thread.start()
+    watchdog._thread.join(20)
+    assert not watchdog._thread.is_alive()
+    assert "rank 1: has given no sign of life yet" in watchdog.report()
+
+
+def test_keys_that_nobody_has_set() -> None:
+    store = Ledger()
+    for rank in range(1000):
+        if rank not in (3, 500, 999):
+            store.set(str(rank), "x")
+    before = store.requests
+    assert absent(cast(Store, store), [str(rank) for rank in range(1000)]) == ["3", "500", "999"]
+    assert store.requests - before < 100
+    assert absent(cast(Store, store), []) == []
+
+
+def test_a_wait_is_marked_on_the_main_thread_where_there_is_a_watchdog(watchdog: Watchdog) -> None:
+    with marked("all-reduce"):
+        assert watchdog._beat().phase is None
+    assert backstop(7) == 7
+    process_watchdogs.append(watchdog)
+    try:
+        assert backstop(7) == 7 + BACKSTOP_SECONDS
+        with watchdog.phase("training", step=3):
+            with marked("all-reduce"), marked("of no news"):
+                beat = watchdog._beat()
+            from_a_thread = in_a_thread(lambda: isinstance(marked("all-reduce"), Phase))
+        assert (beat.phase, beat.step, beat.waits) == ("all-reduce", 3, True)
+        assert not from_a_thread
+    finally:
+        process_watchdogs.remove(watchdog)
+
+
+def in_a_thread(question: Callable[[], bool]) -> bool:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(question).result()

@@ -8,10 +8,10 @@ import torch
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, TaskError
-from evener.runtime.session import Session
-from evener.strategies.base import Strategy, build_model
-from evener.strategies.ddp import Ddp
-from evener.strategies.registry import strategy_class
+from evener.strategies.base import Strategy
+from evener.strategies.ddp import Ddp, DdpSum
+from evener.strategies.names import strategy_called
+from evener.strategies.parts import Settings
 from evener.strategies.single import Single
 from tests import tasks
 
@@ -22,7 +22,7 @@ def train(name: str, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str
     with Engine(getattr(tasks, name)(), config) as engine:
         for batch in engine.batches():
             engine.step(batch)
-        state = engine.strategy.optimizer.state
+        state = engine.learner.optimizer.state
         stepped = {name: parameter in state for name, parameter in engine.model.named_parameters()}
         named = [*engine.model.named_parameters(), *engine.model.named_buffers()]
         return {name: value.detach().clone() for name, value in named}, stepped
@@ -92,11 +92,8 @@ def test_replicas_start_from_the_weights_of_rank_0(ranks: Any) -> None:
 
 
 def first_draws(seed: int) -> tuple[float, float]:
-    with Session(device="cpu") as session:
-        from evener.strategies.base import Settings
-
-        model = build_model(tasks.plain(), session, Settings(seed=seed))
-        return float(next(model.parameters()).sum()), float(torch.rand(()))
+    with Engine(tasks.plain(), device="cpu", seed=seed) as engine:
+        return float(sum(p.sum() for p in engine.model.parameters())), float(torch.rand(()))
 
 
 def test_ranks_draw_the_same_weights_and_then_other_numbers(ranks: Any) -> None:
@@ -129,14 +126,19 @@ class Custom(Single):
 
 
 def test_strategies_by_name() -> None:
-    assert strategy_class("auto", 1) is strategy_class("ddp", 1) is Single
-    assert strategy_class("auto", 2) is strategy_class("ddp", 2) is Ddp
-    assert issubclass(strategy_class(f"{__name__}:Custom", 1), Strategy)
+    assert type(strategy_called("auto", 1)) is type(strategy_called("ddp", 1)) is Single
+    assert type(strategy_called("auto", 2)) is type(strategy_called("ddp", 2)) is Ddp
+    assert isinstance(strategy_called(f"{__name__}:Custom", 1), Strategy)
     with pytest.raises(ConfigurationError, match="one rank, not on 2"):
-        strategy_class("single", 2)
-    for name in ("nothing", "no.module:Class", "evener.strategies.ddp:Nothing", f"{__name__}:train"):
-        with pytest.raises(ConfigurationError, match="no strategy is called"):
-            strategy_class(name, 2)
+        strategy_called("single", 2).layout(2, Settings())
+    for name, words in (
+        ("nothing", "no strategy is called 'nothing'; known are auto, single"),
+        ("no.module:Class", "there is no module 'no'"),
+        ("evener.strategies.ddp:Nothing", "has no Nothing; of this kind it has Ddp"),
+        (f"{__name__}:train", "of type function, not a subclass of"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            strategy_called(name, 2)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +159,8 @@ def bucket_sizes() -> list[int]:
     found = []
     for bucket_mb, expected_seconds in ((2.0, None), (None, None), (None, lambda nbytes: 1.0)):
         with Engine(tasks.branches(), RunConfig(device="cpu", steps=1, bucket_mb=bucket_mb)) as engine:
-            strategy = engine.strategy
-            assert isinstance(strategy, Ddp)
+            strategy = engine.learner.synchronizer
+            assert isinstance(strategy, DdpSum)
             if expected_seconds is not None:
                 strategy._all_reduce.expected_seconds = expected_seconds  # type: ignore[method-assign]
             for batch in engine.batches():

@@ -11,9 +11,9 @@ from evener.balance.emulate import Throttle
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.hardware.stopwatch import HostStopwatch, waiting
-from evener.step import Step
 from evener.strategies.pace import Pace
 from tests import tasks
+from tests.observers import Remembering
 
 
 class Clock:
@@ -44,7 +44,20 @@ def test_without_a_throttle_nothing_sleeps(clock: Clock) -> None:
         clock.pass_(3)
         pace.work_done()
         clock.pass_(5)
-    assert (pace.seconds(), clock.now) == (3, 8)
+    assert (pace.taken().value(), clock.now) == (3, 8)
+
+
+def test_a_step_lasts_until_others_have_been_waited_for(clock: Clock) -> None:
+    pace = pace_of(clock, None)
+    for work in (3, 4):
+        with pace.step(0):
+            with waiting():
+                clock.pass_(10)
+            clock.pass_(work)
+            pace.work_done()
+            clock.pass_(5)
+        clock.pass_(7)
+        assert (pace.taken().value(), pace.elapsed().value()) == (work, 10 + work + 5)
 
 
 def test_a_throttled_rank_sleeps_in_proportion_to_its_work_and_not_to_its_waiting(clock: Clock) -> None:
@@ -56,7 +69,7 @@ def test_a_throttled_rank_sleeps_in_proportion_to_its_work_and_not_to_its_waitin
                 clock.pass_(100)
             clock.pass_(1)
             pace.work_done()
-        assert pace.seconds() == expected
+        assert pace.taken().value() == expected
 
 
 def test_work_that_ends_several_times_is_stretched_once(clock: Clock) -> None:
@@ -69,7 +82,7 @@ def test_work_that_ends_several_times_is_stretched_once(clock: Clock) -> None:
         assert clock.now == 4
         clock.pass_(1)
         pace.work_done()
-    assert pace.seconds() == clock.now == 6
+    assert pace.taken().value() == clock.now == 6
 
 
 DELAY_SECONDS = 0.04
@@ -86,10 +99,10 @@ class LateOnRankOne(nn.Module):
 
 def least_seconds(layers: list[Any], by_hand: bool = False, **settings: Any) -> list[float]:
     """The least time of each rank's own work over some steps."""
-    taken: list[Step] = []
+    seen = Remembering()
     task = tasks._task(model=lambda: nn.Sequential(*[layer() for layer in layers]))
     config = RunConfig(device="cpu", steps=6, batch_size=12, **settings)
-    with Engine(task, config, on_step=taken.append) as engine:
+    with Engine(task, config, observers=[seen]) as engine:
         for batch in engine.batches():
             if by_hand:
                 (micro,) = batch.micro_batches
@@ -101,7 +114,7 @@ def least_seconds(layers: list[Any], by_hand: bool = False, **settings: Any) -> 
         if by_hand:
             observed: Any = engine.balancer
             return [min(times) for times in zip(*(seconds for *_, seconds in observed.observed), strict=True)]
-    return [min(times) for times in zip(*(step.compute_seconds for step in taken), strict=True)]
+    return [min(times) for times in zip(*(step.compute_seconds for step in seen.steps), strict=True)]
 
 
 LINEAR = [lambda: nn.Linear(6, 3)]
@@ -140,6 +153,6 @@ def test_a_throttled_rank_looks_slow_to_all(ranks: Any, settings: dict[str, Any]
 
 def test_one_rank_can_be_throttled() -> None:
     """There is no bucket to hold back."""
-    (seconds,) = least_seconds(LINEAR, throttle="0.003")
+    (seconds,) = least_seconds(LINEAR, throttle="0.02")
     (quick,) = least_seconds(LINEAR)
     assert seconds > 5 * quick

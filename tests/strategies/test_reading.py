@@ -20,6 +20,7 @@ from evener.fitting import fit
 from evener.nn.scope import scope
 from evener.task import Task
 from evener.verification import relative_error, verify
+from tests.observers import Remembering
 
 SIZES = (23, 4, 16)
 
@@ -74,14 +75,16 @@ class Run:
 def train(sizes: tuple[int, ...], state: dict[str, Any] | None = None, **settings: Any) -> Run:
     run = Run()
     config = RunConfig(**({"dtype": "float64", "device": "cpu"} | settings))
-    with Engine(task(sizes), config, on_step=lambda step: run.losses.append(step.loss)) as engine:
+    seen = Remembering()
+    with Engine(task(sizes), config, observers=[seen]) as engine:
         if state is not None:
             engine.load_state_dict(state)
         for batch in engine.batches():
             run.ids.append([micro.samples[: micro.size].tolist() for micro in batch.micro_batches])
             engine.step(batch)
-        run.weights = {name: value.detach().clone() for name, value in engine.strategy.tensors().items()}
+        run.weights = {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
         run.state = engine.state_dict()
+    run.losses = [record.loss for record in seen.steps]
     return run
 
 
@@ -161,7 +164,11 @@ def evaluated(sizes: tuple[int, ...]) -> tuple[dict[str, float], Tensor, dict[st
     with Engine(task(sizes), dtype="float64", device="cpu", epochs=1) as engine:
         for batch in engine.batches():
             engine.step(batch)
-        return engine.evaluate(), engine.predict(engine.task.evaluate), engine.model.state_dict()
+        return (
+            engine.evaluate(),
+            engine.predict(engine.task.evaluate, everywhere=True),
+            engine.model.state_dict(),
+        )
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (0, 3, 20)], ids=str)

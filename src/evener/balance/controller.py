@@ -1,4 +1,4 @@
-"""When to change the shares: ``Auto``, the balancer that learns each rank's speed and keeps learning.
+"""When to change the shares: ``BySpeed``, the balancer that learns each rank's speed and keeps learning.
 
 ::
 
@@ -39,7 +39,7 @@ DEFAULT_POLICY = Policy()
 
 
 @dataclass
-class Plan:
+class Rule:
     """How any batch is divided from step ``effective`` on."""
 
     effective: int
@@ -49,11 +49,11 @@ class Plan:
     solved: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def values(self) -> list[Any]:
-        """The plan as plain values that JSON can hold."""
+        """The rule as plain values that JSON can hold."""
         return [self.effective, [list(astuple(line)) for line in self.lines], self.probe]
 
     @classmethod
-    def from_values(cls, values: Sequence[Any]) -> Plan:
+    def from_values(cls, values: Sequence[Any]) -> Rule:
         effective, lines, probe = values
         return cls(effective, tuple(Line.from_values(line) for line in lines), probe)
 
@@ -74,7 +74,7 @@ class Plan:
         return shares
 
 
-class Auto(Balancer):
+class BySpeed(Balancer):
     """Shares by learned speed.
 
     Args:
@@ -109,7 +109,7 @@ class Auto(Balancer):
         self._restart()
 
     def _restart(self) -> None:
-        self._plans: list[Plan] = []
+        self._rules: list[Rule] = []
         self._observed = self._first_step = self._next_look = 0
         self._next_probe = [0] * self.world_size
         self._batch_size = 0
@@ -136,16 +136,16 @@ class Auto(Balancer):
             ValueError: For a step that is over, or more than ``lookahead`` beyond the one being computed:
                 its shares may still change, and ranks that ask at different times would disagree.
         """
-        if not self._plans:
+        if not self._rules:
             self._begin(step)
-        first, last = self._plans[0].effective, self._observed + self._lookahead + 1
+        first, last = self._rules[0].effective, self._observed + self._lookahead + 1
         if not first <= step <= last:
             raise ValueError(
                 f"shares of step {step} asked for when step {self._observed} was the last observed, so that "
                 f"steps {first} to {last} are settled: observe every step, and make lookahead, now "
                 f"{self._lookahead}, the number of batches that are prefetched"
             )
-        return self._plan(step).divide(batch_size, self._caps, self._quantum)
+        return self._rule(step).divide(batch_size, self._caps, self._quantum)
 
     def observe(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """See ``Balancer``; to be called for every step, in order, with the same values on every rank."""
@@ -153,7 +153,7 @@ class Auto(Balancer):
             raise ShareError(
                 f"step {step}: {len(sizes)} sizes and {len(seconds)} times for {self.world_size} ranks"
             )
-        if not self._plans:
+        if not self._rules:
             self._begin(step)
         self._observed = step
         if step < self._first_step + self._policy.warmup_steps:
@@ -185,7 +185,7 @@ class Auto(Balancer):
     def state_dict(self) -> dict[str, Any]:
         return {
             "models": [model.state_dict() for model in self._models],
-            "plans": [plan.values() for plan in self._plans],
+            "rules": [rule.values() for rule in self._rules],
             "observed": self._observed,
             "first_step": self._first_step,
             "next_look": self._next_look,
@@ -203,7 +203,7 @@ class Auto(Balancer):
         self._restart()
         if len(models) != self.world_size:
             return
-        self._plans = [Plan.from_values(values) for values in state["plans"]]
+        self._rules = [Rule.from_values(values) for values in state["rules"]]
         self._observed, self._first_step = state["observed"], state["first_step"]
         self._next_look, self._next_probe = state["next_look"], list(state["next_probe"])
         self._batch_size, self._pause = state["batch_size"], state["pause"]
@@ -215,28 +215,28 @@ class Auto(Balancer):
         self._first_step, self._observed = step, step - 1
         calibration = step + policy.warmup_steps
         end = calibration + (policy.calibration_steps if self.world_size > 1 else 0)
-        tilted = [Plan(at, _tilted(lines, at, policy.calibration_spread)) for at in range(calibration, end)]
-        self._plans = [Plan(step, lines), *tilted, Plan(end, lines)]
+        tilted = [Rule(at, _tilted(lines, at, policy.calibration_spread)) for at in range(calibration, end)]
+        self._rules = [Rule(step, lines), *tilted, Rule(end, lines)]
         self._next_look = end - 1
         self._next_probe = [end + policy.probe_every_steps[0]] * self.world_size
 
-    def _plan(self, step: int) -> Plan:
-        return self._plans[bisect_right(self._plans, step, key=lambda plan: plan.effective) - 1]
+    def _rule(self, step: int) -> Rule:
+        return self._rules[bisect_right(self._rules, step, key=lambda rule: rule.effective) - 1]
 
     def _learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         for rank, model in enumerate(self._models):
             ratio = model.observe(sizes[rank], seconds[rank])
             if ratio is not None:
                 self._changed[rank] = ratio * self._changed.get(rank, 1.0)
-                self._next_look = min(self._next_look, max(self._observed, self._plans[-1].effective))
+                self._next_look = min(self._next_look, max(self._observed, self._rules[-1].effective))
 
     def _look(self, step: int, batch_size: int) -> None:
         """Considers a change of shares, else a probe, and when to look again."""
         if self._changed:
             self._pause = self._policy.settle_steps
         self._next_look, self._pause = step + self._pause, min(2 * self._pause, self._policy.every_steps)
-        old = self._plans[-1].divide(batch_size, self._caps, self._quantum)
-        candidate = Plan(step + self._lookahead + 1, learned_lines(self._models))
+        old = self._rules[-1].divide(batch_size, self._caps, self._quantum)
+        candidate = Rule(step + self._lookahead + 1, learned_lines(self._models))
         new = candidate.divide(batch_size, self._caps, self._quantum)
         verdict = judge(self._models, candidate.lines, old, new)
         if verdict.worth_it(self._policy):
@@ -245,14 +245,14 @@ class Auto(Balancer):
             self._probe(step, old, candidate, new)
         self._changed.clear()
 
-    def _decide(self, step: int, plan: Plan, old: list[int], new: list[int], verdict: Judgement) -> None:
-        self._install(plan)
+    def _decide(self, step: int, rule: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
+        self._install(rule)
         self._pause = self._policy.settle_steps
-        self._next_look = plan.effective + self._pause - 1
+        self._next_look = rule.effective + self._pause - 1
         self._decisions.append(
             Decision(
                 step,
-                plan.effective,
+                rule.effective,
                 tuple(old),
                 tuple(new),
                 verdict.seconds_before,
@@ -272,7 +272,7 @@ class Auto(Balancer):
             )
         return f"{gain}: " + ("speeds are better known" if self._decisions else "ranks differ in speed")
 
-    def _probe(self, step: int, old: Sequence[int], candidate: Plan, new: Sequence[int]) -> None:
+    def _probe(self, step: int, old: Sequence[int], candidate: Rule, new: Sequence[int]) -> None:
         """Gives an idle rank that is due, or seems faster, work for the next open step.
 
         It is one quantum, or what the candidate gives it if that is more: the gain may only be too uncertain.
@@ -280,14 +280,14 @@ class Auto(Balancer):
         due = [rank for rank, share in enumerate(old) if share == 0 and self._may_probe(rank, step)]
         if not due:
             return
-        rank, base = min(due, key=lambda rank: self._next_probe[rank]), self._plans[-1].lines
+        rank, base = min(due, key=lambda rank: self._next_probe[rank]), self._rules[-1].lines
         at, lines = candidate.effective, candidate.lines
         step_seconds = max(line(n) for line, n in zip(lines, old, strict=True))
         excess = lines[rank](self._quantum) / step_seconds - 1.0
         self._next_probe[rank] = at + self._policy.probe_interval(excess)
         self._next_look = min(self._next_look, at)
-        self._install(Plan(at, lines) if new[rank] else Plan(at, base, probe=rank))
-        self._install(Plan(at + 1, base))
+        self._install(Rule(at, lines) if new[rank] else Rule(at, base, probe=rank))
+        self._install(Rule(at + 1, base))
 
     def _may_probe(self, rank: int, step: int) -> bool:
         cap, model = self._caps[rank], self._models[rank]
@@ -295,10 +295,10 @@ class Auto(Balancer):
             model.seems_faster or step >= self._next_probe[rank]
         )
 
-    def _install(self, plan: Plan) -> None:
-        self._plans = [kept for kept in self._plans if kept.effective < plan.effective] + [plan]
-        while len(self._plans) > 1 and self._plans[1].effective <= self._observed:
-            self._plans.pop(0)
+    def _install(self, rule: Rule) -> None:
+        self._rules = [kept for kept in self._rules if kept.effective < rule.effective] + [rule]
+        while len(self._rules) > 1 and self._rules[1].effective <= self._observed:
+            self._rules.pop(0)
 
 
 def _tilted(lines: Sequence[Line], step: int, spread: float) -> tuple[Line, ...]:

@@ -8,10 +8,11 @@ standard error.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evener.balance.line import Line, Shape, median
+from evener.balance.line import Line, Shape
 from evener.balance.speed import SpeedModel
 from evener.errors import ConfigurationError
 
@@ -107,6 +108,7 @@ def learned_lines(models: Sequence[SpeedModel]) -> tuple[Line, ...]:
     if not known:
         return (EVEN,) * len(models)
     average = Line(
-        median(line.overhead_seconds for line in known), median(line.seconds_per_sample for line in known)
+        statistics.median(line.overhead_seconds for line in known),
+        statistics.median(line.seconds_per_sample for line in known),
     )
     return tuple(model.fit().line if model.known else average for model in models)

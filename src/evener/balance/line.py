@@ -10,10 +10,8 @@ between all pairs of sizes, shrunk to a prior where the sizes are too few or too
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 LEAST_VARYING = 0.05
@@ -57,29 +55,6 @@ class Line:
         """The same device, ``factor`` times as slow."""
         cliffs = tuple((size, least * factor) for size, least in self.cliffs)
         return Line(self.overhead_seconds * factor, self.seconds_per_sample * factor, cliffs)
-
-
-def measured_curve(seconds: Mapping[int, float]) -> Callable[[int], float]:
-    """A non-decreasing time through the running maximum of measured ``{size: seconds}``, linear between.
-
-    Below the least size it falls in proportion, above the largest it goes on at its average price.
-
-    Raises:
-        ValueError: Without a size above 0, or for a time that is not finite and above 0.
-    """
-    sizes = sorted(seconds)
-    if not sizes or sizes[0] < 1 or not all(0 < seconds[n] < math.inf for n in sizes):
-        raise ValueError(f"sizes must be above 0, their seconds finite and above 0, not {dict(seconds)}")
-    corners = [(0, 0.0), *zip(sizes, accumulate((seconds[n] for n in sizes), max), strict=True)]
-
-    def time(n: int) -> float:
-        right = bisect_left(sizes, n) + 1
-        if right == len(corners):
-            return corners[-1][1] * n / corners[-1][0]
-        (n0, s0), (n1, s1) = corners[right - 1], corners[right]
-        return s0 + (s1 - s0) * (n - n0) / (n1 - n0)
-
-    return time
 
 
 @dataclass(frozen=True)
@@ -145,12 +120,6 @@ class Fit:
     def error(self, n: int) -> float:
         """Standard error in seconds of ``line(n)``."""
         return math.hypot(self.level_error, self.slope_error * (n - self.center))
-
-
-def median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def weighted_median(pairs: Iterable[tuple[float, float]]) -> float:

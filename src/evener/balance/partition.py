@@ -28,11 +28,10 @@ def partition_layers(
     """Consecutive layers for each device, in the devices' order, none empty, with the least bottleneck.
 
     Args:
-        seconds: Each layer's forward and backward at speed 1. speeds: Each device's speed, above 0; 2 halves
-        the seconds. boundary_seconds: ``len(seconds) - 1`` values: entry ``i`` is the time to send the
-        activation between the layers
-            ``i`` and ``i + 1``, or its gradient back; each side of a cut waits for one of the two. None is no
-            cost.
+        seconds: Each layer's forward and backward at speed 1.
+        speeds: Each device's speed, above 0; 2 halves the seconds.
+        boundary_seconds: ``len(seconds) - 1`` values: entry ``i`` is the time to send the activation between the layers
+            ``i`` and ``i + 1``, or its gradient back; each side of a cut waits for one of the two. None is no cost.
 
     Raises:
         ConfigurationError: If there are fewer layers than devices, or values that cannot be.

@@ -17,12 +17,13 @@ CUSUM: Page, Biometrika 41 (1954).
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from evener.balance.line import Fit, Line, Point, Shape, fit_line, median
+from evener.balance.line import Fit, Line, Point, Shape, fit_line
 
 WINDOW = 48
 """Observations kept at each size."""
@@ -140,7 +141,7 @@ class SpeedModel:
             if not self._sizes:
                 raise ValueError("no time can be predicted before one was observed: call observe first")
             points = [
-                Point(n, median(size.seconds), len(size.seconds), self._count - size.seen)
+                Point(n, statistics.median(size.seconds), len(size.seconds), self._count - size.seen)
                 for n, size in sorted(self._sizes.items())
             ]
             self._latest = fit_line(points, self._robust_sigma(), self._shape)
@@ -195,7 +196,7 @@ class SpeedModel:
             for size in self._sizes.values()
             for first, second in pairwise(size.seconds)
         ]
-        measured = STEP_TO_SIGMA * median(steps) if steps else 0.0
+        measured = STEP_TO_SIGMA * statistics.median(steps) if steps else 0.0
         squares = len(steps) * measured * measured + PRIOR_SIGMA_COUNT * PRIOR_SIGMA * PRIOR_SIGMA
         return math.sqrt(squares / (len(steps) + PRIOR_SIGMA_COUNT))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from evener.cli import options
@@ -38,10 +37,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--simulate", action="store_true", help="predict for ranks that are not at hand")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --simulate: how many")
     parser.add_argument(
-        "--topology", type=Path, metavar="FILE", help="with --simulate: hosts and links, as JSON"
+        "--topology", type=options.path, metavar="FILE", help="with --simulate: hosts and links, as JSON"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also plot bus bandwidth by size")
+    parser.add_argument("--json", type=options.path, metavar="PATH", help="also write the rows to this file")
+    parser.add_argument(
+        "--plot", type=options.path, metavar="FILE.svg", help="also plot bus bandwidth by size"
+    )
     options.add_config_options(parser, "processes", "device", "timeout_seconds")
     options.add_rendezvous_options(parser)
     parser.set_defaults(execute=execute)
@@ -50,8 +51,9 @@ def add(commands: Any) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Measures or simulates, and prints the table; 1 if a sum is wrong."""
     config = options.config_of(arguments)
+    options.find_modules_here()
     from evener.benching import bench_all_reduce, parse_sizes, simulate_all_reduce
-    from evener.collectives.bench import table
+    from evener.collectives.choose.bench import table
     from evener.records import write_json
 
     names = arguments.algorithms.split(",") if arguments.algorithms else None
@@ -71,10 +73,10 @@ def execute(arguments: argparse.Namespace) -> int:
             rendezvous=options.rendezvous_of(arguments),
         )
     if result.rank == 0:
-        print(
-            f"# {result.ranks} ranks, {'simulated' if result.simulated else 'measured'}\n{table(result.rows)}",
-            flush=True,
-        )
+        print(f"# {result.ranks} ranks, {'simulated' if result.simulated else 'measured'}")
+        for name, reason in result.left_out.items():
+            print(f"# without {name}: {reason}")
+        print(table(result.rows), flush=True)
         if arguments.json is not None:
             write_json(arguments.json, result.as_json())
         if arguments.plot is not None:

@@ -45,12 +45,23 @@ def _add(parser: argparse.ArgumentParser, entry: dataclasses.Field[Any], kind: t
         f"--{entry.name.replace('_', '-')}",
         dest=entry.name,
         action="append" if kind is tuple else "store",
-        type=str if kind is tuple else kind,
+        type=str if kind is tuple else path if kind is Path else kind,
         default=None,
         metavar=entry.metadata["metavar"],
         choices=entry.metadata["choices"] or None,
         help=entry.metadata["help"] + ("" if entry.default in (None, ()) else f" (default: {entry.default})"),
     )
+
+
+def path(text: str) -> Path:
+    """The path that is named; an empty name would be the working directory.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def _scalar(kind: Any) -> type:
@@ -66,7 +77,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     """The task and what its function takes."""
     parser.add_argument("task", metavar="TASK", help="digits, mnist, shakespeare, or package.module:function")
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="where the task finds its data (a file, for shakespeare)"
+        "--data-dir", type=path, metavar="DIR", help="where the task finds its data (a file, for shakespeare)"
     )
     parser.add_argument(
         "--option",

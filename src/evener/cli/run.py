@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from evener.cli import options
@@ -26,7 +25,7 @@ def add(commands: Any) -> None:
         help="show at the end where each rank's time went in a step of DDP training, and its collectives",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="also write what --observe saw to this file"
+        "--json", type=options.path, metavar="PATH", help="also write what --observe saw to this file"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
@@ -39,7 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
     config = options.config_of(arguments)
     if arguments.json is not None and not arguments.observe:
         raise ConfigurationError("--json writes what --observe saw: give --observe too")
-    from evener.report.observe import DdpObserver
+    from evener.runtime.observing import DdpObserver
     from evener.runtime.script import run_script
 
     run_script(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ def add(commands: Any) -> None:
     options.add_config_options(parser)
     options.add_shares_option(parser)
     options.add_rendezvous_options(parser)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the summary to this file")
+    parser.add_argument(
+        "--json", type=options.path, metavar="PATH", help="also write the summary to this file"
+    )
     parser.set_defaults(execute=execute)
 
 
@@ -28,14 +29,19 @@ def execute(arguments: argparse.Namespace) -> int:
     """Trains and prints the summary."""
     config = options.config_of(arguments)
     options.find_modules_here()
-    from evener.fitting import default_run_dir, fit
+    from evener.fitting import fit
     from evener.records import as_json, write_json
     from evener.report.terminal import summary_text
 
     if config.run_dir is None:
-        config = config.replace(run_dir=_resumed(config) or default_run_dir(arguments.task, time.time()))
-    rendezvous = options.rendezvous_of(arguments)
-    trained = fit(arguments.task, config, options=options.task_options_of(arguments), rendezvous=rendezvous)
+        config = config.replace(run_dir=_resumed(config))
+    trained = fit(
+        arguments.task,
+        config,
+        options=options.task_options_of(arguments),
+        rendezvous=options.rendezvous_of(arguments),
+        run_home=Path("runs"),
+    )
     if trained.rank == 0:
         print(summary_text(trained.summary), flush=True)
         if arguments.json:

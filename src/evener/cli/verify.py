@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.cli import options
@@ -11,7 +10,7 @@ from evener.cli import options
 if TYPE_CHECKING:
     from evener.verification import Verification
 
-SETTINGS: tuple[str, ...] = (
+SETTINGS = (
     "processes",
     "balance",
     "caps",
@@ -24,8 +23,13 @@ SETTINGS: tuple[str, ...] = (
     "dtype",
     "seed",
     "clip_norm",
+    "allreduce",
+    "compress",
+    "bucket_mb",
+    "device",
+    "workers",
+    "timeout_seconds",
 )
-SETTINGS += ("device", "workers", "timeout_seconds")
 SHOWN_STEPS = 20
 
 
@@ -34,8 +38,9 @@ def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "verify",
         help="prove that dividing the work changes nothing",
-        description="Train the same steps on one device and divided, and compare losses and weights. "
-        "Exit status 1 if they differ by more than rounding explains.",
+        description="Train the same steps on one device and divided, and compare losses, gradients and weights. "
+        "How far rounding alone drives two runs apart is measured, on one device. Exit status 1 if they differ by "
+        "more.",
     )
     options.add_task_options(parser)
     options.add_config_options(parser, *SETTINGS)
@@ -44,9 +49,11 @@ def add(commands: Any) -> None:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest relative weight error that passes (default: by type)",
+        help="largest relative weight error that passes (default: what rounding explains, as measured)",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result to this file")
+    parser.add_argument(
+        "--json", type=options.path, metavar="PATH", help="also write the result to this file"
+    )
     parser.set_defaults(execute=execute)
 
 
@@ -78,7 +85,30 @@ def text(result: Verification) -> str:
         f"{result.task}: {result.steps} steps of {result.batch_size} samples in {result.dtype}, "
         f"{result.processes} processes, shares {result.shares}, strategy {result.strategy}",
         f"largest relative weight error {result.max_relative_weight_error:.2e} in {result.worst_parameter} "
-        f"(allowed {result.tolerance:.0e}); replicas {'bit-identical' if result.replicas_identical else 'DIFFER'}",
-        "same training" if result.passed else f"NOT the same training: {result.hint}",
+        f"({_allowed(result)}); replicas {'bit-identical' if result.replicas_identical else 'DIFFER'}",
+        *_absolutely(result.judged_absolutely),
+        _verdict(result),
     ]
     return "\n".join(lines)
+
+
+def _allowed(result: Verification) -> str:
+    if result.tolerance is not None:
+        return f"allowed {result.tolerance:.0e}"
+    return f"by rounding alone {result.floor:.2e}"
+
+
+def _absolutely(names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"no gradient but rounding, so judged absolutely: {', '.join(names[:3])}{more}"]
+
+
+def _verdict(result: Verification) -> str:
+    times = f"{result.times_floor:.3g} times the floor"
+    if not result.passed:
+        return f"NOT the same training ({times} in {result.worst}): {result.hint}"
+    if result.tolerance is not None:
+        return f"the same training to the tolerance: {times} (the most in {result.worst})"
+    return f"the same training to rounding: {times} (allowed {result.limit:g}; the most in {result.worst})"

@@ -15,7 +15,7 @@ that differ in the last bit drift apart, and nothing notices until the run is lo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -23,10 +23,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.weak import WeakIdRef
 
 from evener.collectives.roll_call import RollCall
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+
+Key = Hashable
+"""Which tensor a call is about, for an all-reduce that remembers something of it until its next call.
+
+The same in every call for one tensor, another for every other. A tuple names the parts of a tensor, each of which is
+remembered as a part of one tensor at most: other buckets of the same parameters take the place of the former ones.
+"""
+
+
+def key_of(tensors: Iterable[Tensor]) -> tuple[Key, ...]:
+    """The key of a tensor whose parts belong to ``tensors``, as a bucket of gradients does to parameters.
+
+    It is who they are and not where they lie: memory that one gives back is soon another's. It does not keep them.
+    """
+    return tuple(WeakIdRef(tensor) for tensor in tensors)
 
 
 class Work(ABC):
@@ -58,9 +74,14 @@ class Done(Work):
         return None
 
     def future(self) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
-        future.set_result(self._tensor)
-        return future
+        return _kept(self._tensor)
+
+
+def _kept(tensor: Tensor) -> Future[Tensor]:
+    """A future that is done, for the streams of its tensor's device when the current one has come this far."""
+    future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
 
 
 class Promised(Work):
@@ -102,20 +123,39 @@ class NativeWork(Work):
 
 
 class After(Work):
-    """``work``, and then ``finish``, once: what makes the result of the sum."""
+    """``work``, and then ``finish``, once: what makes the result of the sum.
 
-    def __init__(self, work: Work, finish: Callable[[], Tensor]) -> None:
-        self._work, self._finish = work, finish
-        self._finished = False
+    Args:
+        work: The sum.
+        finish: Returns the tensor that was to be summed.
+        touched: What ``finish`` reads and writes. It may run on a stream of the future's own; memory that came from
+            another stream must not be given out again before that one is done with it.
+    """
+
+    def __init__(self, work: Work, finish: Callable[[], Tensor], touched: Sequence[Tensor]) -> None:
+        self._work, self._finish, self._touched = work, finish, touched
+        self._finished: Tensor | None = None
+        self._future: Future[Tensor] | None = None
 
     def wait(self) -> None:
-        self._work.wait()
-        if not self._finished:
-            self._finished = True
-            self._finish()
+        self._work.wait()  # first, as its errors are those of Python
+        if self._future is not None:
+            self._future.wait()
+        elif self._finished is None:
+            self._finished = self._finish_here()
 
     def future(self) -> Future[Tensor]:
-        return self._work.future().then(lambda _: self._finish())
+        if self._finished is not None:
+            return _kept(self._finished)
+        if self._future is None:
+            self._future = self._work.future().then(lambda _: self._finish_here())
+        return self._future
+
+    def _finish_here(self) -> Tensor:
+        for tensor in self._touched:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self._finish()
 
 
 def only(value: Tensor | list[Tensor]) -> Tensor:
@@ -147,6 +187,18 @@ class AllReduce(ABC):
         self.rank = dist.get_rank(resolved)
         self.world_size = dist.get_world_size(resolved)
         self.roll_call = RollCall(resolved)
+        self.note = ""
+        """Why it was made in place of another, if it was."""
+
+    @property
+    def words(self) -> str:
+        """What runs, for people and for the record of a run."""
+        return f"{self.name} ({self.note})" if self.note else self.name
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a call adds what an earlier one for the same tensor left out, and so wants a key."""
+        return False
 
     @property
     def exact(self) -> bool:
@@ -157,25 +209,30 @@ class AllReduce(ABC):
         """How long a tensor of ``nbytes`` is expected to take, the same on all ranks; None if that was not measured."""
         return None
 
-    def __call__(self, tensor: Tensor) -> Work:
+    def __call__(self, tensor: Tensor, key: Key = None) -> Work:
         """Starts to replace ``tensor`` by its sum over the ranks.
 
-        A tensor of any shape, dtype that torch can add, and number of elements (0 included). One that is
-        not contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collective.
+        Args:
+            tensor: Of any shape, dtype that torch can add, and number of elements (0 included). One that is not
+                contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collective.
+            key: Which tensor this is, for an all-reduce that ``remembers``; with None nothing of it is remembered.
         """
         if tensor.layout is not torch.strided:
             return NativeWork(tensor, start_native(tensor, self.group), self.roll_call)
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj():
-            return self.start(tensor)
+            return self.start_for(tensor, key)
         flat = tensor.contiguous().resolve_conj()
-        return After(self.start(flat), lambda: tensor.copy_(flat))
+        return After(self.start_for(flat, key), lambda: tensor.copy_(flat), (tensor, flat))
+
+    def start_for(self, tensor: Tensor, key: Key) -> Work:
+        """As ``start``; what an all-reduce overrides that remembers something, or hands the key on."""
+        return self.start(tensor)
 
     @abstractmethod
     def start(self, tensor: Tensor) -> Work:
-        """The one method to write: as ``__call__``, for a dense, contiguous tensor that needs no
-        gradient."""
+        """The one method to write: as ``__call__``, for a dense, contiguous tensor that needs no gradient."""
 
     def close(self) -> None:  # noqa: B027 (most own nothing)
         """Gives back what the all-reduce owns; closing twice does nothing."""

@@ -4,19 +4,22 @@ Each needs nothing of the all-reduce that it wraps but sums, so it works over ev
 promise: the same bits on all ranks. What is lost is lost on all ranks alike.
 
 With *error feedback* (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847) a rank remembers what it did not
-send of a tensor and adds it the next time, so that nothing is lost for good. The memory belongs to a place in memory:
-the buckets of DDP stay where they are, step after step. It is for gradients; do not sum a model's state through it.
+send of a tensor and adds it the next time, so that nothing is lost for good. Which tensor it is, the caller says with a
+key; without one nothing is remembered, and what a call leaves out is lost. It is for gradients; do not sum a model's
+state through it. The memory is no part of a checkpoint: a run that goes on starts with none, as does a training whose
+buckets are cut anew.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from evener.collectives.base import After, AllReduce, Work
+from evener.collectives.base import After, AllReduce, Key, Work
 from evener.errors import ConfigurationError
 
 _WIDE = (torch.float32, torch.float64)
@@ -35,13 +38,20 @@ class Compressed(AllReduce):
     def exact(self) -> bool:
         return False
 
+    @property
+    def words(self) -> str:
+        return f"{self.inner.words}, compressed: {self.name}"
+
     def start(self, tensor: Tensor) -> Work:
+        return self.start_for(tensor, None)
+
+    def start_for(self, tensor: Tensor, key: Key) -> Work:
         if tensor.dtype not in _WIDE or not tensor.numel():
             return self.inner(tensor)
-        return self.compress(tensor.view(-1))
+        return self.compress(tensor.view(-1), key)
 
     @abstractmethod
-    def compress(self, flat: Tensor) -> Work:
+    def compress(self, flat: Tensor, key: Key) -> Work:
         """The one method to write: replaces a float tensor of shape (n,), n > 0, by about its sum."""
 
     def close(self) -> None:
@@ -56,35 +66,69 @@ class Half(Compressed):
     below 6e-8; bfloat16 has the range of float32. No error feedback.
     """
 
-    name = "half"
-
     def __init__(self, inner: AllReduce, dtype: torch.dtype) -> None:
         super().__init__(inner)
+        self.name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         self._dtype = dtype
 
     def expected_seconds(self, nbytes: int) -> float | None:
         """Of float32, and without the time of rounding."""
         return self.inner.expected_seconds(nbytes // 2)
 
-    def compress(self, flat: Tensor) -> Work:
+    def compress(self, flat: Tensor, key: Key) -> Work:
         half = flat.to(self._dtype)
-        return After(self.inner(half), lambda: flat.copy_(half))
+        return After(self.inner(half), lambda: flat.copy_(half), (flat, half))
 
 
-class _Feedback:
-    """What was not sent of each tensor, by the place where the tensor lies."""
+class Feedback:
+    """What was not sent of each tensor, by its key; as many elements as the parts named in keys have, and no more."""
 
     def __init__(self) -> None:
-        self._left: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._left: dict[Key, Tensor] = {}
 
-    def of(self, flat: Tensor) -> Tensor:
-        key = (flat.data_ptr(), flat.numel(), flat.dtype)
-        if key not in self._left:
-            self._left[key] = torch.zeros_like(flat)
-        return self._left[key]
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def of(self, flat: Tensor, key: Key) -> Tensor:
+        """What is left of the tensor, like ``flat`` and to be changed in place: zeros where nothing is."""
+        if key is None:
+            return torch.zeros_like(flat)
+        left = self._left.get(key)
+        if left is None or (left.shape, left.dtype, left.device) != (flat.shape, flat.dtype, flat.device):
+            self._forget(_parts(key))
+            left = self._left[key] = torch.zeros_like(flat)
+        return left
+
+    def _forget(self, parts: set[Key]) -> None:
+        """Drops what shares a part with these, as after DDP has cut its buckets anew, and what has lost its owner."""
+        self._left = {
+            key: left
+            for key, left in self._left.items()
+            if parts.isdisjoint(_parts(key)) and not any(map(_is_gone, _parts(key)))
+        }
 
 
-class Int8(Compressed):
+def _parts(key: Key) -> set[Key]:
+    return set(key) if isinstance(key, tuple) else {key}
+
+
+def _is_gone(part: Key) -> bool:
+    return isinstance(part, weakref.ref) and part() is None
+
+
+class WithFeedback(Compressed):
+    """Adds to a tensor what it did not send of it before."""
+
+    def __init__(self, inner: AllReduce) -> None:
+        super().__init__(inner)
+        self.feedback = Feedback()
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+
+class Int8(WithFeedback):
     """One byte an element, and one float for each block of 256, with error feedback.
 
     First the ranks add up each block's largest magnitude, S. In units of S / (127 - world_size / 2) the rounded terms
@@ -102,10 +146,9 @@ class Int8(Compressed):
             raise ConfigurationError(
                 f"int8 cannot hold a sum over {self.world_size} ranks (252 at most): use bf16"
             )
-        self._feedback = _Feedback()
 
-    def compress(self, flat: Tensor) -> Work:
-        left = self._feedback.of(flat)
+    def compress(self, flat: Tensor, key: Key) -> Work:
+        left = self.feedback.of(flat, key)
         left += flat
         blocks = _blocks(left)
         largest = blocks.abs().amax(dim=1).float()
@@ -114,7 +157,11 @@ class Int8(Compressed):
         levels = (blocks / unit).nan_to_num_(0, 0, 0).round_().clamp_(-self._most, self._most).to(torch.int8)
         left -= (levels * unit).view(-1)[: flat.numel()]
         left.nan_to_num_(0, 0, 0)  # the result is not finite either; the next step starts afresh
-        return After(self.inner(levels), lambda: flat.copy_((levels * unit).view(-1)[: flat.numel()]))
+
+        def scale() -> Tensor:
+            return flat.copy_((levels * unit).view(-1)[: flat.numel()])
+
+        return After(self.inner(levels), scale, (flat, levels, unit))
 
 
 def _blocks(flat: Tensor) -> Tensor:
@@ -123,7 +170,7 @@ def _blocks(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, _BLOCK)
 
 
-class TopK(Compressed):
+class TopK(WithFeedback):
     """The ``ratio`` of elements of largest magnitude of each rank, with error feedback.
 
     The ranks' choices differ, so all are gathered, ``8 * ratio * world_size`` bytes an element, and each rank adds them
@@ -140,10 +187,9 @@ class TopK(Compressed):
         if not 0 < ratio <= 1:
             raise ConfigurationError(f"top-k sends a ratio of the elements above 0 and up to 1, not {ratio}")
         self._ratio = ratio
-        self._feedback = _Feedback()
 
-    def compress(self, flat: Tensor) -> Work:
-        left = self._feedback.of(flat)
+    def compress(self, flat: Tensor, key: Key) -> Work:
+        left = self.feedback.of(flat, key)
         left += flat
         count = max(1, round(self._ratio * flat.numel()))
         chosen = left.abs().topk(count, sorted=False).indices
@@ -162,4 +208,4 @@ class TopK(Compressed):
                 flat.index_add_(0, where.long(), row)
             return flat
 
-        return After(second, add_up)
+        return After(second, add_up, (flat, values, narrow))

@@ -1,30 +1,33 @@
 """The all-reduces by the names that a command line takes: a new one is a new file and an entry here.
 
-A user's own is named ``package.module:make``, a function (or class) that is called as those here are.
+A user's own is named ``package.module:make``: a class of :class:`AllReduce`, or a function that returns one. It is
+called with ``group``, the process group of the ranks that take part, and ``timeout_seconds``, the longest wait for a
+rank, of which it names those that it wants.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from evener.collectives.algorithm import Topology
-from evener.collectives.algorithms import ALGORITHMS, usable_on
-from evener.collectives.auto import measured
+from evener import plugins
+from evener.calling import called_with
 from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce
+from evener.collectives.choose.auto import measured
+from evener.collectives.choose.measure import device_of
 from evener.collectives.compress import Half, Int8, TopK
-from evener.collectives.executor import SEGMENT_NBYTES, Scheduled
-from evener.collectives.host import hosts_of
-from evener.collectives.measure import device_of
+from evener.collectives.execute.executor import SEGMENT_NBYTES, Scheduled
 from evener.collectives.native import Native
-from evener.collectives.shared_memory import SharedMemory
-from evener.collectives.two_level import MakeAllReduce, two_level
+from evener.collectives.schedules.algorithms import ALGORITHMS, usable_on
+from evener.collectives.schedules.schedule import Topology
+from evener.collectives.shared_memory.all_reduce import SharedMemory
+from evener.collectives.shared_memory.two_level import MakeAllReduce, two_level
 from evener.errors import ConfigurationError
+from evener.runtime.hosts import all_gather, hosts_of
 
 _TREE_NBYTES = 512 * 1024
 
@@ -53,14 +56,36 @@ def _two_level(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
 
 
 def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
-    """The shared memory that ranks of a host have, or else what the messages of a backend can do."""
+    """The fastest of shared memory, where the ranks have it, and of what the messages of a backend can do."""
     topology = Topology(hosts_of(group))
     names = ["native", *(name for name in ("ring", "tree", "halving") if name in usable_on(topology))]
     if device_of(group).type == "cpu":
         names.append("two-level" if len(topology.hosts) > 1 else "shared-memory")
-    return measured(
-        {name: ALL_REDUCES[name](group, timeout_seconds) for name in names}, group, timeout_seconds
-    )
+    made, refused = make_all(names, group, timeout_seconds)
+    chosen = measured(made, group, timeout_seconds)
+    chosen.note = "; ".join(f"without {name}: {reason}" for name, reason in refused.items())
+    return chosen
+
+
+def make_all(
+    names: Iterable[str], group: dist.ProcessGroup, timeout_seconds: float
+) -> tuple[dict[str, AllReduce], dict[str, str]]:
+    """Those of the all-reduces that can be made on every rank, and why the others cannot. A collective call."""
+    made: dict[str, AllReduce] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            each, reason = find(name)(group, timeout_seconds), None
+        except ConfigurationError as error:
+            each, reason = None, str(error)
+        reasons = [text for text in all_gather(reason, group) if text]
+        if each is not None and not reasons:
+            made[name] = each
+            continue
+        refused[name] = "; ".join(dict.fromkeys(reasons))
+        if each is not None:
+            each.close()
+    return made, refused
 
 
 ALL_REDUCES: Mapping[str, MakeAllReduce] = MappingProxyType(
@@ -116,24 +141,36 @@ def find(name: str) -> MakeAllReduce:
     """
     if name in ALL_REDUCES:
         return ALL_REDUCES[name]
-    module_name, _, function_name = name.partition(":")
+    found = plugins.find(name, "all-reduce", "function or class", callable, known=ALL_REDUCES)
+    return partial(make_own, found, name)
+
+
+def make_own(
+    function: Callable[..., object], name: str, group: dist.ProcessGroup, timeout_seconds: float
+) -> AllReduce:
+    """The all-reduce of the user's ``function``, which errors call ``name``.
+
+    Raises:
+        ConfigurationError: It needs other arguments, or makes no all-reduce.
+    """
     try:
-        found = getattr(importlib.import_module(module_name), function_name, None) if function_name else None
-    except (ModuleNotFoundError, ValueError):
-        found = None
-    if not callable(found):
+        made = called_with(function, {"group": group, "timeout_seconds": timeout_seconds})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"all-reduce {name!r}: {error}") from error
+    if not isinstance(made, AllReduce):
         raise ConfigurationError(
-            f"there is no all-reduce {name!r}; there are {', '.join(ALL_REDUCES)}, or package.module:make of your own"
+            f"all-reduce {name!r} returned a {type(made).__name__}, not an evener.collectives.base.AllReduce"
         )
-    own: MakeAllReduce = found
-    return own
+    return made
 
 
 def default(group: dist.ProcessGroup, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> AllReduce:
     """Shared memory for CPU ranks of one host where it works, and what the backend has for all others."""
-    if device_of(group).type == "cpu" and len(hosts_of(group)) == 1:
-        try:
-            return SharedMemory(group, timeout_seconds)
-        except ConfigurationError:  # raised on every rank alike
-            pass
-    return Native(group, timeout_seconds)
+    if device_of(group).type != "cpu" or len(hosts_of(group)) > 1:
+        return Native(group, timeout_seconds)
+    try:
+        return SharedMemory(group, timeout_seconds)
+    except ConfigurationError as error:  # raised on every rank alike
+        native = Native(group, timeout_seconds)
+        native.note = str(error)
+        return native

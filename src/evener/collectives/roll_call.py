@@ -16,10 +16,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import Store
 
+from evener.borrowed.default_store import default_store
 from evener.errors import EvenerError, RankError, RankTimeoutError
+from evener.runtime.watchdog import absent, standings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,28 +52,29 @@ class RollCall:
         if any(sign in str(error).lower() for sign in _DEPARTED):
             return RankError(
                 f"an all-reduce of ranks {self._ranks} broke off: {who}; see what that rank said first. "
-                f"The backend said: {error}"
+                f"The backend said: {error}{standings()}"
             )
         return RankTimeoutError(
             f"an all-reduce of ranks {self._ranks} ended without {who}: dead, stopped, or busy elsewhere. "
-            f"The backend said: {error}"
+            f"The backend said: {error}{standings()}"
         )
 
     def missing(self) -> list[int] | None:
         """Global ranks that have not signed within the grace period; None if the store does not answer."""
         try:
-            return self._missing(_get_default_store())
+            return self._missing(default_store())
         except (RuntimeError, ValueError):
             return None
 
     def _missing(self, store: Store) -> list[int]:
         store.set(self._sign(dist.get_rank()), "here")
         deadline = time.monotonic() + self._grace_seconds
-        while True:
-            absent = [rank for rank in self._ranks if not store.check([self._sign(rank)])]
-            if not absent or time.monotonic() > deadline:
-                return absent
+        signs = {self._sign(rank): rank for rank in self._ranks}
+        while not store.check(list(signs)):  # one question, however many ranks there are
+            if time.monotonic() > deadline:
+                return [signs[sign] for sign in absent(store, list(signs))]
             time.sleep(0.05)
+        return []
 
     def _sign(self, rank: int) -> str:
         return f"{self._key}/{rank}"

@@ -63,10 +63,13 @@ class Batch:
     """At least one, and as many on every rank."""
     last: bool
     """Whether it is the last of its epoch."""
+    on_host: Batch | None = None
+    """The same in the host's memory, where it was copied from there to a device."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same with every micro-batch on ``device``."""
-        return self.map(lambda leaf: move(leaf, device, non_blocking))
+        moved = self.map(lambda leaf: move(leaf, device, non_blocking))
+        return dataclasses.replace(moved, on_host=self)
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
         """The same with ``function`` applied to every leaf of all micro-batches."""
@@ -81,8 +84,7 @@ def move(leaf: Any, device: torch.device | str, non_blocking: bool = False) -> A
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to all that is not a tuple, list, mapping or dataclass; types are
-    kept.
+    """``tree``, its types kept, with ``function`` applied to all that is not a tuple, list, mapping or dataclass.
 
     An object with a ``to`` of its own is a leaf, whatever else it is.
     """

@@ -2,17 +2,16 @@
 
 PyTorch's own ``default_collate`` does the work. Two of its habits are changed: a tuple stays a tuple (it
 would become a list, and a model's positional arguments could no longer be told from a list that is one
-argument), and ``None`` stays ``None``. A collate function of the user replaces it and receives the list of
-items, whatever they are.
+argument), and ``None`` stays ``None``. An item is a pair, or a dict with ``labels``. A collate
+function of the user replaces it and receives the list of items, whatever they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
-
+from evener.borrowed.collate import collate, default_collate_fn_map
 from evener.data.batch import like_sequence
 from evener.errors import DataError
 
@@ -24,6 +23,9 @@ _SEQUENCES = (tuple, list)
 def collate_pairs(items: list[Any], samples: Sequence[int], name: str) -> tuple[Any, Any]:
     """Stack items that are pairs ``(inputs, targets)``, the samples along a new dimension 0.
 
+    An item that is a mapping with ``labels`` or ``label``, as Hugging Face's are, is the pair of what else it holds and
+    these.
+
     Args:
         items: What the data set gave, ``n`` items.
         samples: Their ids, for the error.
@@ -34,14 +36,15 @@ def collate_pairs(items: list[Any], samples: Sequence[int], name: str) -> tuple[
     """
     if len(items) != len(samples):
         raise DataError(f"the {name} gave {len(items)} items for {len(samples)} samples; give one for each")
-    for place, item in enumerate(items):
-        if not (isinstance(item, _SEQUENCES) and len(item) == 2):
+    pairs = [pair_of(item) for item in items]
+    for place, (item, pair) in enumerate(zip(items, pairs, strict=True)):
+        if pair is None:
             raise DataError(
                 f"sample {samples[place]} of the {name} is {describe(item)}, not a pair (inputs, targets); "
-                "let the data set return (inputs, targets), or give the task a collate function "
-                "that makes such a pair of a list of items"
+                "let the data set return (inputs, targets), or a dict with 'labels', or give the task a collate "
+                "function that makes such a pair of a list of items"
             )
-    inputs, targets = zip(*items, strict=True)
+    inputs, targets = zip(*(pair for pair in pairs if pair is not None), strict=True)
     try:
         return _stack(inputs), _stack(targets)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
@@ -58,17 +61,40 @@ def collate_with(function: Collate, items: list[Any], samples: Sequence[int], na
         DataError: If that is not a pair.
     """
     result = function(items)
-    if not (isinstance(result, _SEQUENCES) and len(result) == 2):
+    pair = pair_of(result)
+    if pair is None:
         raise DataError(
             f"the collate function made {describe(result)} of samples {preview(samples)} of the {name}, "
-            "not a pair (inputs, targets); let it return (inputs, targets)"
+            "not a pair (inputs, targets); let it return (inputs, targets), or a dict with 'labels'"
         )
-    return result[0], result[1]
+    return pair
+
+
+def pair_of(item: Any) -> tuple[Any, Any] | None:
+    """``(inputs, targets)``; None if it is no such pair.
+
+    A mapping with ``labels`` or ``label`` is one: the rest of it, as a dict, are the inputs.
+    """
+    if isinstance(item, _SEQUENCES) and len(item) == 2:
+        return item[0], item[1]
+    key = labels_key(item)
+    if key is None:
+        return None
+    return {name: value for name, value in item.items() if name != key}, item[key]
+
+
+def labels_key(item: Any) -> str | None:
+    """Under what a mapping holds its targets, besides other things; None if it does not, or is no mapping."""
+    if not isinstance(item, Mapping) or len(item) < 2:
+        return None
+    return next((key for key in ("labels", "label") if key in item), None)
 
 
 def describe(item: Any) -> str:
     """The type of ``item``, with an article and what tells it from a pair."""
     kind = type(item).__name__
+    if isinstance(item, Mapping):
+        return f"a {kind} with {', '.join(map(str, list(item)[:8])) or 'nothing'}"
     if isinstance(item, _SEQUENCES):
         return f"a {kind} of length {len(item)}"
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from evener.data.batch import map_leaves
-from evener.data.collate import describe
+from evener.data.collate import describe, labels_key, pair_of
 from evener.data.division import by_weights
 from evener.data.fetch import Gather, gatherer
 from evener.errors import ConfigurationError, DataError
@@ -84,6 +84,9 @@ class _Cut:
 
     def item(self, item: Any) -> Any:
         """A pair of which the inputs are cut; what is no pair is left to the collate function to refuse."""
+        key, pair = labels_key(item), pair_of(item)
+        if key is not None and pair is not None:
+            return {**self.inputs(pair[0]), key: pair[1]}
         if not (isinstance(item, tuple | list) and len(item) == 2):
             return item
         return self.inputs(item[0]), item[1]

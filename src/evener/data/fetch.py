@@ -21,6 +21,7 @@ from evener.data.batch import map_leaves
 from evener.data.collate import Collate, collate_pairs, collate_with, preview
 from evener.data.order import Ids
 from evener.errors import DataError, InterruptedRunError
+from evener.placement import asks_for_device, way_out
 
 Gather = Callable[[Tensor], tuple[Any, Any]]
 
@@ -92,6 +93,8 @@ def failure(error: Exception, doing: str) -> Failure:
         raise error
     if isinstance(error, DataError):
         return Failure(str(error))
+    if asks_for_device(error):
+        return Failure(f"{doing} failed: {way_out('the data set', error)}")
     trace = "".join(traceback.format_exception(error))
     return Failure(f"{doing} failed: {type(error).__name__}: {error}\n{trace}")
 

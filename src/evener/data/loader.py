@@ -2,7 +2,7 @@
 
 ::
 
-    plans ──▶ requests ──▶ Workers (PyTorch's DataLoader) ──▶ Batch ──▶ Transfer ──▶ training step
+    plans ──▶ requests ──▶ Workers (PyTorch's DataLoader) ──▶ Batch ──▶ Delivery ──▶ training step
       ▲ shares(step, size)      read ahead, across epochs              to the device
 
 One DataLoader serves all epochs, so that workers live on and read ahead past the end of an epoch. The shares
@@ -26,19 +26,18 @@ from torch.utils.data import IterableDataset
 
 from evener.data.batch import Batch
 from evener.data.collate import Collate
+from evener.data.delivery import Batches, delivery_to
 from evener.data.fetch import Fetch
 from evener.data.order import Ids, Order
 from evener.data.parts import Parts, part_plans
 from evener.data.plan import Cut, Plan, Shares, equal_shares, plans
 from evener.data.stream import Agree, Stream
-from evener.data.transfer import Batches, transfer_to
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
 
 
 class Loader(Iterator[Batch]):
-    """An iterator over this rank's part of every global batch. Read it once; close it, or use it in a
-    ``with``.
+    """An iterator over this rank's part of every global batch. Read it once; close it, or use it in a ``with``.
 
     Evaluation is the same with an unshuffled order and one epoch: each sample is handed to one rank, once.
 
@@ -47,9 +46,8 @@ class Loader(Iterator[Batch]):
         order: The order of a map-style data set; ``None`` for as it stands. Iterable ones have none.
         batch_size: Samples over all ranks in one step.
         rank: Of ``world_size``.
-        shares: ``shares(step, size)``, called once for each global batch, in order, when it is drawn. Must
-        give
-            the same on every rank. Equal ones if ``None``.
+        shares: ``shares(step, size)``, called once for each global batch, in order, when it is drawn. Must give the
+            same on every rank. Equal ones if ``None``.
         micro_batch: Samples over all ranks in one micro-batch; ``None`` for the whole batch at once.
         collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for PyTorch's default.
         workers: Processes that read.
@@ -102,7 +100,7 @@ class Loader(Iterator[Batch]):
         pool = Workers(
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
         )
-        transfer = transfer_to(device)
+        delivery = delivery_to(device)
         self.steps: int | None
         """Global batches from the start to the end of the last epoch; ``None`` if that cannot be known."""
         self.lookahead: int
@@ -110,7 +108,7 @@ class Loader(Iterator[Batch]):
         if isinstance(dataset, IterableDataset):
             stream = Stream(dataset, cut, _agreement(agree, world_size), pool, collate, name)
             batches = stream.batches(epochs, start, first_step)
-            self.steps, self.lookahead = None, 1 + transfer.ahead
+            self.steps, self.lookahead = None, 1 + delivery.ahead
         else:
             order = _checked(order, dataset, name)
             whole = order if parts is None else parts.whole
@@ -121,8 +119,8 @@ class Loader(Iterator[Batch]):
                 else part_plans(parts, order, cut, epochs, start)
             )
             batches = _read(drawn, Fetch(dataset, collate, name), pool)
-            self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + transfer.ahead
-        self._batches = transfer(batches)
+            self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + delivery.ahead
+        self._batches = delivery(batches)
 
     def __next__(self) -> Batch:
         return next(self._batches)
@@ -150,12 +148,12 @@ def _read(drawn: Iterator[Plan], fetch: Fetch, workers: Workers) -> Batches:
     def requests() -> Iterator[Ids]:
         for plan in drawn:
             pending.append(plan)
-            yield from (ids for ids, _ in plan.parts)
+            yield from (ids for ids, _ in plan.reads)
 
     with closing(workers.read(fetch, requests())) as values:
         for first in values:
             plan = pending.popleft()
-            yield plan.batch([first, *islice(values, len(plan.parts) - 1)])
+            yield plan.batch([first, *islice(values, len(plan.reads) - 1)])
 
 
 def _checked(order: Order | None, dataset: Any, name: str) -> Order:

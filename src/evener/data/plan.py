@@ -66,16 +66,16 @@ class Plan:
     size: int
     shares: tuple[int, ...]
     last: bool
-    parts: list[tuple[Ids, int]]
+    reads: list[tuple[Ids, int]]
     """For each micro-batch the sample ids to read, and their weight."""
     offset: int = 0
     """What is added to the ids that were read, so that samples of different parts differ."""
 
     def batch(self, values: list[Fetched]) -> Batch:
-        """The batch of what was read for ``parts``."""
+        """The batch of what was read for ``reads``."""
         micro_batches = [
             MicroBatch(value.inputs, value.targets, self._samples(ids), weight)
-            for value, (ids, weight) in zip(values, self.parts, strict=True)
+            for value, (ids, weight) in zip(values, self.reads, strict=True)
         ]
         return Batch(self.epoch, self.index, self.position, self.size, self.shares, micro_batches, self.last)
 
@@ -86,8 +86,7 @@ class Plan:
 def plans(
     order: Order, cut: Cut, epochs: int, start: tuple[int, int] = (0, 0), first_step: int = 0
 ) -> Iterator[Plan]:
-    """The plan of every global batch from ``start``, an epoch and a position in it, to the end of the last
-    epoch.
+    """The plan of every global batch from ``start``, an epoch and a position in it, to the end of the last epoch.
 
     The index of a batch that starts between the positions where batches usually start is rounded down.
     """
@@ -95,9 +94,9 @@ def plans(
     for epoch in range(start[0], epochs):
         for begin, end in order.batches(cut.batch_size, start[1] if epoch == start[0] else 0):
             shares = cut.draw(step, end - begin)
-            parts = _parts(order.ids(epoch, begin, end), cut.table(end - begin, shares), cut.rank)
+            reads = _reads(order.ids(epoch, begin, end), cut.table(end - begin, shares), cut.rank)
             index = begin // cut.batch_size
-            yield Plan(epoch, index, begin, end - begin, shares, end == order.size, parts)
+            yield Plan(epoch, index, begin, end - begin, shares, end == order.size, reads)
             step += 1
 
 
@@ -111,11 +110,11 @@ def equal_shares(world_size: int) -> Shares:
     return lambda step, size: divided(size)
 
 
-def _parts(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
+def _reads(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
     """This rank's slice of each micro-batch; the first sample of all stands in for an empty one."""
-    parts = []
+    reads = []
     for row in table:
         mine = row[rank]
         first = row[0].start
-        parts.append((ids[mine.start : mine.stop], 1) if mine else (ids[first : first + 1], 0))
-    return parts
+        reads.append((ids[mine.start : mine.stop], 1) if mine else (ids[first : first + 1], 0))
+    return reads

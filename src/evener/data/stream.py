@@ -7,12 +7,10 @@ only message of the loader.
 
 Limits, beside the missing order:
 
-- A data set with a method ``shard(index, count)`` is asked for its part, and may use any number of workers.
-Of others,
+- A data set with a method ``shard(index, count)`` is asked for its part, and may use any number of workers. Of others,
   rank ``r`` keeps items ``r, r + world_size, ...`` and skips the rest; they are read by at most one worker,
   since a data set that divides itself among workers cannot be told from one that does not.
-- A rank that runs dry gets placeholders until all are dry. The epoch ends with the first batch for which no
-rank has a
+- A rank that runs dry gets placeholders until all are dry. The epoch ends with the first batch for which no rank has a
   sample; a rank whose share is zero then keeps what it has left.
 - A resume skips: each rank drops an equal share of the samples that came before.
 - Workers are started anew in every epoch, and collating is done in the main process.
@@ -162,10 +160,10 @@ class Stream:
         items = iter(taken)
         table = self.cut.table(sum(sizes), sizes)
         mine = [list(islice(items, len(row[self.cut.rank]))) for row in table]
-        parts = [(self._ids(part or [spare]), int(len(part) > 0)) for part in mine]
+        reads = [(self._ids(part or [spare]), int(len(part) > 0)) for part in mine]
         values = [self._joined(part or [spare]) for part in mine]
         index = position // self.cut.batch_size
-        return Plan(epoch, index, position, sum(sizes), sizes, False, parts).batch(values)
+        return Plan(epoch, index, position, sum(sizes), sizes, False, reads).batch(values)
 
     def _ids(self, part: list[tuple[int, Any]]) -> Any:
         """The place of each item in the whole data set, if its shards alternate."""

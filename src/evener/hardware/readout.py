@@ -6,10 +6,13 @@ and read where it is needed: it then waits for the number alone, while what was 
     loss = read(total)         # queued behind the forward pass
     total.backward()           # queued
     loss.value()               # waits for the forward pass only
+
+How a kind of device is read stands in ``READERS``: a stand-in for a GPU, which has no numbers at all, brings its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,37 +20,90 @@ from torch import Tensor
 
 
 class Readout(Protocol):
-    """A number on its way."""
+    """Numbers on their way."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The numbers where they were computed."""
 
     def value(self) -> float:
-        """The number; waits until it has been computed."""
+        """The number, if it is one; waits until it has been computed."""
+
+    def values(self) -> list[float]:
+        """All of them, flat; waits until they have been computed."""
 
 
-class _Here:
-    """A number of the host."""
+class Here:
+    """Numbers of the host."""
 
-    def __init__(self, number: float | Tensor) -> None:
-        self._number = number
+    def __init__(self, numbers: float | Tensor) -> None:
+        self._numbers = numbers
+
+    @property
+    def tensor(self) -> Tensor:
+        return _tensor(self._numbers)
 
     def value(self) -> float:
-        return float(self._number)
+        return float(self._numbers)
+
+    def values(self) -> list[float]:
+        return [float(number) for number in self.tensor.flatten().tolist()]
 
 
-class _OnTheWay:
-    """A number that is copied from a CUDA device to pinned memory."""
+class OnTheWay:
+    """Numbers that are copied from a CUDA device to pinned memory."""
 
-    def __init__(self, number: Tensor) -> None:
-        self._copy = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
-        self._copy.copy_(number.detach(), non_blocking=True)
-        self._copied = torch.cuda.current_stream(number.device).record_event()
+    def __init__(self, numbers: Tensor) -> None:
+        self.tensor = numbers
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._copy.copy_(numbers, non_blocking=True)
+        self._copied = torch.cuda.current_stream(numbers.device).record_event()
 
     def value(self) -> float:
         self._copied.synchronize()
         return float(self._copy)
 
+    def values(self) -> list[float]:
+        self._copied.synchronize()
+        return [float(number) for number in self._copy.flatten().tolist()]
 
-def read(number: float | Tensor) -> Readout:
-    """Starts to read a number or a tensor of one element."""
-    if isinstance(number, Tensor) and number.device.type == "cuda":
-        return _OnTheWay(number)
-    return _Here(number.detach() if isinstance(number, Tensor) else number)
+
+class Later:
+    """A number of the host that is worked out when it is asked for, once."""
+
+    def __init__(self, number: Callable[[], float]) -> None:
+        self._number = number
+        self._found: float | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        return _tensor(self.value())
+
+    def value(self) -> float:
+        if self._found is None:
+            self._found = self._number()
+        return self._found
+
+    def values(self) -> list[float]:
+        return [self.value()]
+
+
+def _tensor(numbers: float | Tensor) -> Tensor:
+    """Python's numbers have 53 bits, of which PyTorch's default type keeps 24."""
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.float64)
+
+
+READERS: dict[str, Callable[[Tensor], Readout]] = {"cpu": Here, "cuda": OnTheWay}
+"""By type of device; of any other a number is read when it is asked for."""
+
+
+def read(numbers: float | Tensor) -> Readout:
+    """Starts to read a number or a tensor of numbers."""
+    if not isinstance(numbers, Tensor):
+        return Here(numbers)
+    return READERS.get(numbers.device.type, Here)(numbers.detach())
+
+
+def is_late(device: torch.device) -> bool:
+    """Whether the host runs ahead of the device, so that the results of a step come after its end."""
+    return device.type != "cpu"

@@ -20,9 +20,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Self
 
 import torch
+
+from evener.hardware.readout import Here, Later, Readout
 
 _running: Stopwatch | None = None
 
@@ -49,8 +52,19 @@ class Stopwatch(ABC):
         """Waiting has ended."""
 
     @abstractmethod
+    def taken(self) -> Readout:
+        """Time from start to the last mark without the pauses between, in seconds; 0 before the first mark.
+
+        It stays what it is when the stopwatch starts anew, and can be read then without waiting for a device.
+        """
+
+    @abstractmethod
+    def whole(self) -> Readout:
+        """Time from start to now, pauses included, in seconds; to be read as ``taken``."""
+
     def seconds(self) -> float:
-        """Time from start to the last mark without the pauses between; 0 before the first mark."""
+        """``taken()``, read at once."""
+        return self.taken().value()
 
     def __enter__(self) -> Self:
         global _running
@@ -72,10 +86,11 @@ class HostStopwatch(Stopwatch):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._began = self._paused = self._seconds = 0.0
+        self._started = self._began = self._paused = self._seconds = 0.0
 
     def start(self) -> None:
-        self._began, self._seconds = self._clock(), 0.0
+        self._started = self._began = self._clock()
+        self._seconds = 0.0
 
     def mark(self) -> None:
         self._seconds = self._clock() - self._began
@@ -86,8 +101,11 @@ class HostStopwatch(Stopwatch):
     def resume(self) -> None:
         self._began += self._clock() - self._paused
 
-    def seconds(self) -> float:
-        return self._seconds
+    def taken(self) -> Readout:
+        return Here(self._seconds)
+
+    def whole(self) -> Readout:
+        return Here(self._clock() - self._started)
 
 
 class CudaStopwatch(Stopwatch):
@@ -99,7 +117,7 @@ class CudaStopwatch(Stopwatch):
     def start(self) -> None:
         self._began = _event()
         self._marked: torch.cuda.Event | None = None
-        self._pauses: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pauses: list[Pause] = []
         self._counted = 0
 
     def mark(self) -> None:
@@ -111,13 +129,24 @@ class CudaStopwatch(Stopwatch):
     def resume(self) -> None:
         self._pauses.append((self._paused, _event()))
 
-    def seconds(self) -> float:
-        """As above; waits until the device has passed the last mark."""
+    def taken(self) -> Readout:
+        """As above; reading it waits until the device has passed the last mark."""
         if self._marked is None:
-            return 0.0
-        self._marked.synchronize()
-        paused = sum(begin.elapsed_time(end) for begin, end in self._pauses[: self._counted])
-        return float(self._began.elapsed_time(self._marked) - paused) / 1e3
+            return Here(0.0)
+        return Later(partial(_elapsed_seconds, self._began, self._marked, self._pauses[: self._counted]))
+
+    def whole(self) -> Readout:
+        """As above; the device comes to the end of it after it has waited for what other ranks send."""
+        return Later(partial(_elapsed_seconds, self._began, _event(), []))
+
+
+Pause = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def _elapsed_seconds(began: torch.cuda.Event, marked: torch.cuda.Event, pauses: list[Pause]) -> float:
+    marked.synchronize()
+    paused = sum(begin.elapsed_time(end) for begin, end in pauses)
+    return float(began.elapsed_time(marked) - paused) / 1e3
 
 
 def _event() -> torch.cuda.Event:
@@ -126,9 +155,13 @@ def _event() -> torch.cuda.Event:
     return event
 
 
+STOPWATCHES: dict[str, Callable[[], Stopwatch]] = {"cuda": CudaStopwatch}
+"""By type of device; for any other the host measures."""
+
+
 def stopwatch(device: torch.device) -> Stopwatch:
     """The stopwatch for a kind of device."""
-    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+    return STOPWATCHES.get(device.type, HostStopwatch)()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evener.nn.batch_norm import BatchNorm, exact_batch_norm
-from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, name_dropouts
+from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "FeatureParallelLinear",
     "divide_features",
     "exact_batch_norm",
+    "exact_dropout",
     "name_dropouts",
 ]

@@ -20,6 +20,7 @@ Gradients of γ and β are the rank's own sums: the exchange of gradients adds t
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, TypeVar
 
@@ -29,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
+from evener.hardware.readout import is_late
 from evener.hardware.stopwatch import waiting
 from evener.nn.scope import current
 
@@ -51,11 +53,12 @@ class _Ranks:
         return _Ranks, ()
 
 
-class BatchNorm(_BatchNorm):
+class BatchNorm(AnyBatchNorm):
     """Batch normalization by the statistics of the micro-batch over all ranks of a group.
 
     Input is (N, C, ...) with any N, also 0, on each rank. Made from a module of ``torch.nn`` by
-    :func:`exact_batch_norm`; without a group of several ranks it computes what that module did. With batch
+    :func:`exact_batch_norm`; without a group of several ranks it computes what that module did, which on a GPU
+    makes the host wait in each step for cumulative averages (``momentum=None``); with one it does not. With batch
     statistics (training, or without running statistics) all ranks of the group must call it, those without
     samples on a placeholder in a scope of weight 0.
     """
@@ -67,7 +70,12 @@ class BatchNorm(_BatchNorm):
         group = self._ranks.group
         of_batch = self.training or self.running_mean is None
         if group is None or group.size() == 1 or not of_batch:
-            return _BatchNorm.forward(self, input)
+            return AnyBatchNorm.forward(self, input)
+        output: Tensor = self._over_ranks(input, group)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+    def _over_ranks(self, input: Tensor, group: ProcessGroup) -> Tensor:
         scope = current()
         counts = scope is None or scope.weight > 0
         statistics = _gather_statistics(input.detach(), counts, group)
@@ -83,10 +91,11 @@ class BatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        # Cumulative averages weigh by a number of the device, where it stays: the host would have to wait for it.
+        momentum = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.double()
         unbiased = variance * (count / (count - 1))
-        self.running_mean.mul_(1 - momentum).add_(mean.to(self.running_mean.dtype), alpha=momentum)
-        self.running_var.mul_(1 - momentum).add_(unbiased.to(self.running_var.dtype), alpha=momentum)
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.mul_(1 - momentum).add_((new * momentum).to(running.dtype))
 
 
 class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
@@ -134,7 +143,7 @@ def exact_batch_norm(model: M, group: ProcessGroup | None) -> M:
     """
     ranks = _Ranks(group)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, _BatchNorm):
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, AnyBatchNorm):
             raise ConfigurationError(
                 f"{name or 'the model'} is a {type(module).__name__} that has seen no input yet; call the"
                 " model once on a sample before handing it over, or use a BatchNorm with num_features"
@@ -143,7 +152,7 @@ def exact_batch_norm(model: M, group: ProcessGroup | None) -> M:
             module.__class__ = _CLASSES[type(module)]
         if isinstance(module, BatchNorm):
             module._ranks = ranks
-        elif isinstance(module, _BatchNorm):
+        elif isinstance(module, AnyBatchNorm):
             warnings.warn(
                 f"{name or 'the model'} is a {type(module).__name__}, which is not one of torch.nn's"
                 " BatchNorm modules: its statistics stay those of each rank's own samples",
@@ -165,14 +174,26 @@ def _gather_statistics(x: Tensor, counts: bool, group: ProcessGroup) -> tuple[Te
         message[1 : channels + 1] = mean
         message[channels + 1 :] = variance.double() * n
     count, mean, squares = _combine(_all_gather(message, group))
-    # If the total is at most one then so is every rank's n: all raise, and a rank with more need not wait for
-    # its device to tell.
-    if n <= 1 and count.item() <= 1:
+    # If the total is at most one then so is every rank's n: all find it.
+    variance = squares / count if n > 1 else _checked(squares / count, count, x, group)
+    return count, mean, variance
+
+
+def _checked(variance: Tensor, count: Tensor, x: Tensor, group: ProcessGroup) -> Tensor:
+    """The variance of more than one value. Of fewer it is not a number where the host may not wait for the count, as
+    on a GPU: nor is the loss of the step then, which ends the run before anything of it is saved.
+
+    Raises:
+        ValueError: If there are fewer and the count is at hand.
+    """
+    if is_late(count.device):
+        return variance.masked_fill(count <= 1, math.nan)
+    if count.item() <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(count)} over {group.size()}"
             f" ranks (input of size {tuple(x.shape)} here)"
         )
-    return count, mean, squares / count
+    return variance
 
 
 def _combine(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,13 +16,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
+from evener.borrowed.layers import AnyDropout
 from evener.errors import ConfigurationError
+from evener.hardware.sending import send
+from evener.nn.names import clean_name
 from evener.nn.scope import Scope, current
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,45 +56,56 @@ class Dropout(nn.Dropout):
     """The qualified name of the module in its model, by which masks of different layers differ
     (:func:`name_dropouts`).
     """
+    batch_dim: int = 0
 
     def __init__(self, p: float = 0.5, inplace: bool = False, batch_dim: int = 0) -> None:
         super().__init__(p, inplace)
         self.batch_dim = batch_dim
 
     def forward(self, input: Tensor) -> Tensor:
-        scope = current()
-        if scope is None or not self.training or self.p in (0, 1):
+        if not self.training or self.p in (0, 1):
             return super().forward(input)
-        factor = self._factor(input.movedim(self.batch_dim, 0), scope).movedim(0, self.batch_dim)
-        return input.mul_(factor) if self.inplace else input * factor
+        if torch.compiler.is_compiling():
+            return self._compiled(input)
+        scope = current()
+        return self._torchs(input) if scope is None else self._exact(input, scope)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, batch_dim={self.batch_dim}"
 
+    def _torchs(self, input: Tensor) -> Tensor:
+        """What the module of ``torch.nn`` computes in training."""
+        return F.dropout(input, self.p, True, self.inplace)
+
+    def _exact(self, input: Tensor, scope: Scope) -> Tensor:
+        rows_first = input.movedim(self.batch_dim, 0)
+        caller = self if self.layer is None else self.layer
+        factor = _factor(rows_first, self._mask_shape(rows_first), self.p, caller, self.batch_dim, scope)
+        return self._scaled(input, factor)
+
+    def _compiled(self, input: Tensor) -> Tensor:
+        """The same as a node of a graph, which asks for the scope when it runs; a layer without a name breaks it."""
+        if self.layer is None:
+            unnamed: Tensor = self._uncompiled(input)
+            return unnamed
+        rows_first = input.movedim(self.batch_dim, 0)
+        factor: Tensor = _factor_node(
+            rows_first.detach(), _TURN, self._mask_shape(rows_first), self.p, self.layer, self.batch_dim
+        )
+        return self._scaled(input, factor)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _uncompiled(self, input: Tensor) -> Tensor:
+        scope = current()
+        return self._torchs(input) if scope is None else self._exact(input, scope)
+
+    def _scaled(self, input: Tensor, factor: Tensor) -> Tensor:
+        factor = factor.movedim(0, self.batch_dim)
+        return input.mul_(factor) if self.inplace else input * factor
+
     def _mask_shape(self, input: Tensor) -> tuple[int, ...]:
         """The shape of the mask for an input with samples first; ones are broadcast."""
         return tuple(input.shape)
-
-    def _factor(self, input: Tensor, scope: Scope) -> Tensor:
-        """0 or the scale for each element, in the input's dtype."""
-        shape = self._mask_shape(input)
-        samples, rows = len(scope.samples), shape[0]
-        if rows % samples if samples else rows:
-            raise ConfigurationError(
-                f"dropout {self.layer or ''}: dimension {self.batch_dim} of its input has size {rows}, no"
-                f" multiple of the {samples} samples of the micro-batch; name the samples' dimension with"
-                " batch_dim=, or use nn.Dropout, whose mask depends on the division"
-            )
-        if not rows:
-            return input.new_ones(shape)
-        threshold = max(1, round(self.p * 65536))
-        keys = _keys(scope, self._layer_key(scope), input.device)
-        kept = _draws(keys, torch.Size(shape).numel() // samples) >= threshold - 32768
-        return kept.view(shape).to(input.dtype).mul_(65536 / (65536 - threshold))
-
-    def _layer_key(self, scope: Scope) -> int:
-        layer = self.layer if self.layer is not None else f"#{scope.order(self)}"
-        return _hash64(f"{layer}/{scope.call(self)}")
 
 
 class Dropout1d(Dropout):
@@ -101,10 +117,8 @@ class Dropout1d(Dropout):
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__(p, inplace)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if current() is None:
-            return self._plain(input, self.p, self.training, self.inplace)
-        return super().forward(input)
+    def _torchs(self, input: Tensor) -> Tensor:
+        return self._plain(input, self.p, True, self.inplace)
 
     def _mask_shape(self, input: Tensor) -> tuple[int, ...]:
         if input.dim() != self._dims:
@@ -124,14 +138,115 @@ class Dropout2d(Dropout1d):
 
 def name_dropouts(model: M) -> M:
     """Tells each of the model's :class:`Dropout` its qualified name, so that masks do not depend on the order
-    of construction.
+    of construction; a compiled model has the names, and so the masks, of the plain one.
 
     A module that was never named goes by the place of its first call among those of the step.
     """
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
-            module.layer = name
+            module.layer = clean_name(name)
     return model
+
+
+_CLASSES: dict[type[nn.Module], type[Dropout]] = {
+    nn.Dropout: Dropout,
+    nn.Dropout1d: Dropout1d,
+    nn.Dropout2d: Dropout2d,
+}
+
+
+def exact_dropout(model: M, batch_dim: int = 0) -> M:
+    """Makes the model's dropouts those whose masks do not depend on the division of the batch.
+
+    Args:
+        model: Changed in place: ``nn.Dropout``, ``Dropout1d`` and ``Dropout2d`` change their class.
+        batch_dim: The dimension of the samples in what each ``nn.Dropout`` gets; 1 for sequences that come first.
+
+    Returns:
+        The same model, with the same modules and names.
+
+    Warns:
+        UserWarning: With the names of modules that go on drawing from a generator: other dropouts, and modules with a
+            rate that they hand to a function (``nn.MultiheadAttention``, ``nn.LSTM``, attention of one's own).
+    """
+    left = []
+    for name, module in model.named_modules():
+        if type(module) in _CLASSES:
+            module.__class__ = _CLASSES[type(module)]
+            if type(module) is Dropout:
+                module.batch_dim = batch_dim
+        elif not isinstance(module, Dropout):
+            left += [
+                f"{clean_name(name) or 'the model'} ({type(module).__name__}, {rate})"
+                for rate in _rates(module)
+            ]
+    if left:
+        warnings.warn(
+            f"{len(left)} of the model's modules go on drawing masks that depend on the division: "
+            f"{', '.join(left[:8])}{', ...' if len(left) > 8 else ''}. Set these rates to 0, or use evener.nn.Dropout",
+            stacklevel=2,
+        )
+    return name_dropouts(model)
+
+
+def drawing_apart(model: nn.Module) -> int:
+    """The number of modules that drop, but not by sample."""
+    return sum(not isinstance(module, Dropout) and bool(_rates(module)) for module in model.modules())
+
+
+def _rates(module: nn.Module) -> list[str]:
+    """The attributes that say how much the module itself drops, if anything."""
+    return [
+        f"{name}={value}"
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and ("drop" in name or isinstance(module, AnyDropout))
+    ]
+
+
+def _factor(
+    rows_first: Tensor, shape: Sequence[int], p: float, caller: str | nn.Module, batch_dim: int, scope: Scope
+) -> Tensor:
+    """0 or the scale for each element of a mask of ``shape``, in the dtype of ``rows_first``.
+
+    ``caller`` is the name of the layer, or the layer itself if it has none.
+    """
+    named, samples, rows = isinstance(caller, str), len(scope.samples), shape[0]
+    if rows % samples if samples else rows:
+        raise ConfigurationError(
+            f"dropout {caller if named else ''}: dimension {batch_dim} of its input has size {rows}, no"
+            f" multiple of the {samples} samples of the micro-batch; name the samples' dimension with"
+            " batch_dim=, or use nn.Dropout, whose mask depends on the division"
+        )
+    if not rows:
+        return rows_first.new_ones(tuple(shape))
+    layer_key = _hash64(f"{caller if named else f'#{scope.order(caller)}'}/{scope.call(caller)}")
+    threshold = max(1, round(p * 65536))
+    keys = _keys(scope, layer_key, rows_first.device)
+    kept = _draws(keys, torch.Size(shape).numel() // samples) >= threshold - 32768
+    return kept.view(tuple(shape)).to(rows_first.dtype).mul_(65536 / (65536 - threshold))
+
+
+_TURN = torch.zeros((), device="cpu")
+"""Every node is said to write to it, so that a compiler keeps them in order and makes no two of them one: which call of
+its layer a node is, it knows by counting."""
+
+
+# Nondeterministic for the compiler, so that backward keeps the mask and does not draw it anew.
+@library.custom_op(
+    "evener::dropout_factor", mutates_args=("turn",), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def _factor_node(
+    rows_first: Tensor, turn: Tensor, shape: Sequence[int], p: float, layer: str, batch_dim: int
+) -> Tensor:
+    scope = current()
+    if scope is None:
+        return F.dropout(rows_first.new_ones(tuple(shape)), p)
+    return _factor(rows_first, shape, p, layer, batch_dim, scope)
+
+
+@_factor_node.register_fake
+def _(rows_first: Tensor, turn: Tensor, shape: Sequence[int], p: float, layer: str, batch_dim: int) -> Tensor:
+    return rows_first.new_empty(tuple(shape))
 
 
 def _signed(value: int, bits: int = 64) -> int:
@@ -162,7 +277,7 @@ def _keys(scope: Scope, layer_key: int, device: torch.device) -> Tensor:
     """(n, 2) int32: the key of each sample in this layer, call, step and run."""
     if device not in scope.keys:
         base = _hash64(f"{scope.seed}/{scope.step}")
-        scope.keys[device] = _splitmix64(scope.samples.to(device) * _signed(_GOLDEN) + _signed(base))
+        scope.keys[device] = _splitmix64(send(scope.samples, device) * _signed(_GOLDEN) + _signed(base))
     mixed = (scope.keys[device] ^ _signed(layer_key)).mul_(_signed(_SPLITMIX[0][1]))
     return _shift_xor_(mixed, 32).view(torch.int32).view(-1, 2)
 

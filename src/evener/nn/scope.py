@@ -11,12 +11,12 @@ neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
@@ -42,31 +42,31 @@ class Scope:
     group: ProcessGroup | None = None
     keys: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     """What :mod:`evener.nn.dropout` derived from ``samples``, once a device."""
-    _order: dict[int, int] = field(default_factory=dict, repr=False)
-    _calls: dict[int, int] = field(default_factory=dict, repr=False)
-    _forward_calls: dict[int, int] = field(default_factory=dict, repr=False)
+    _order: dict[Hashable, int] = field(default_factory=dict, repr=False)
+    _calls: dict[Hashable, int] = field(default_factory=dict, repr=False)
+    _forward_calls: dict[Hashable, int] = field(default_factory=dict, repr=False)
 
-    def call(self, module: nn.Module) -> int:
-        """How often the module was called before in this pass, counting this call.
+    def call(self, caller: Hashable) -> int:
+        """How often the layer, given by its name or itself, was called before in this pass.
 
         Raises:
-            ConfigurationError: If backward repeats a module that forward called more than once: activation
+            ConfigurationError: If backward repeats a layer that forward called more than once: activation
                 checkpointing repeats the calls in reverse order of its segments, so there is no telling which
                 one this is.
         """
-        if self._forward_calls.get(id(module), 0) > 1:
+        if self._forward_calls.get(caller, 0) > 1:
             raise ConfigurationError(
-                f"{module} is called {self._forward_calls[id(module)]} times in one forward pass and again"
+                f"{caller} is called {self._forward_calls[caller]} times in one forward pass and again"
                 " by activation checkpointing, which cannot tell these calls apart; give each its own"
                 " evener.nn.Dropout"
             )
-        number = self._calls.get(id(module), 0)
-        self._calls[id(module)] = number + 1
+        number = self._calls.get(caller, 0)
+        self._calls[caller] = number + 1
         return number
 
-    def order(self, module: nn.Module) -> int:
-        """The place of the module among those that asked, by their first time in this scope."""
-        return self._order.setdefault(id(module), len(self._order))
+    def order(self, caller: Hashable) -> int:
+        """The place of the layer among those that asked, by their first time in this scope."""
+        return self._order.setdefault(caller, len(self._order))
 
     def rewind(self) -> None:
         """Called where forward ends and backward starts: calls repeated there get the numbers that they

@@ -7,6 +7,7 @@ sets the pace and the others wait for it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import fmean
 
 from evener.records import StepRecord
@@ -18,9 +19,14 @@ SHOWN = 8
 
 
 class RecentSteps:
-    """Means over the last steps."""
+    """Means over the last steps.
 
-    def __init__(self) -> None:
+    Args:
+        parts: For each rank, which part of every batch it computes; if empty, each rank computes one of its own.
+    """
+
+    def __init__(self, parts: Sequence[int] = ()) -> None:
+        self._parts = parts
         self._records: deque[StepRecord] = deque(maxlen=WINDOW)
 
     def add(self, record: StepRecord) -> None:
@@ -43,11 +49,9 @@ class RecentSteps:
         """One entry a rank; of many, those that work longest and shortest."""
         work, wait = self._means("compute_seconds"), self._means("wait_seconds")
         load, shares = self._means("input_seconds"), self._means("shares")
-        whole = sum(shares)
-        if len(shares) < len(work):  # each rank computes a part of every sample
-            shares = [whole] * len(work)
+        part, whole = self._parts or range(len(work)), sum(shares)
         entries = [
-            f"{rank}: {shares[rank] / whole:.0%} {_ms(work[rank])}+{_ms(wait[rank])}+{_ms(load[rank])}"
+            f"{rank}: {shares[part[rank]] / whole:.0%} {_ms(work[rank])}+{_ms(wait[rank])}+{_ms(load[rank])}"
             for rank in _chosen(work)
         ]
         return "rank: share work+wait+input ms | " + " | ".join(entries)

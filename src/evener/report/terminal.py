@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from evener.records import EvaluationRecord, RunSummary, StepRecord
+from evener.observer import Observer
+from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.report.ranks import RecentSteps
 
 PLAIN_SECONDS = 5.0
@@ -17,27 +19,29 @@ LIVE_SECONDS = 0.5
 """Time between two live lines about the ranks."""
 
 
-class Terminal:
+class Terminal(Observer):
     """Follows a run on ``stream``; a live line if that is a terminal.
 
     Args:
-        total_steps: Steps of the run; None if nobody knows.
-        batch_size: Samples of a step.
-        done: Steps that an earlier run took.
+        stream: Standard error if None.
+        progress: Told where the run stands, in words, after each step.
     """
 
     def __init__(
-        self, total_steps: int | None, batch_size: int, done: int = 0, stream: TextIO | None = None
+        self, stream: TextIO | None = None, progress: Callable[[str], None] = lambda words: None
     ) -> None:
-        self._stream = stream or sys.stderr
-        self._total = total_steps
-        self._batch_size = batch_size
-        self._first = done
+        self._given, self._progress = stream, progress
+
+    def start(self, run: RunStart) -> None:
+        self._stream = self._given or sys.stderr
+        self._total = run.total_steps
+        self._batch_size = run.batch_size
+        self._first = run.steps_done
         self._began = self._last_line = time.monotonic()
         live = self._stream.isatty()
         self._bar = tqdm(
-            total=total_steps,
-            initial=done,
+            total=run.total_steps,
+            initial=run.steps_done,
             file=self._stream,
             disable=not live,
             unit="step",
@@ -45,12 +49,12 @@ class Terminal:
             bar_format="{desc} |{bar:20}| {n_fmt}/{total_fmt} steps{postfix}, {remaining} left",
         )
         self._ranks = tqdm(file=self._stream, disable=not live, position=1, leave=False, bar_format="{desc}")
-        self._recent = RecentSteps()
+        self._recent = RecentSteps(run.parts)
         self._live = live
 
     def step(self, record: StepRecord) -> None:
-        """A step was taken."""
         done = record.step + 1
+        self._progress(self.where(record))
         self._recent.add(record)
         if self._live:
             self._bar.set_description_str(f"epoch {record.epoch + 1}", refresh=False)
@@ -75,12 +79,10 @@ class Terminal:
         slowest = f", {self._recent.slowest()}" if self._recent.several else ""
         return f"loss {record.loss:.4f}, {self._speed(record.step + 1):,.0f} samples/s{slowest}"
 
-    def note(self, text: str) -> None:
-        """Something that the user must know."""
-        self._print(text)
+    def event(self, record: Any) -> None:
+        self._print(record.words)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """The model was evaluated."""
         values = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         self._print(f"epoch {record.epoch + 1}: {values}")
 
@@ -89,7 +91,7 @@ class Terminal:
         of = f" of {self._total}" if self._total else ""
         return f"step {record.step + 1}{of}, epoch {record.epoch + 1}"
 
-    def close(self) -> None:
+    def end(self, summary: RunSummary | None) -> None:
         self._ranks.close()
         self._bar.close()
 
@@ -122,6 +124,7 @@ def summary_text(summary: RunSummary) -> str:
     if summary.world_size > 1:
         lines += ["  rank   share   compute      wait     input"]
         lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
+        lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
     if summary.emulation:
         lines += [f"  {summary.emulation}"]
     if summary.run_dir:

@@ -17,16 +17,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from evener.borrowed.elastic_agent import ElasticAgent, failed
 from evener.errors import EvenerError, InterruptedRunError, RankError, RankTimeoutError
 from evener.runtime.failure import Failure, recorded_failure
 from evener.runtime.heartbeat import Heartbeat
@@ -50,7 +49,7 @@ class _Variables(DefaultLogsSpecs):
         return super().reify(envs)
 
 
-class Agent(LocalElasticAgent):
+class Agent(ElasticAgent):
     """Starts ``processes`` ranks on this machine and waits for all of them.
 
     Args:
@@ -83,7 +82,7 @@ class Agent(LocalElasticAgent):
             local_addr=rendezvous.local_addr,
         )
         logs = _Variables(run_dir / "attempts", variables)
-        super().__init__(spec, logs, shutdown_timeout=_KILL_SECONDS)
+        super().__init__(spec, logs)
         self._roots: set[int] = set()
 
     def run_to_end(self) -> None:
@@ -108,26 +107,23 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             raise self._cause(result)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+    def started(self, context: PContext) -> None:
         self._roots = set()
-        assert self._pcontext is not None
-        self._hurry(self._pcontext)
-        return pids
+        self._hurry(context)
 
     def _hurry(self, context: PContext) -> None:
         """The agent ends the ranks through ``close``, with half a minute of patience that cannot be set."""
         slow_close = context.close
 
         def close(death_sig: signal.Signals | None = None, timeout: int = _KILL_SECONDS) -> None:
-            self._roots = self._roots or set(getattr(context, "_failures", {}))
+            self._roots = self._roots or failed(context)
             slow_close(death_sig, min(timeout, _KILL_SECONDS))
 
         context.close = close  # type: ignore[method-assign]
 
     def _kill_groups(self) -> None:
         """A rank's own children (a DataLoader's workers) end with it."""
-        for pid in self._pcontext.pids().values() if self._pcontext else ():
+        for pid in self.context.pids().values() if self.context else ():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 

@@ -48,6 +48,10 @@ class Channel(ABC):
         """What every rank passed, by rank, on all ranks. Values must be picklable."""
 
     @abstractmethod
+    def gather_to(self, value: Any, rank: int) -> list[Any] | None:
+        """What every rank passed, by rank, on rank ``rank``; None on all others. Values must be picklable."""
+
+    @abstractmethod
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """What rank ``src`` passed, on all ranks."""
 
@@ -77,6 +81,9 @@ class LocalChannel(Channel):
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
+    def gather_to(self, value: Any, rank: int) -> list[Any] | None:
+        return [value]
+
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         return value
 
@@ -88,9 +95,7 @@ class LocalChannel(Channel):
 
 
 class _Buffers:
-    """Memory of one exchange: ``send`` [width], and ``receive`` [world_size, width] with a view for every
-    rank.
-    """
+    """Memory of one exchange: ``send`` [width] and ``receive`` [world_size, width], with a view for every rank."""
 
     def __init__(self, world_size: int, width: int) -> None:
         self.send = torch.zeros(width, dtype=torch.float64)
@@ -137,6 +142,12 @@ class GroupChannel(Channel):
         answers: list[Any] = [None] * self._world_size
         with self._watchdog.wait("gather of objects"):
             dist.all_gather_object(answers, value, group=self._group)
+        return answers
+
+    def gather_to(self, value: Any, rank: int) -> list[Any] | None:
+        answers = [None] * self._world_size if dist.get_rank(self._group) == rank else None
+        with self._watchdog.wait("gather of objects"):
+            dist.gather_object(value, answers, group=self._group, group_dst=rank)
         return answers
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:

@@ -18,8 +18,13 @@ import torch
 from evener.errors import ConfigurationError
 
 CPU_PROCESSES = 4
-"""More CPU ranks than this are started only when asked for: they compete for memory bandwidth, not for
-cores.
+"""More CPU ranks than this are started only when asked for: they compete for memory bandwidth, not for cores."""
+
+PROCESSES_PER_CORE = 64
+"""CPU ranks that a usable core may have at most.
+
+Each is a Python process with PyTorch: some 200 MB of memory, a second of one core to start, and a dozen threads. With
+more than this a machine is out of memory, or of process ids, before the first step.
 """
 
 _PORT_BASE, _PORT_SPAN = 15000, 20000
@@ -90,10 +95,8 @@ def detect(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, which in a container or under SLURM are fewer than the machine
-    has.
-    """
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may run on; in a container or under SLURM fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_device() -> str:
@@ -112,16 +115,24 @@ def check_processes(processes: int, device: str) -> None:
     """Refuses a number of processes that this machine cannot serve.
 
     Raises:
-        ConfigurationError: If there are fewer than one, or more than GPUs when ``device`` is cuda.
+        ConfigurationError: If there are fewer than one, more than GPUs when ``device`` is cuda, or more than
+            `PROCESSES_PER_CORE` for each usable core when it is cpu.
     """
     if processes < 1:
         raise ConfigurationError(f"asked for {processes} processes; at least 1 is needed")
-    gpus = torch.cuda.device_count() if device.startswith("cuda") else processes
-    if processes > gpus:
-        raise ConfigurationError(
-            f"asked for {processes} processes on cuda, {gpus} GPUs here; "
-            f"ask for at most {gpus}, or for the cpu device"
+    if device.startswith("cuda"):
+        gpus = torch.cuda.device_count()
+        what, way_out = f"on cuda, {gpus} GPUs here", f"ask for at most {gpus}, or for the cpu device"
+        most = gpus
+    else:
+        cores = usable_cores()
+        most = PROCESSES_PER_CORE * cores
+        what, way_out = (
+            f"on {cores} usable cores",
+            f"ask for at most {most}, which is {PROCESSES_PER_CORE} a core",
         )
+    if processes > most:
+        raise ConfigurationError(f"asked for {processes} processes {what}; {way_out}")
 
 
 def _from_torchrun(variables: Mapping[str, str]) -> Environment:
@@ -174,9 +185,7 @@ def _slurm_local_world_size(variables: Mapping[str, str], node: int, world_size:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """The same port in every task of a step, and most likely another one in every other step on the
-    machine.
-    """
+    """The same port in every task of a step, and most likely another one in every other step on the machine."""
     step = _number(variables, "SLURM_STEP_ID", 0)
     return _PORT_BASE + (_number(variables, "SLURM_JOB_ID", 0) + 97 * step) % _PORT_SPAN
 

@@ -141,13 +141,9 @@ def _kind(error: BaseException) -> str:
 
 
 def _cause_of_interruption(error: BaseException) -> BaseException:
-    """A rank may be asked to stop while it is already on its way out with an error of its own, which is then
-    the news.
-    """
-    context = error.__context__
-    if isinstance(error, InterruptedRunError) and isinstance(context, Exception):
-        return _cause_of_interruption(context)
-    return error
+    """The error with which a rank was already on its way out when it was asked to stop: that is the news then."""
+    before = vars(error).get("before")
+    return before if isinstance(error, InterruptedRunError) and isinstance(before, Exception) else error
 
 
 def _pickled(error: BaseException) -> str:

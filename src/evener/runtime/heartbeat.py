@@ -54,6 +54,10 @@ class Heartbeat:
     where: tuple[str, ...] = ()
     """Innermost frames of the user's code, ``train.py:33 in main``."""
     progress: str = ""
+    together: str = ""
+    """What it does together with all other ranks, for as long as that takes: ``checkpoint of step 41``."""
+    token: str = ""
+    """Of the host: that of two ranks is equal exactly where one can look at the other's process."""
     ended: bool = False
     """The rank has done its work and left on its own."""
 
@@ -69,14 +73,19 @@ class Heartbeat:
     @property
     def place(self) -> str:
         """In words: ``all-reduce of step 41, at train.py:33 in main``."""
-        words = self.phase or "its program"
-        if self.step is not None:
-            words += f" of step {self.step}"
+        words = in_words(self.phase or "its program", self.step)
+        if self.together not in ("", words):
+            words += f" (during {self.together})"
         return f"{words}, at {' < '.join(self.where)}" if self.where else words
 
     @property
     def who(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+def in_words(name: str, step: int | None) -> str:
+    """``all-reduce of step 41``."""
+    return name if step is None else f"{name} of step {step}"
 
 
 @dataclass(frozen=True)
@@ -91,9 +100,7 @@ class Sample:
 
 
 class MainThread:
-    """Looks at the main thread from another one, without slowing it down and without holding on to its
-    frames.
-    """
+    """Looks at the main thread from another one, and neither slows it down nor keeps its frames alive."""
 
     def __init__(self) -> None:
         ident = threading.main_thread().ident
@@ -134,9 +141,7 @@ def _user_frames(frames: list[FrameType]) -> tuple[str, ...]:
 
 
 def _waiting_call(frames: list[FrameType]) -> str | None:
-    """The outermost named function of `_WAITING_CODE` between the user's innermost frame and the thread's
-    top.
-    """
+    """The outermost named function of `_WAITING_CODE` that the user's innermost frame has called."""
     name = None
     for frame in frames:
         if _is_user(frame):
@@ -145,13 +150,3 @@ def _waiting_call(frames: list[FrameType]) -> str | None:
         if code.co_filename.startswith(_WAITING_CODE) and code.co_name != "wrapper":
             name = code.co_name
     return name
-
-
-def process_state(pid: int) -> str:
-    """``running``, ``stopped`` (by SIGSTOP or a debugger) or ``gone``, of a process of this machine."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "gone"
-    letter = status.rpartition(")")[2].split()[0]
-    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")

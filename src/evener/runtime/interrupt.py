@@ -6,7 +6,11 @@ wherever the main thread is (`signal.set_wakeup_fd`). A thread reads it and, whe
 ended by itself in time, ends the process.
 
     SIGTERM ─┬─ main thread in Python ─▶ InterruptedRunError ─▶ records written, files closed, exit
-             └─ thread ── grace ──────────────────────────────▶ exit, wherever the main thread is
+             └─ thread ── grace ─────────────────────────────▶ last words, exit, wherever the main thread is
+
+An exception that is raised anywhere can be caught anywhere: native code makes another one of it, and a library that
+gathers the errors of all ranks keeps it. So what was asked is remembered (`asked`), and whatever else ends the block
+afterwards is no news.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from evener.errors import InterruptedRunError
@@ -27,11 +32,33 @@ GRACE_SECONDS = 3.0
 
 _PR_SET_PDEATHSIG = 1
 
+_asked: InterruptedRunError | None = None
+_last_words: list[Callable[[], None]] = []
+
+
+def asked() -> InterruptedRunError | None:
+    """What the first signal raised in a block of `raising` that still runs."""
+    return _asked
+
+
+def check() -> None:
+    """Raises it once more, where it was caught on its way."""
+    if _asked is not None:
+        raise _asked
+
+
+@contextmanager
+def last_words(say: Callable[[], None]) -> Iterator[None]:
+    """Has a thread call ``say`` if the process is ended within the block without its main thread (`enforce`)."""
+    _last_words.append(say)
+    try:
+        yield
+    finally:
+        _last_words.remove(say)
+
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, so that a killed launcher leaves no ranks
-    behind.
-    """
+    """Has the kernel kill this process when its parent dies: a launcher that is killed leaves no ranks behind."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,27 +70,37 @@ def die_with(parent: int) -> None:
 def raising(signals: list[signal.Signals], describe: Callable[[], str]) -> Iterator[None]:
     """Raises `InterruptedRunError` in the main thread at the first of these signals; the next are ignored.
 
+    The block ends with that error, whatever became of it on its way.
+
     Args:
         describe: Says where the run stands, for the message.
     """
+    global _asked
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if not asked:
-            asked.append(number)
-            error = InterruptedRunError(interruption(number, describe()), number)
-            vars(error)["time"] = time.time()
-            raise error
+        global _asked
+        if _asked is None:
+            _asked = InterruptedRunError(interruption(number, describe()), number)
+            vars(_asked).update(time=time.time(), before=sys.exception())
+            raise _asked
 
     before = {number: signal.signal(number, handle) for number in signals}
+    changed = False
     try:
         yield
+    except Exception as error:
+        if _asked is None or error is _asked:
+            raise
+        changed = True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        stop, _asked = _asked, None
+    if changed and stop is not None:
+        raise stop
 
 
 def interruption(number: int, place: str) -> str:
@@ -73,8 +110,9 @@ def interruption(number: int, place: str) -> str:
 
 
 def enforce(on_expiry: Callable[[int], None], grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ends this process ``grace_seconds`` after SIGINT or SIGTERM, if it then still runs and Python handles
-    the signal.
+    """Ends this process ``grace_seconds`` after SIGINT or SIGTERM, if it still runs then.
+
+    Only where Python handles the signal: what is left to the system or ignored writes to no descriptor.
 
     Args:
         on_expiry: Called with the number of the signal just before.
@@ -91,6 +129,9 @@ def _expire(read: int, on_expiry: Callable[[int], None], grace_seconds: float) -
     while (number := os.read(read, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
         continue
     time.sleep(grace_seconds)
+    for say in reversed(_last_words):
+        with suppress(Exception):
+            say()
     on_expiry(number)
     os._exit(128 + number)
 

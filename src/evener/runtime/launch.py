@@ -1,5 +1,6 @@
-"""From one process to ranks and back: ``launch(train, config, processes=4)`` returns what ``train`` returned
-on each.
+"""From one process to ranks and back.
+
+``launch(train, config, processes=4)`` returns what ``train(config)`` returned on each rank.
 
 The function travels by cloudpickle to fresh interpreters, so that it may be a lambda, a function of a
 notebook or of a script without a ``__main__`` guard. Where this process is a rank already (torchrun, SLURM),
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import cloudpickle
 
+from evener.borrowed import interpreter
 from evener.errors import ConfigurationError
 from evener.runtime.agent import Agent
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
@@ -46,18 +47,19 @@ def launch(
         timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
         rendezvous: How several machines find each other; one machine by default.
         device: ``cpu`` or ``cuda``, which decides how many ranks there can be; cuda where there is any by
-        default.
+            default.
 
     Returns:
-        The results of this machine's ranks, in order of rank; the one result of ``fn`` where this process is
-        a rank.
+        The results of this machine's ranks, in order of rank. Where this process is a rank already, the one
+        result of ``fn``.
 
     Raises:
         ConfigurationError: If there cannot be so many processes, or ``fn`` cannot be sent to them.
         RankError: If a rank raised, with its traceback, or died.
         RankTimeoutError: If a rank waited in vain; says who is missing.
         InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended; says where the run
-        stood. EvenerError: As it was raised on a rank, with the rank in its message.
+            stood.
+        EvenerError: As it was raised on a rank, with the rank in its message.
     """
     if timeout_seconds <= 0:
         raise ConfigurationError(f"timeout_seconds is {timeout_seconds}; it must be positive")
@@ -100,8 +102,7 @@ def run_job(job: Job, processes: int, rendezvous: Rendezvous | None, run_dir: Pa
     """
     _write_job(job, run_dir)
     (run_dir / "path.json").write_text(json.dumps(path))
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    arguments = [*flags, "-u", "-c", BOOTSTRAP, str(run_dir)]
+    arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
     agent = Agent(arguments, processes, rendezvous or Rendezvous(), run_dir, _variables(run_dir, processes))
     agent.run_to_end()
 

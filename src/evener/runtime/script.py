@@ -85,8 +85,7 @@ def run_script(
     device: str | None = None,
     observer: Observer | None = None,
 ) -> None:
-    """Runs a script that was written for torchrun on every rank, and returns when all have ended with
-    success.
+    """Runs a script that was written for torchrun on every rank; returns when all have ended with success.
 
     Where this process is a rank already (torchrun, SLURM), the script runs right here, with torchrun's variables.
 

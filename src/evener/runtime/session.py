@@ -1,5 +1,4 @@
-"""What a rank has while it runs: its place, its device, its process group, its control channel and its
-watchdog.
+"""What a rank has while it runs: place, device, process group, control channel and watchdog.
 
 Everything is opened in one place and closed in reverse. A rank that is alone has the same things, with
 stand-ins, so that nothing else asks how many ranks there are. A process group that is there already, made by
@@ -22,21 +21,28 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
+from evener.runtime.agreement import Terms, agree, evener_version
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
-from evener.runtime.watchdog import TIMEOUT_SECONDS, Watchdog
+from evener.runtime.mesh import Layout, Mesh
+from evener.runtime.watchdog import (
+    BACKSTOP_SECONDS,
+    TIMEOUT_SECONDS,
+    Watchdog,
+    current_watchdog,
+    process_watchdogs,
+)
 
-_BACKSTOP_SECONDS = 30.0
-"""Groups time out this much later than the watchdog, whose report says more."""
+_PATIENCE = timedelta(hours=24)
 
 RUN_DIR = "EVENER_RUN_DIR"
 """Environment variable in which Evener's launcher names the directory it shares with its ranks."""
 
 _generations = itertools.count()
-_process_watchdogs: list[Watchdog] = []
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
@@ -71,13 +77,8 @@ def agent_watchdog(environment: Environment, timeout_seconds: float) -> Watchdog
     """The watchdog of a whole process that Evener launched; its sessions share it."""
     store = open_store(environment, timeout_seconds)
     watchdog = Watchdog(environment.rank, environment.world_size, store, timeout_seconds, _run_dir())
-    _process_watchdogs.append(watchdog)
+    process_watchdogs.append(watchdog)
     return watchdog.start()
-
-
-def current_watchdog() -> Watchdog | None:
-    """The watchdog of this process, where Evener launched it or a session is open."""
-    return _process_watchdogs[-1] if _process_watchdogs else None
 
 
 class Session:
@@ -85,20 +86,24 @@ class Session:
 
     Args:
         device: ``cpu`` or ``cuda``; cuda where there is any by default. A rank takes the GPU of its local
-        rank.
+            rank.
         timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
-        environment: The place of this process; detected by default.
+        environment: The place of this process; detected by default. One of a rank alone keeps the session out of a
+            process group that there may be.
 
     Raises:
-        ConfigurationError: If the launcher's variables or the device cannot work.
+        ConfigurationError: If the launcher's variables or the device cannot work, or the ranks took different
+            devices.
         RankTimeoutError: If not all ranks start in time.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    group: dist.ProcessGroup | None
-    """The default process group; None for one rank alone."""
+    world: dist.ProcessGroup | None
+    """The group of all ranks; None for one rank alone."""
+    mesh: Mesh
+    """The axes over the ranks; until a strategy lays others, each rank computes a part of the batch of its own."""
     control: Channel
     watchdog: Watchdog
 
@@ -109,23 +114,27 @@ class Session:
         environment: Environment | None = None,
     ) -> None:
         self.environment = detect() if environment is None else environment
+        self._apart = environment is not None and environment.world_size == 1
         self.timeout_seconds = timeout_seconds
         self.rank, self.world_size = self.environment.rank, self.environment.world_size
         self._kind = torch.device(device or default_device()).type
+        self._named = device is not None
+        self._patient: dist.ProcessGroup | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
         with ExitStack() as stack:
             self._enter_threads(stack)
             self.device = self._take_device()
-            if dist.is_initialized():
+            if self._finds_group():
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             store = self._open_store()
             self.watchdog = self._enter_watchdog(stack, store)
-            self.group = self._enter_group(stack, store)
+            self.world = self._enter_group(stack, store)
             self.control = self._enter_control(stack)
             stack.callback(gc.collect)
             self._stack = stack.pop_all()
+        self.mesh = self._mesh(Layout({"data": self.world_size}))
         return self
 
     def __exit__(
@@ -149,9 +158,13 @@ class Session:
         torch.cuda.set_device(device)
         return device
 
+    def _finds_group(self) -> bool:
+        """Whether this rank belongs to a process group already."""
+        return dist.is_initialized() and not self._apart
+
     def _open_store(self) -> Store:
-        if dist.is_initialized():
-            return dist.distributed_c10d._get_default_store()
+        if self._finds_group():
+            return default_store()
         return open_store(self.environment, self.timeout_seconds)
 
     def _enter_watchdog(self, stack: ExitStack, store: Store) -> Watchdog:
@@ -161,13 +174,13 @@ class Session:
             shared.timeout_seconds = self.timeout_seconds
             return shared
         watchdog = Watchdog(self.rank, self.world_size, store, self.timeout_seconds, _run_dir())
-        _process_watchdogs.append(watchdog)
-        stack.callback(_process_watchdogs.remove, watchdog)
+        process_watchdogs.append(watchdog)
+        stack.callback(process_watchdogs.remove, watchdog)
         stack.callback(watchdog.close)
         return watchdog.start()
 
     def _enter_group(self, stack: ExitStack, store: Store) -> dist.ProcessGroup | None:
-        if not dist.is_initialized():
+        if not self._finds_group():
             if self.world_size == 1:
                 return None
             self._init_group(store)
@@ -175,24 +188,65 @@ class Session:
         return dist.group.WORLD
 
     def _init_group(self, store: Store) -> None:
+        store = PrefixStore(f"evener/session/{next(_generations)}", store)
         with self.watchdog.wait("start of the process group"):
+            self._agree(PrefixStore("terms", store))
             dist.init_process_group(
                 "nccl" if self._kind == "cuda" else "gloo",
-                store=PrefixStore(f"evener/session/{next(_generations)}", store),
+                store=PrefixStore("group", store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self.group_timeout,
                 device_id=self.device if self._kind == "cuda" else None,
             )
 
+    def lay(self, layout: Layout) -> Mesh:
+        """Makes ``layout`` the session's mesh. All ranks call it together.
+
+        Raises:
+            ConfigurationError: If it is one for another number of ranks.
+        """
+        if layout.world_size != self.world_size:
+            raise ConfigurationError(
+                f"a mesh of {dict(layout.degrees)} has {layout.world_size} ranks, the run has {self.world_size}"
+            )
+        self.mesh = self._mesh(layout)
+        return self.mesh
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one on these axes of the mesh alone; None where that is this rank alone."""
+        return self.mesh.group(*axes)
+
+    def _mesh(self, layout: Layout) -> Mesh:
+        mesh = Mesh(layout, self.rank, self.world, self.timeout_seconds, self.group_timeout)
+        self._stack.callback(mesh.close)
+        return mesh
+
+    def _agree(self, store: Store) -> None:
+        terms = Terms(self.rank, self.environment.host, self._kind, self._named, evener_version())
+        agree(store, terms, self.world_size, self.timeout_seconds + BACKSTOP_SECONDS)
+
     @property
     def group_timeout(self) -> timedelta:
         """The timeout of process groups: later than the watchdog, whose report says more."""
-        return timedelta(seconds=self.timeout_seconds + _BACKSTOP_SECONDS)
+        return timedelta(seconds=self.timeout_seconds + BACKSTOP_SECONDS)
+
+    def patient_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for waits that may take as long as they take; None for one rank alone.
+
+        For use inside of `Watchdog.together`, which ends a wait that is hopeless; a rank that dies ends it at once.
+        Made with the first call, which is a collective one, and closed with the session.
+        """
+        if self._patient is None and self.world_size > 1:
+            with self.watchdog.wait("start of the patient group"):
+                self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._stack.callback(dist.destroy_process_group, self._patient)
+            self._stack.callback(setattr, self, "_patient", None)
+        return self._patient
 
     def _enter_control(self, stack: ExitStack) -> Channel:
         channel: Channel = LocalChannel()
-        if self.group is not None and self.world_size > 1:
+        if self.world is not None and self.world_size > 1:
             with self.watchdog.wait("start of the control channel"):
                 group = dist.new_group(backend="gloo", timeout=self.group_timeout)
             assert isinstance(group, dist.ProcessGroup)

@@ -6,11 +6,14 @@ the process itself is looked at, so that a killed or stopped rank is known at on
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Collection, Iterable
 
-from evener.runtime.heartbeat import Heartbeat, process_state
+import psutil
+
+from evener.runtime.heartbeat import Heartbeat
+from evener.runtime.hosts import host_token
+from evener.runtime.processes import find, state_of
 
 _SILENT_BEATS = 3
 
@@ -20,31 +23,42 @@ class Standing:
 
     def __init__(self, rank: int, beat: Heartbeat | None = None) -> None:
         self.rank = rank
-        self.beat = beat
+        self.beat: Heartbeat | None = None
         self._since = time.monotonic()
+        self._process: psutil.Process | None = None
+        self._apart_from = ""
+        self._apart_since: float | None = None
+        if beat is not None:
+            self.update(beat)
 
     def update(self, beat: Heartbeat) -> None:
-        if self.beat is None or beat.count != self.beat.count:
+        """Takes in a heartbeat; one that is known already is no sign of life."""
+        before = self.beat
+        if before is None or (beat.rank, beat.count) != (before.rank, before.count):
             self.beat, self._since = beat, time.monotonic()
+            if self._is_local(beat) and (self._process is None or self._process.pid != beat.pid):
+                self._process = find(beat.pid)
+
+    @staticmethod
+    def _is_local(beat: Heartbeat) -> bool:
+        """A name is not enough: containers of one name may see different processes under one id."""
+        return beat.token == host_token()
 
     @property
     def silent_seconds(self) -> float:
         observed = time.monotonic() - self._since
-        if self.beat is not None and self.beat.host == socket.gethostname():
+        if self.beat is not None and self._is_local(self.beat):
             return max(observed, time.time() - self.beat.time)
         return observed
 
     @property
     def state(self) -> str:
-        """``unknown`` (never heard of), ``ended``, ``gone``, ``stopped`` or ``running``, as far as can be
-        told.
-        """
+        """``unknown`` (never heard of), ``ended``, ``gone``, ``stopped`` or ``running``, if that can be told."""
         if self.beat is None:
             return "unknown"
         if self.beat.ended:
             return "ended"
-        local = self.beat.host == socket.gethostname()
-        return process_state(self.beat.pid) if local else "running"
+        return state_of(self._process) if self._is_local(self.beat) else "running"
 
     def is_lost(self, interval_seconds: float) -> bool:
         """Whether nothing more is to be expected of it."""
@@ -55,7 +69,22 @@ class Standing:
         beat = self.beat
         if beat is None or self.is_lost(interval_seconds):
             return True
+        if here.together or beat.together:
+            return beat.together != here.together
         return not beat.waits or (beat.phase, beat.step) != (here.phase, here.step)
+
+    def compare(self, here: Heartbeat, interval_seconds: float) -> None:
+        """Measures for how long it has been missing from what the rank of heartbeat ``here`` does with all others."""
+        if not here.together or not self.is_missing(here, interval_seconds):
+            self._apart_since = None
+        elif self._apart_since is None or self._apart_from != here.together:
+            self._apart_since = time.monotonic()
+        self._apart_from = here.together
+
+    @property
+    def apart_seconds(self) -> float:
+        """How long every `compare` has found it missing; 0 if the last did not."""
+        return 0.0 if self._apart_since is None else time.monotonic() - self._apart_since
 
     def describe(self) -> str:
         if self.beat is None:
@@ -77,10 +106,32 @@ class Standing:
         return f"{verb} {beat.place}, for {beat.seconds:.0f} s"
 
     @property
-    def lateness(self) -> tuple[bool, bool, int]:
-        """Sorts the ranks that others wait for first: the lost, then those at work, then those that wait."""
+    def lateness(self) -> tuple[bool, bool, bool, int]:
+        """Sorts the ranks that others wait for first: the lost, the missing, those at work, then those that wait."""
         waits = self.beat is not None and self.beat.waits
-        return (not self.is_lost(1.0), waits, self.rank)
+        return (not self.is_lost(1.0), self._apart_since is None, waits, self.rank)
+
+
+def may_look(here: Heartbeat, timeout_seconds: float) -> bool:
+    """Whether the rank of heartbeat ``here`` has reason to look after all others."""
+    return bool(here.together) or (here.waits and here.seconds > timeout_seconds / 3)
+
+
+def should_look(here: Heartbeat, looker: Standing, interval_seconds: float) -> bool:
+    """Whether the rank of heartbeat ``here`` is to look after all others from now on, in place of ``looker``.
+
+    If every waiting rank looked at every other one, a hang of N ranks would put N squared requests a second on one
+    store. So one looks: the one that has waited longest, for its time is up first, and of several the lowest. Another
+    takes its place when it falls silent, as it does when its wait is over.
+    """
+    beat = looker.beat
+    if beat is None or beat.rank == here.rank or looker.is_lost(interval_seconds):
+        return True
+    ahead = here.seconds - beat.seconds
+    # Heartbeats are up to an interval old, so what differs by a few is equal. What is done together has no limit.
+    if not here.together and not beat.together and abs(ahead) > _SILENT_BEATS * interval_seconds:
+        return ahead > 0
+    return here.rank < beat.rank
 
 
 def must_speak(
@@ -90,11 +141,14 @@ def must_speak(
 
     It is when this rank has waited for the timeout, and another rank is elsewhere or silent, or all have been in the
     same place for as long. The lowest of the ranks that wait speaks; the others give it a few heartbeats to do so.
+    What all ranks do together has no limit, unless one was missing from it for the timeout.
     """
-    if not here.waits or here.seconds < timeout_seconds:
+    if here.together:
+        return any(other.apart_seconds >= timeout_seconds for other in others)
+    if not others or not here.waits or here.seconds < timeout_seconds:
         return False
     missing = [other for other in others if other.is_missing(here, interval_seconds)]
-    patience = timeout_seconds - 3 * interval_seconds
+    patience = timeout_seconds - _SILENT_BEATS * interval_seconds
     all_stuck = all(other.beat is not None and other.beat.seconds >= patience for other in others)
     if not missing and not all_stuck:
         return False

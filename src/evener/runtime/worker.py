@@ -7,7 +7,6 @@ now and then aborts a rank that has done all its work.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -20,11 +19,13 @@ from typing import Any
 
 import cloudpickle
 
+from evener.borrowed import interpreter
 from evener.errors import InterruptedRunError, RankError
 from evener.runtime.environment import detect
 from evener.runtime.failure import is_communication_error, record_failure
 from evener.runtime.interrupt import GRACE_SECONDS, die_with, enforce, interruption, raising
-from evener.runtime.session import agent_watchdog, current_watchdog
+from evener.runtime.session import agent_watchdog
+from evener.runtime.watchdog import current_watchdog
 
 LAUNCHER_PID = "EVENER_LAUNCHER_PID"
 """Environment variable with the process that a rank does not outlive."""
@@ -125,8 +126,9 @@ def _write_result(path: Path, result: Any) -> None:
 
 
 def _leave(status: int) -> None:
-    """Ends the process as Python would, but for the destruction of C++ objects; in bounded time after a
-    failure.
+    """Ends the process as Python would, but for the destruction of C++ objects.
+
+    After a failure in bounded time, whatever Python's own end would wait for.
     """
     if status != 0:
         timer = threading.Timer(GRACE_SECONDS, os._exit, (status,))
@@ -136,9 +138,9 @@ def _leave(status: int) -> None:
     if watchdog is not None:
         watchdog.close()
     with suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
+        interpreter.join_threads()
     with suppress(BaseException):
-        atexit._run_exitfuncs()
+        interpreter.run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -10,12 +10,14 @@ whose samples skip a layer neither hangs the others nor costs the usual step any
 
 *Nothing but gradients is exchanged in a step.* Buffers are not broadcast before every forward pass: those of BatchNorm
 are exact and therefore equal, others are shared only if a forward pass was seen to write to them.
+
+On a GPU the host waits for none of this, but for once: before its second forward pass DDP makes its buckets anew, in
+the order in which rank 0's gradients came, and reads that order from the device.
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -24,98 +26,140 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.autograd.function import once_differentiable
+from torch.distributed import GradBucket
 from torch.futures import Future
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.collectives.base import AllReduce
-from evener.collectives.buckets import bucket_nbytes
-from evener.collectives.hook import hook, power_sgd_hook, power_sgd_state
+from evener.borrowed.ddp import no_buffer_broadcast
+from evener.collectives.base import AllReduce, key_of
+from evener.collectives.ddp.buckets import bucket_nbytes
+from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware.readout import Readout, read
 from evener.hardware.stopwatch import waiting
-from evener.nn.batch_norm import exact_batch_norm
-from evener.runtime.session import Session
-from evener.strategies.base import Replica, Settings
+from evener.runtime.mesh import DIVIDING_SAMPLES, Layout, Mesh
+from evener.strategies import gradients
+from evener.strategies.base import Strategy
+from evener.strategies.learner import Learner
+from evener.strategies.normalize import normalize_together
 from evener.strategies.pace import Pace
-from evener.strategies.single import Single
-from evener.task import Task
+from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.plain import Plain
+from evener.strategies.single import Alone
 
 
-class Ddp(Single):
+class Ddp(Strategy):
     """Every rank holds the whole model; gradients are summed while backward runs."""
 
-    def __init__(self, task: Task, session: Session, settings: Settings) -> None:
-        self._all_reduce, self._send = _sender(session, settings)
-        self._norm_group: dist.ProcessGroup | None = None
-        super().__init__(task, session, settings)
-        self._names = {parameter: name for name, parameter in self.model.named_parameters()}
-        self._sparse = set(_sparse_parameters(self.model))
-        self._hook = GradientSum(self._send, self.pace)
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        return Layout({"data": world_size})
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        return normalize_together(model, mesh)
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        return summing(learner)
+
+    def stepper(self, learner: Learner) -> Stepper:
+        return Plain(learner)
+
+
+def summing(learner: Learner) -> Synchronizer:
+    """Sums gradients over the ranks that divide the samples of a batch, if there are several."""
+    group = learner.mesh.group(*DIVIDING_SAMPLES)
+    return Alone(learner) if group is None else DdpSum(learner, group)
+
+
+class DdpSum(Synchronizer):
+    """Sums gradients over the ranks of ``group`` through PyTorch's DistributedDataParallel."""
+
+    def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
+        self._learner, self._group = learner, group
+        self._all_reduce, self._send = _sender(group, learner)
+        self._hook = GradientSum(self._send, learner.pace)
+        self._sparse = set(_sparse_parameters(learner.model))
         self._filled: set[Tensor] = set()
-        self._broadcast_state()
+        self._ddp: DistributedDataParallel | None = None
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        if any(isinstance(module, _BatchNorm) for module in model.modules()):
-            # A group of its own, so that its messages in backward never meet those of the buckets.
-            self._norm_group = dist.new_group(timeout=self.session.group_timeout)
-            return exact_batch_norm(model, self._norm_group)
-        return model
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        power_sgd = self._learner.settings.compression == "powersgd"
+        return "native, compressed: powersgd" if power_sgd else self._all_reduce.words
 
-    @cached_property
-    def replica(self) -> nn.Module:
-        replica = Replica(self.model, self.task.exact_loss(), self.task.forward)
-        for parameter in self._names:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._filled.add)  # type: ignore[no-untyped-call]
-        ddp = DistributedDataParallel(
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        for parameter in self._trained():
+            parameter.register_post_accumulate_grad_hook(self._filled.add)  # type: ignore[no-untyped-call]
+        self._ddp = DistributedDataParallel(
             replica,
-            process_group=self.session.group,
+            process_group=self._group,
             bucket_cap_mb=self.bucket_bytes / 2**20,
             gradient_as_bucket_view=True,
-            **_NO_BUFFER_BROADCAST,
+            init_sync=False,  # the weights are rank 0's already
+            **no_buffer_broadcast(),
         )
         # Without annotations, which DDP compares with the classes themselves and not with their names.
-        ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
-        return ddp
+        self._ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
+        return self._ddp
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._learner.names if p.requires_grad]
 
     @cached_property
     def bucket_bytes(self) -> int:
         """That of the settings, or chosen by what the all-reduce is expected to take."""
-        nbytes = sum(p.nbytes for p in self._names if p.requires_grad)
-        return self.settings.bucket_bytes or bucket_nbytes(self._all_reduce.expected_seconds, nbytes)
+        nbytes = sum(p.nbytes for p in self._trained())
+        chosen = self._learner.settings.bucket_bytes
+        return chosen or bucket_nbytes(self._all_reduce.expected_seconds, nbytes)
 
-    def exchanging(self, last: bool) -> AbstractContextManager[Any]:
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        assert self._ddp is not None
         self._filled.clear()
         self._hook.begin()
-        return nullcontext() if last else self.replica.no_sync()  # type: ignore[operator]
+        return nullcontext() if last else self._ddp.no_sync()
 
     def complete(self) -> tuple[str, ...]:
+        """Where backward has left buckets unfilled, DDP still waits for them, and so do the other ranks. A second
+        backward, of a scalar whose gradient is zero in just those parameters, fills them within the same iteration of
+        the reducer: to it, the two are one backward that came in two parts. A gradient that an earlier micro-batch
+        left stays, for zero is added to it."""
         if self._hook.saw_last_bucket:
             return ()
-        unfilled = [p for p in self._names if p.requires_grad and p not in self._filled]
-        missing = tuple(self._names[p] for p in unfilled if p.grad is None)
+        names = self._learner.names
+        unfilled = [p for p in self._trained() if p not in self._filled]
+        missing = tuple(names[p] for p in unfilled if p.grad is None)
         zeros = _ZeroGradients.apply([p in self._sparse for p in unfilled], *unfilled)  # type: ignore[no-untyped-call]
         zeros.backward()
         return missing
 
+    def soundness(self) -> tuple[Readout, ...]:
+        return tuple(self._hook.soundness)
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         self._check_own(parameters)
-        named = [(self._names[p], p) for p in parameters if p.requires_grad]
+        names = self._learner.names
+        named = [(names[p], p) for p in parameters if p.requires_grad]
         absent = [name for name, p in named if p.grad is None]
-        everywhere = set.intersection(*map(set, self.session.control.gather_objects(absent)))
+        sound = bool(torch.isfinite(gradients.soundness(p for _, p in named)))
+        said = self._learner.session.control.gather_objects((absent, sound))
+        self._check_sound([sound for _, sound in said])
+        everywhere = set.intersection(*(set(absent) for absent, _ in self._learner.data.of_parts(said)))
         present = [p for name, p in named if name not in everywhere]
         for parameter in present:
             if parameter.grad is None:
                 parameter.grad = _zeros(parameter, parameter in self._sparse)
-        gradients = [p.grad for p in present if p.grad is not None]
-        for bucket in _buckets(gradients, self.bucket_bytes):
+        for bucket in _buckets(present, self.bucket_bytes):
             self._sum_together(bucket)
 
+    def _check_sound(self, sound: Sequence[bool]) -> None:
+        if not all(sound):
+            raise DivergenceError(
+                f"a gradient is not finite on rank {sound.index(False)}; the run stops here"
+            )
+
     def _check_own(self, parameters: Sequence[nn.Parameter]) -> None:
-        strangers = [tuple(p.shape) for p in parameters if p not in self._names]
+        strangers = [tuple(p.shape) for p in parameters if p not in self._learner.names]
         if strangers:
             raise ConfigurationError(
                 f"{len(strangers)} parameters of the optimizer, the first of shape {strangers[0]}, are not of the "
@@ -123,53 +167,39 @@ class Ddp(Single):
                 "is trained"
             )
 
-    def _sum_together(self, gradients: list[Tensor]) -> None:
-        if gradients[0].is_sparse:
-            for gradient in gradients:
+    def _sum_together(self, parameters: list[nn.Parameter]) -> None:
+        found = [p.grad for p in parameters if p.grad is not None]
+        if found[0].is_sparse:
+            for gradient in found:
                 self._all_reduce(gradient).wait()
             return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._all_reduce(flat).wait()
-        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        flat = torch.cat([gradient.reshape(-1) for gradient in found])
+        self._all_reduce(flat, key_of(parameters)).wait()
+        for gradient, part in zip(found, torch.split(flat, [g.numel() for g in found]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def share_buffers(self, source: int) -> None:
-        for module, name in self._loose_buffers:
-            buffer = module._buffers[name]
-            if buffer is not None:
-                dist.broadcast(buffer, group=self.session.group, group_src=source)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._broadcast_state()
-
-    def _broadcast_state(self) -> None:
-        """Starts all replicas from rank 0's weights, whatever a model's constructor drew on this rank."""
-        with torch.no_grad():
-            for tensor in self.model.state_dict().values():
-                if isinstance(tensor, Tensor):
-                    dist.broadcast(tensor, group=self.session.group, group_src=0)
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        for buffer in buffers:
+            dist.broadcast(buffer, group=self._group, group_src=part)
 
     def close(self) -> None:
         # The reducer must be gone before its process group is.
-        self.__dict__.pop("replica", None)
+        self._ddp = None
         gc.collect()
         self._all_reduce.close()
-        if self._norm_group is not None:
-            dist.destroy_process_group(self._norm_group)
-            self._norm_group = None
 
 
 Send = Callable[[GradBucket], Future[Tensor]]
 """Starts to sum a bucket over the ranks."""
 
 
-def _sender(session: Session, settings: Settings) -> tuple[AllReduce, Send]:
+def _sender(group: dist.ProcessGroup, learner: Learner) -> tuple[AllReduce, Send]:
     """The all-reduce of the settings, and how it sends a bucket."""
+    settings, timeout_seconds = learner.settings, learner.session.timeout_seconds
     compression = None if settings.compression == "powersgd" else settings.compression
-    all_reduce = make(settings.all_reduce, session.group, session.timeout_seconds, compression)
+    all_reduce = make(settings.all_reduce, group, timeout_seconds, compression)
     if settings.compression == "powersgd":
-        return all_reduce, partial(power_sgd_hook, power_sgd_state(session.group))
+        return all_reduce, partial(power_sgd_hook, power_sgd_state(group))
     return all_reduce, partial(hook, all_reduce)
 
 
@@ -184,9 +214,12 @@ class GradientSum:
     def begin(self) -> None:
         """A micro-batch begins."""
         self.saw_last_bucket = False
+        self.soundness: list[Readout] = []
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.saw_last_bucket = bucket.is_last()
+        # Of what this rank adds, before it is lost in the sum of all.
+        self.soundness.append(read(gradients.sum_of(bucket.buffer())))
         if self.saw_last_bucket:
             self._pace.work_done()
         with waiting():
@@ -223,23 +256,17 @@ def _sparse_parameters(model: nn.Module) -> Iterator[Tensor]:
             yield module.weight
 
 
-def _buckets(gradients: Iterable[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
-    """Gradients of one layout, type and device together, until they reach ``nbytes``."""
-    open_buckets: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
+def _buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> Iterator[list[nn.Parameter]]:
+    """Those with gradients of one layout, type and device together, until these reach ``nbytes``."""
+    open_buckets: dict[Any, list[nn.Parameter]] = {}
+    sizes: dict[Any, int] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
         key = (gradient.is_sparse, gradient.dtype, gradient.device)
-        bucket = open_buckets.setdefault(key, [])
-        bucket.append(gradient)
-        if sum(g.numel() * g.element_size() for g in bucket if not g.is_sparse) >= nbytes:
+        open_buckets.setdefault(key, []).append(parameter)
+        sizes[key] = sizes.get(key, 0) + (0 if gradient.is_sparse else gradient.nbytes)
+        if sizes[key] >= nbytes:
+            sizes[key] = 0
             yield open_buckets.pop(key)
     yield from open_buckets.values()
-
-
-# torch 2.13 renamed the option and warns about the old name.
-_NO_BUFFER_BROADCAST: dict[str, Any] = {
-    name: False
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel.__init__).parameters
-}
-if len(_NO_BUFFER_BROADCAST) > 1:
-    del _NO_BUFFER_BROADCAST["broadcast_buffers"]

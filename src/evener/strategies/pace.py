@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from evener.balance.emulate import Throttle
+from evener.hardware.readout import Here, Readout
 from evener.hardware.stopwatch import Stopwatch
 
 
 class Pace:
     """The work of rank ``rank`` on ``stopwatch``; of a real device, unless there is a ``throttle``.
+
+    An emulated device has to know how long its work took before it sleeps: the host waits for a GPU then, in each step.
 
     Args:
         sleep: Lets seconds pass.
@@ -35,6 +38,7 @@ class Pace:
         self._stopwatch, self._throttle, self._rank, self._sleep = stopwatch, throttle, rank, sleep
         self._step = 0
         self._slept = 0.0
+        self._elapsed: Readout = Here(0.0)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -42,6 +46,7 @@ class Pace:
         self._step, self._slept = number, 0.0
         with self._stopwatch:
             yield
+            self._elapsed = self._stopwatch.whole()
 
     def work_done(self) -> None:
         """The rank has done its work so far, but for what the emulation adds to it."""
@@ -55,6 +60,10 @@ class Pace:
             self._slept += more
             self._stopwatch.mark()
 
-    def seconds(self) -> float:
-        """Time of the work in the last step, emulation included and waiting left out."""
-        return self._stopwatch.seconds()
+    def taken(self) -> Readout:
+        """Time of the work in the last step in seconds, emulation included and waiting left out."""
+        return self._stopwatch.taken()
+
+    def elapsed(self) -> Readout:
+        """Time of the rank's whole part of the last step in seconds, waiting included."""
+        return self._elapsed

@@ -23,7 +23,7 @@ from evener.data.loader import Loader
 from evener.data.order import Order
 from evener.data.parts import Parts, gather_parts
 from evener.errors import ConfigurationError
-from evener.strategies.base import Strategy
+from evener.strategies.learner import Learner
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,24 @@ class Reading:
     """Gathers an integer of each part of a batch."""
 
     @classmethod
-    def of(cls, strategy: Strategy, dataset: Any, name: str) -> Reading:
-        """How the rank of ``strategy`` reads ``dataset``. All ranks call it together.
+    def of(cls, learner: Learner, dataset: Any, name: str) -> Reading:
+        """How the rank of ``learner`` reads ``dataset``. All ranks call it together.
 
         Raises:
             ConfigurationError: If the partition cannot be.
         """
-        session, heard = strategy.session, strategy.data_ranks
-        everyone = len(heard) == session.world_size
-        portion, parts = strategy.portion(dataset), None
-        if strategy.task.partition == "sample":
-            _check_whole(everyone, strategy)
+        session, data = learner.session, learner.data
+        portion, parts = learner.portion(dataset), None
+        if learner.task.partition == "sample":
+            _check_whole(learner)
             portion, parts = gather_parts(portion, session.rank, session.control.gather_objects, name)
 
         def agree(value: int) -> list[int]:
             rows = session.control.exchange([value]).wait()
-            return [int(rows[rank][0]) for rank in heard]
+            return [int(row[0]) for row in data.of_parts(rows)]
 
-        balanced = everyone and parts is None
-        return cls(portion, name, strategy.data_rank, len(heard), parts, balanced, agree)
+        balanced = parts is None and (data.is_whole or data.degree > 1)
+        return cls(portion, name, data.index, data.degree, parts, balanced, agree)
 
     @property
     def size(self) -> int | None:
@@ -84,9 +83,9 @@ class Reading:
         return Loader(self.dataset, order, name=self.name, agree=self.agree, **place, **options)
 
 
-def _check_whole(everyone: bool, strategy: Strategy) -> None:
-    if not everyone:
+def _check_whole(learner: Learner) -> None:
+    if not learner.data.is_whole:
         raise ConfigurationError(
-            f"{type(strategy).__name__} gives all ranks the same samples, but the task's data are partitioned by "
+            f"strategy {learner.name!r} gives several ranks the same samples, but the task's data are partitioned by "
             'sample; use strategy="ddp", or let every rank hold all samples'
         )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from evener.data.datasets.digits import digits
-from evener.loss import accuracy
+from evener.losses import accuracy
 from evener.task import Task
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evener.data.datasets.mnist import mnist
-from evener.loss import accuracy
+from evener.losses import accuracy
 from evener.task import Task
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from evener.data.datasets.text import CharacterText
 from evener.errors import TaskError
-from evener.loss import accuracy
+from evener.losses import accuracy
 from evener.nn.dropout import Dropout
 from evener.task import Task
 

@@ -63,8 +63,7 @@ def mnist(train: bool, data_dir: Path | str | None = None, cache_dir: Path | str
         cache_dir: Where downloads are kept; ``None`` for the user's cache directory.
 
     Raises:
-        DataError: If a file is missing, has the wrong checksum or is not what its name says, or no mirror has
-        it.
+        DataError: If a file is missing, has the wrong checksum or is not what its name says, or no mirror has it.
     """
     part = "train" if train else "t10k"
     pixels = _table(f"{part}-images-idx3-ubyte", 3, data_dir, cache_dir)
@@ -77,8 +76,7 @@ def mnist(train: bool, data_dir: Path | str | None = None, cache_dir: Path | str
 
 
 def read_idx(content: bytes, dimensions: int, name: str) -> NDArray[np.uint8]:
-    """The array in an IDX file of unsigned bytes: two zero bytes, 8, the number of dimensions, their sizes,
-    the data.
+    """The array in an IDX file of unsigned bytes: two zero bytes, 8, the number of dimensions, their sizes, the data.
 
     Raises:
         DataError: If it is not one, or not of ``dimensions`` dimensions, or cut short.
@@ -102,8 +100,7 @@ def read_idx(content: bytes, dimensions: int, name: str) -> NDArray[np.uint8]:
 def download(
     name: str, md5: str, directory: Path, mirrors: Sequence[str], timeout_seconds: float = 600
 ) -> Path:
-    """The verified file ``name`` in ``directory``, downloaded from the first mirror that has it unless it is
-    there.
+    """The verified file ``name`` in ``directory``; unless it is there, it comes from the first mirror that has it.
 
     Raises:
         DataError: If no mirror gave the right file, or another process held the lock for too long.

@@ -21,8 +21,7 @@ class CharacterText(Dataset[tuple[Tensor, Tensor]]):
     bytes a character.
 
     Args:
-        path: A file in UTF-8. Its first ``fraction`` is the training part, the rest the test part; the
-        vocabulary is
+        path: A file in UTF-8. Its first ``fraction`` is the training part, the rest the test part; the vocabulary is
             that of both.
         context: Characters in a window.
         train: Which part.

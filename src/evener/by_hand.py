@@ -1,0 +1,80 @@
+"""The step of a loop of the user's own: gradients are summed where the user says, and everything is known at once.
+
+To know at once is to wait. On a GPU the host stops in ``backward`` for the loss, in ``update`` for the answer whether
+the gradients are finite, and at the end of the step for its time; the steps that the engine takes itself do not stop.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from evener.data.batch import Batch
+from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware.stopwatch import stopwatch, waiting
+from evener.ledger import Exchange
+from evener.step import not_finite
+from evener.strategies.learner import Learner
+from evener.strategies.pace import Pace
+
+
+class ByHand:
+    """What :meth:`Engine.backward` and :meth:`Engine.update` do."""
+
+    def __init__(self, learner: Learner, control: Exchange) -> None:
+        self._learner, self._control = learner, control
+        self.pace = Pace(stopwatch(learner.session.device), learner.settings.throttle, learner.session.rank)
+
+    def backward(self, total: Tensor, count: float | Tensor, batch: Batch | None, step: int) -> float:
+        """Back-propagates ``total`` over the count of all ranks; returns the mean over the terms of all ranks.
+
+        Args:
+            batch: The batch at hand; None outside of ``batches()``.
+        """
+        counts = _counts_for_something(batch)
+        own = [float(total.detach()) if counts else 0.0, float(count) if counts else 0.0]
+        with waiting():
+            rows = self._control.exchange(own).wait()
+        for rank, row in enumerate(rows):
+            if not math.isfinite(row[0]):
+                raise DivergenceError(not_finite(f"the loss is {row[0]}", step, f"rank {rank}"))
+        added = self._learner.data.of_contributors(rows)
+        sums = [sum(column) for column in zip(*added, strict=True)]
+        (total * (1.0 if counts else 0.0) / (sums[1] or 1.0)).backward()  # type: ignore[no-untyped-call]
+        self.pace.work_done()
+        return sums[0] / sums[1] if sums[1] else math.nan
+
+    def update(self, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+        """Sums the gradients of the optimizer's parameters over the ranks, clips, steps and clears them."""
+        learner = self._learner
+        chosen = learner.optimizer if optimizer is None else optimizer
+        parameters = [p for group in chosen.param_groups for p in group["params"]]
+        phase = learner.session.watchdog.phase("update", step=step)
+        with learner.session.watchdog.explained(), phase, waiting():
+            learner.synchronizer.sum_gradients(parameters)
+        if optimizer is None:
+            learner.update(step=step)
+            return
+        learner.clip(parameters)
+        chosen.step()
+        chosen.zero_grad(set_to_none=True)
+
+    def seconds_of_all(self) -> list[float]:
+        """The time of each rank's own work in the step that is over. A collective call."""
+        own = self.pace.taken().value() or math.nan
+        return [row[0] for row in self._control.exchange([own]).wait()]
+
+
+def _counts_for_something(batch: Batch | None) -> bool:
+    """Whether the batch is one of samples and not a placeholder."""
+    if batch is None:
+        return True
+    micros = batch.micro_batches
+    if len(micros) > 1:
+        raise ConfigurationError(
+            f"backward() takes a whole batch, this one is cut into {len(micros)} micro-batches, whose counts it "
+            "cannot know ahead: leave micro_batch unset, or take steps with step()"
+        )
+    return micros[0].weight > 0

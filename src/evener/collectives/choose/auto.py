@@ -1,0 +1,96 @@
+"""For each call the all-reduce that was measured to be fastest for its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Key, Work
+from evener.collectives.choose.measure import SIZES, measured_costs
+from evener.collectives.choose.select import Choice, Costs, choose
+
+
+class Fastest(AllReduce):
+    """Chooses among ``all_reduces`` by ``costs``, which must be the same on all ranks. Owns them, and closes them.
+
+    Raises:
+        ValueError: ``costs`` does not say how long one of them takes.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        all_reduces: Mapping[str, AllReduce],
+        costs: Costs,
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        super().__init__(group, timeout_seconds)
+        self._all_reduces = dict(all_reduces)
+        self.costs = costs
+        self._fastest_for: dict[int, AllReduce] = {}
+        self.fastest_for(1)
+
+    @property
+    def words(self) -> str:
+        """Which of them runs up to which size, of the sizes that are measured; the last beyond that, too."""
+        runs = [
+            (name, list(sizes)[-1]) for name, sizes in groupby(SIZES, lambda size: self.choice(size).name)
+        ]
+        borders = [f"{self._all_reduces[name].words} up to {_size_words(last)}" for name, last in runs[:-1]]
+        last = self._all_reduces[runs[-1][0]].words
+        ranges = ", ".join([*borders, f"{last} above"]) if borders else last
+        return f"auto: {ranges}" + (f" ({self.note})" if self.note else "")
+
+    @property
+    def remembers(self) -> bool:
+        return any(each.remembers for each in self._all_reduces.values())
+
+    @property
+    def exact(self) -> bool:
+        return all(each.exact for each in self._all_reduces.values())
+
+    def fastest_for(self, nbytes: int) -> AllReduce:
+        """The all-reduce for tensors of ``nbytes``."""
+        found = self._fastest_for.get(nbytes)
+        if found is None:
+            found = self._fastest_for[nbytes] = self._all_reduces[self.choice(nbytes).name]
+        return found
+
+    def choice(self, nbytes: int) -> Choice:
+        """The name of the all-reduce for tensors of ``nbytes``, and how long it is expected to take."""
+        return choose(self.costs, max(nbytes, 1), self._all_reduces)
+
+    def expected_seconds(self, nbytes: int) -> float:
+        return self.choice(nbytes).seconds
+
+    def start(self, tensor: Tensor) -> Work:
+        return self.start_for(tensor, None)
+
+    def start_for(self, tensor: Tensor, key: Key) -> Work:
+        return self.fastest_for(tensor.nbytes).start_for(tensor, key)
+
+    def close(self) -> None:
+        for each in self._all_reduces.values():
+            each.close()
+
+
+def _size_words(nbytes: int) -> str:
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+    unit, name = next(each for each in units if nbytes >= each[0])
+    return f"{nbytes // unit} {name}"
+
+
+def measured(
+    all_reduces: Mapping[str, AllReduce],
+    group: dist.ProcessGroup | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Fastest:
+    """A :class:`Fastest` by measurements of this topology, made now if there are none yet. A collective call."""
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    return Fastest(all_reduces, measured_costs(all_reduces, whole), whole, timeout_seconds)

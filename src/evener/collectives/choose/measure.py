@@ -1,0 +1,215 @@
+"""What the links of a group cost, and how long each all-reduce takes: measured once, kept on disk.
+
+The measurements of a topology are kept in ``evener/collectives`` under the user's directory for caches, under a key of
+all that they depend on: host names and who is on which, cores, versions, what was timed. A file that cannot be read is
+measured anew. Rank 0's measurements are everyone's, so that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from evener.collectives.base import AllReduce
+from evener.collectives.choose.cost import Link
+from evener.collectives.choose.select import Costs, Sample
+from evener.collectives.choose.simulate import Network
+from evener.collectives.execute.messages import Messages
+from evener.collectives.schedules.schedule import Topology
+from evener.runtime.environment import usable_cores
+from evener.runtime.hosts import all_gather, host_identity, hosts_of
+
+SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))
+"""1 KiB to 64 MiB."""
+_SMALL_NBYTES, _LARGE_NBYTES = 1024, 4 << 20
+_BUDGET_SECONDS = 0.15
+_LEAST, _MOST = 3, 30
+_ENOUGH_SECONDS = 1.0
+"""Once a call of each takes this long, larger sizes are left out."""
+_CALLS, _SHORT_SECONDS = 10, 0.05
+
+
+def measured_costs(all_reduces: Mapping[str, AllReduce], group: dist.ProcessGroup) -> Costs:
+    """The costs of the topology and of these all-reduces on it, from the cache or measured. A collective call."""
+    topology = Topology(hosts_of(group))
+    path = cache_path(topology, list(all_reduces), group)
+    costs = rank_zeros(load(path) if dist.get_rank(group) == 0 else None, group)
+    if costs is None:
+        costs = rank_zeros(measure(all_reduces, topology, group), group)
+        assert costs is not None
+        if dist.get_rank(group) == 0:
+            save(path, costs)
+    return costs
+
+
+def rank_zeros(costs: Costs | None, group: dist.ProcessGroup) -> Costs | None:
+    """Rank 0's ``costs`` on all ranks."""
+    text = all_gather(costs.to_json() if costs else None, group)[0]
+    return Costs.from_json(text) if text else None
+
+
+def measure(all_reduces: Mapping[str, AllReduce], topology: Topology, group: dist.ProcessGroup) -> Costs:
+    """Times every all-reduce at every size of ``SIZES``, in turn, so that a disturbance meets all; some seconds.
+
+    The best round counts: what is measured once is used for long, and another program that was running then can only
+    have made it slower.
+
+    On slow links it ends with the size at which bandwidth is plainly all: the time of larger ones follows from theirs.
+    """
+    device = device_of(group)
+    samples = []
+    for nbytes in SIZES:
+        buffer = torch.zeros(nbytes // 4, device=device)
+        seconds = time_in_turn(list(all_reduces.values()), buffer, group, of_rounds=min)
+        samples += [Sample(n, nbytes, s) for n, s in zip(all_reduces, seconds, strict=True)]
+        if sum(seconds) > _ENOUGH_SECONDS:
+            break
+    return Costs(topology, measure_network(topology, group), tuple(samples))
+
+
+def time_in_turn(
+    all_reduces: Sequence[AllReduce],
+    buffer: Tensor,
+    group: dist.ProcessGroup,
+    budget_seconds: float = _BUDGET_SECONDS,
+    of_rounds: Callable[[Sequence[float]], float] = statistics.median,
+) -> list[float]:
+    """Seconds of each all-reduce of ``buffer``, the slowest rank's; the same on every rank.
+
+    The rounds are as many as fit ``budget_seconds`` for each all-reduce, within limits; ``of_rounds`` makes one number
+    of theirs.
+    """
+    rough = sum(_all_gather_max([_seconds(each, buffer, 1) for each in all_reduces], group))
+    calls = _CALLS if rough < _SHORT_SECONDS else 1
+    rounds = int(min(max(budget_seconds * len(all_reduces) / (rough * (calls + 1)), _LEAST), _MOST))
+    times = [[_seconds(each, buffer, calls) for each in all_reduces] for _ in range(rounds)]
+    return _all_gather_max([of_rounds(each) for each in zip(*times, strict=True)], group)
+
+
+def _all_gather_max(values: list[float], group: dist.ProcessGroup) -> list[float]:
+    return [max(of_ranks) for of_ranks in zip(*all_gather(values, group), strict=True)]
+
+
+def _seconds(all_reduce: AllReduce, buffer: Tensor, calls: int) -> float:
+    """Of one of ``calls`` in a row, after a first that also waits for ranks that are late from what was before."""
+    _call(all_reduce, buffer)
+    start = time.perf_counter()
+    for _ in range(calls):
+        _call(all_reduce, buffer)
+    return (time.perf_counter() - start) / calls
+
+
+def _call(all_reduce: AllReduce, buffer: Tensor) -> None:
+    all_reduce(buffer).wait()
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)
+
+
+def measure_network(topology: Topology, group: dist.ProcessGroup) -> Network:
+    """Latency and bandwidth of a message inside a host and between hosts, and the cost of adding a byte."""
+    messages = Messages(group, 60.0)
+    rank, device = dist.get_rank(group), device_of(group)
+    large_host = max(topology.hosts, key=len)
+    mine = (
+        _link(messages, large_host[0], large_host[-1], rank, device),
+        _link(messages, topology.hosts[0][0], topology.hosts[-1][0], rank, device),
+        _gamma(device),
+    )
+    seen = all_gather(mine, group)
+    messages.close()
+    inside = next((link for link, _, _ in seen if link), None)
+    between = next((link for _, link, _ in seen if link), None)
+    known = inside or between or Link(0.0, 0.0)
+    return Network(inside or known, between or known, statistics.median(gamma for _, _, gamma in seen))
+
+
+def _link(messages: Messages, a: int, b: int, rank: int, device: torch.device) -> Link | None:
+    """Of messages between ranks ``a`` and ``b``, as ``a`` sees them; None on all others, or if both are one."""
+    if a == b or rank not in (a, b):
+        return None
+    small = _one_way_seconds(
+        messages, a, b, rank, torch.zeros(_SMALL_NBYTES, dtype=torch.uint8, device=device)
+    )
+    large = _one_way_seconds(
+        messages, a, b, rank, torch.zeros(_LARGE_NBYTES, dtype=torch.uint8, device=device)
+    )
+    beta = max(large - small, 0.0) / (_LARGE_NBYTES - _SMALL_NBYTES)
+    return Link(max(small - beta * _SMALL_NBYTES, 0.0), beta) if rank == a else None
+
+
+def _one_way_seconds(messages: Messages, a: int, b: int, rank: int, buffer: Tensor) -> float:
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        if rank == a:
+            _finish(messages.post([(b, buffer)], [], 0))
+            _finish(messages.post([], [(b, buffer)], 0))
+        else:
+            _finish(messages.post([], [(a, buffer)], 0))
+            _finish(messages.post([(a, buffer)], [], 0))
+        times.append((time.perf_counter() - start) / 2)
+    return statistics.median(times[1:])
+
+
+def _finish(works: tuple[list[dist.Work], list[dist.Work]]) -> None:
+    for work in (*works[0], *works[1]):
+        work.wait()
+
+
+def _gamma(device: torch.device) -> float:
+    """Seconds to add a byte of float32 to another, out of the cache."""
+    a, b = torch.zeros(2, _LARGE_NBYTES // 4, device=device)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        a.add_(b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / _LARGE_NBYTES
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """The kind of device whose tensors the group's backend moves."""
+    on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
+def cache_path(topology: Topology, names: Sequence[str], group: dist.ProcessGroup) -> Path:
+    """Where the measurements of this topology with these names are kept. A collective call."""
+    hosts = all_gather((host_identity()[0], usable_cores(), torch.get_num_threads()), group)
+    what = [topology.hosts, hosts, sorted(names), SIZES, str(dist.get_backend(group))]
+    key = json.dumps([*what, torch.__version__, platform.python_version(), platform.machine()])
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return user_cache_path("evener") / "collectives" / f"{name}.json"
+
+
+def load(path: Path) -> Costs | None:
+    """What :func:`save` wrote; None if there is nothing, or nothing usable."""
+    try:
+        return Costs.from_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def save(path: Path, costs: Costs) -> None:
+    """Writes the file as a whole or not at all; a disk that cannot be written to costs only the next measuring."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(costs.to_json())
+        os.replace(file.name, path)
+    except OSError:
+        return

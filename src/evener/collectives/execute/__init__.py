@@ -1,0 +1,1 @@
+"""Carries out a schedule with messages between ranks."""

@@ -1,0 +1,206 @@
+"""Runs the schedule of any algorithm over point-to-point messages of any backend.
+
+Played round by round, a schedule leaves the network idle while a rank adds, and the core idle while messages are on
+their way. So the buffer is cut into segments, each of which runs the whole schedule, a few of them in flight: when a
+rank waits for a message of one segment, those of the next are moving::
+
+    segment 0   post 0 | wait 0, add, post 1 |                     | wait 1, add, post 2 |
+    segment 1          | post 0              | wait 0, add, post 1 |                     | ...
+                                             ^ while this waits, messages of segment 0 move
+
+All ranks go through (segment, round) in the same order, so the messages between two ranks match first in, first out,
+and nobody waits for a message that its sender posts only after a wait of its own for this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Done, Promised, Work
+from evener.collectives.execute.messages import Messages
+from evener.collectives.execute.program import Program, Range, Turn, compile_program
+from evener.collectives.execute.worker import Worker
+from evener.collectives.schedules.schedule import Algorithm, Topology
+from evener.errors import EvenerError
+from evener.runtime.hosts import hosts_of
+
+SEGMENT_NBYTES = 32 * 1024 * 1024
+_IN_FLIGHT = 2
+_PROGRAMS = 64
+
+Pending = list[tuple[Range, dist.Work]]
+"""Sends that may not be over, and what they read."""
+
+
+class Scheduled(AllReduce):
+    """Carries out the schedule of ``algorithm``, with messages over a process group of its own.
+
+    On CPUs (gloo) in a thread of its own, so that a call returns at once. On GPUs (NCCL) on a stream of its own:
+    that path has never run on a machine with several GPUs. float16 and bfloat16 are rounded at every addition.
+
+    Args:
+        name: What to call it.
+        algorithm: Makes the schedule.
+        group: The ranks.
+        timeout_seconds: How long to wait for a message before the missing ranks are named.
+        topology: Which ranks (counted in the group) share a host; asked of the ranks if None.
+        segment_nbytes: Bytes of a segment. Small ones hide the latency of a network and the time of adding; where
+            the ranks' own cores move the bytes (gloo inside a machine), they only add messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        algorithm: Algorithm,
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        topology: Topology | None = None,
+        segment_nbytes: int = SEGMENT_NBYTES,
+    ) -> None:
+        super().__init__(group, timeout_seconds)
+        self.name = name
+        self._schedule = algorithm(topology or Topology(hosts_of(self.group)))
+        self._segment_nbytes = segment_nbytes
+        self._messages = Messages(self.group, timeout_seconds)
+        self._programs: dict[int, Program] = {}
+        self._worker = Worker(f"evener all-reduce {name}")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._spare: list[Tensor] = []
+        self._failure: EvenerError | None = None
+
+    def start(self, tensor: Tensor) -> Work:
+        if self.world_size == 1 or not tensor.numel():
+            return Done(tensor)
+        if tensor.is_cuda:
+            return Promised(self._on_stream(tensor))
+        return Promised(self._worker.submit(lambda: self._run(tensor)))
+
+    def close(self) -> None:
+        self._worker.close()
+        self._messages.close()
+
+    def _on_stream(self, tensor: Tensor) -> Future[Tensor]:
+        """Only queues work: the future is done for the host at once, and for a stream when ours gets there."""
+        device = tensor.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        tensor.record_stream(stream)
+        future: Future[Tensor] = Future(devices=[device])
+        with torch.cuda.stream(stream):
+            future.set_result(self._run(tensor))
+        return future
+
+    def _run(self, tensor: Tensor) -> Tensor:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._run_segments(tensor.view(-1))
+        except RuntimeError as error:
+            self._failure = self.roll_call.explain(error)
+            raise self._failure from error
+        return tensor
+
+    def _run_segments(self, flat: Tensor) -> None:
+        """Takes each of the segments in flight one turn further, again and again, until all are done."""
+        parts = torch.split(flat, max(1, self._segment_nbytes // flat.element_size()))
+        waiting = [self._segment(part, tag) for tag, part in enumerate(parts)]
+        flying: list[Iterator[None]] = []
+        while waiting or flying:
+            joining = _IN_FLIGHT - len(flying)
+            flying, waiting = [*flying, *waiting[:joining]], waiting[joining:]
+            flying = [segment for segment in flying if _advance(segment)]
+
+    def _segment(self, part: Tensor, tag: int) -> Iterator[None]:
+        """Runs the program on ``part``, and yields wherever messages are on their way."""
+        program = self._program(part.numel())
+        scratch = self._borrow(program.scratch, part)
+        pending: Pending = []
+        for turn in program.turns:
+            places = _places(turn, part, scratch)
+            received = self._post(turn, places, part, pending, tag)
+            yield None
+            _wait_all(received)
+            _apply(turn, places, part, pending)
+        _wait_all([work for _, work in pending])
+        self._spare.append(scratch)
+
+    def _post(
+        self, turn: Turn, places: list[Tensor], part: Tensor, pending: Pending, tag: int
+    ) -> list[dist.Work]:
+        receives = []
+        for arrival, place in zip(turn.arrivals, places, strict=True):
+            if arrival.peer == self.rank:
+                place.copy_(_at(part, arrival.where))
+            else:
+                if arrival.scratch is None:
+                    _settle(pending, arrival.where)
+                receives.append((arrival.peer, place))
+        sends = [(peer, _at(part, what)) for peer, what in turn.sends]
+        sent, received = self._messages.post(sends, receives, tag)
+        pending.extend(zip((what for _, what in turn.sends), sent, strict=False))
+        return received
+
+    def _borrow(self, numel: int, like: Tensor) -> Tensor:
+        """Scratch memory, that of an earlier segment if that is large enough: fresh memory costs page faults."""
+        for index, spare in enumerate(self._spare):
+            if spare.dtype == like.dtype and spare.device == like.device and spare.numel() >= numel:
+                return self._spare.pop(index)
+        del self._spare[:-_IN_FLIGHT]
+        return like.new_empty(numel)
+
+    def _program(self, numel: int) -> Program:
+        program = self._programs.get(numel)
+        if program is None:
+            if len(self._programs) == _PROGRAMS:
+                self._programs.clear()
+            program = self._programs[numel] = compile_program(self._schedule, self.rank, numel)
+        return program
+
+
+def _at(buffer: Tensor, where: Range) -> Tensor:
+    return buffer[where.start : where.stop]
+
+
+def _places(turn: Turn, part: Tensor, scratch: Tensor) -> list[Tensor]:
+    """Where each arrival is received."""
+    return [_at(scratch, a.scratch) if a.scratch else _at(part, a.where) for a in turn.arrivals]
+
+
+def _apply(turn: Turn, places: list[Tensor], part: Tensor, pending: Pending) -> None:
+    """Adds or copies what arrived, in order, once nothing that it changes is still being sent."""
+    for arrival, place in zip(turn.arrivals, places, strict=True):
+        if arrival.scratch is not None:
+            _settle(pending, arrival.where)
+            target = _at(part, arrival.where)
+            if arrival.reduce:
+                target.add_(place)
+            else:
+                target.copy_(place)
+
+
+def _settle(pending: Pending, where: Range) -> None:
+    """Waits for the sends of what overlaps ``where``, and forgets them."""
+    _wait_all([work for what, work in pending if what.overlaps(where)])
+    pending[:] = [(what, work) for what, work in pending if not what.overlaps(where)]
+
+
+def _wait_all(works: list[dist.Work]) -> None:
+    """Each only once: to gloo, a second wait for a message is a wait for a second message."""
+    for work in works:
+        work.wait()
+
+
+def _advance(segment: Iterator[None]) -> bool:
+    """Whether the segment goes on."""
+    try:
+        next(segment)
+    except StopIteration:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""All-reduces as data, and what can be done with one without a tensor: validate it, draw it."""

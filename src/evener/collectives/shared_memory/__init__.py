@@ -1,0 +1,1 @@
+"""All-reduces through memory that the ranks of a host share."""

@@ -1,0 +1,262 @@
+"""All-reduce between CPU ranks of one host, through memory that they share.
+
+Gloo moves the bytes of ranks of one machine through TCP sockets: each crosses the kernel twice. Here each
+rank has a ring of a few slots that stay in its cache; a message is cut into chunks of a slot, and each
+chunk goes through three stages, which a rank works on for three successive chunks in turn (a software
+pipeline, so that what a rank waits for was mostly done a moment ago)::
+
+    rank r, chunk c, slot c mod S                      what it says when done
+    ------------------------------------------------   ----------------------
+    copy in    the slices that other ranks will add    entered[r] = c + 1
+    reduce     slice r of all ranks, in their order    reduced[r] = c + 1
+    copy out   the slices that other ranks added       left[r]    = c + 1
+
+    turn        0     1     2     3     4
+    copy in     c0    c1    c2    c3    c4
+    reduce            c0    c1    c2    c3
+    copy out                c0    c1    c2
+
+A slot is written again once all others have left the chunk that it held. A small message needs one stage
+less: every rank copies all of it in and adds up all ranks' slots by itself.
+
+*The same bits on all ranks*: an element is added up by one rank, or by every rank from the same slots,
+always in the order of ranks 0, 1, 2, ...; float16 and bfloat16 are added in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Done, Work
+from evener.errors import ConfigurationError, EvenerError
+from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, failed, tag_of
+
+_SLOTS = 4
+_SLICE_NBYTES = 256 * 1024  # of a slot, for each rank: slices of all ranks stay in a core's cache
+_SLOT_NBYTES = (512 * 1024, 2 * 1024 * 1024)
+_ONE_SHOT_NBYTES = 512 * 1024  # over the number of ranks: all together read its square
+_CHUNK_NBYTES = 64 * 1024
+_LINE_NBYTES = 64
+_HALF = (torch.float16, torch.bfloat16)
+_VIEWS = 512
+
+
+class _Views(NamedTuple):
+    """Views of the slots for chunks of one dtype and length; the first index is the slot, the second a rank."""
+
+    sizes: list[int]
+    """Elements of each rank's slice."""
+    whole: list[list[Tensor]]
+    """All of the chunk, in every rank's slot."""
+    terms: list[list[Tensor]]
+    """This rank's slice, in every rank's slot."""
+    give: list[list[Tensor]]
+    """Every rank's slice, in this rank's slot."""
+    take: list[list[Tensor]]
+    """Every rank's slice, in its own slot."""
+
+
+class SharedMemory(AllReduce):
+    """Sums through shared memory; the sum is there when the call returns.
+
+    Every dtype that torch adds, on CPU: 64-bit and smaller integers (which wrap around), bool (or),
+    floating and complex numbers. A rank whose process died is named at once, one that is stopped or
+    elsewhere after the timeout. After either, the object cannot be used any more.
+
+    Args:
+        group: Ranks of one host, of any backend that can gather objects.
+        timeout_seconds: How long to wait for a rank.
+
+    Raises:
+        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+    """
+
+    name = "shared-memory"
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> None:
+        super().__init__(group, timeout_seconds)
+        smallest, largest = _SLOT_NBYTES
+        self._slot_nbytes = min(max(smallest, _SLICE_NBYTES * self.world_size), largest)
+        self._one_shot_nbytes = _ONE_SHOT_NBYTES // self.world_size
+        self._slots: Slots | None = None
+        if self.world_size > 1:
+            self._slots = Slots(self.group, _SLOTS, self._slot_nbytes, timeout_seconds)
+        self._closed = False
+        self._views: dict[tuple[torch.dtype, int], _Views] = {}
+        self._others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self._chunks = 0
+        self._failure: EvenerError | None = None
+
+    def start(self, tensor: Tensor) -> Work:
+        slots = self._ready(tensor)
+        if slots is None:
+            return Done(tensor)
+        try:
+            if tensor.nbytes <= self._one_shot_nbytes:
+                self._one_shot(slots, tensor.view(-1))
+            else:
+                self._two_shots(slots, tensor.view(-1))
+        except BaseException as error:
+            self._failure = failed(error)
+            raise
+        return Done(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copies a contiguous ``tensor`` of rank ``source`` (counted in the group) to all others."""
+        slots = self._ready(tensor)
+        if slots is None:
+            return
+        try:
+            for piece in torch.split(tensor.view(-1), self._slot_nbytes // tensor.element_size()):
+                self._broadcast(slots, piece, source)
+        except BaseException as error:
+            self._failure = failed(error)
+            raise
+
+    def close(self) -> None:
+        self._closed, self._slots, self._views = True, None, {}
+
+    def _ready(self, tensor: Tensor) -> Slots | None:
+        """None if there is nothing to do."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise ConfigurationError("this all-reduce through shared memory has been closed")
+        if tensor.dtype not in DTYPE_CODES or tensor.device.type != "cpu":
+            raise ConfigurationError(
+                f"shared memory sums CPU tensors of the dtypes that torch adds, not {tensor.dtype} on "
+                f"{tensor.device}; 'native' sums what the backend can"
+            )
+        return self._slots if tensor.numel() else None
+
+    def _one_shot(self, slots: Slots, flat: Tensor) -> None:
+        chunk, tag = self._chunks, tag_of(flat)
+        self._chunks = chunk + 1
+        terms = self._views_of(slots, flat).whole[chunk % _SLOTS]
+        # The slot still holds chunk - _SLOTS: who has not left that one may be reading it.
+        slots.wait(LEFT, chunk - _SLOTS + 1)
+        terms[self.rank].copy_(flat)
+        # The count goes last. Who sees it may read the data and the tag, which are then there.
+        slots.begin(chunk, tag)
+        slots.publish(ENTERED, chunk + 1)
+        slots.wait(ENTERED, chunk + 1)
+        slots.check(chunk, tag)
+        _add(terms, flat)
+        # REDUCED is passed over: counts only grow, and the next chunk in two shots lifts it beyond this one.
+        slots.publish(LEFT, chunk + 1)
+
+    def _two_shots(self, slots: Slots, flat: Tensor) -> None:
+        first, tag = self._chunks, tag_of(flat)
+        work = []
+        for chunk, piece in enumerate(torch.split(flat, self._chunk_length(flat)), start=first):
+            views = self._views_of(slots, piece)
+            work.append((slots, views, piece.split_with_sizes(views.sizes), chunk))
+        self._chunks = first + len(work)
+        # Nobody still wants the tag that lies here: all have checked an earlier call in two shots when they reduced it,
+        # and one in one shot when they entered the next; only the last call may be unchecked, and has another slot.
+        slots.begin(first, tag)
+        for turn in range(len(work) + 2):
+            if turn < len(work):
+                self._copy_in(*work[turn])
+            if turn == 1:
+                slots.wait(ENTERED, first + 1)
+                slots.check(first, tag)
+            if 1 <= turn <= len(work):
+                self._reduce(*work[turn - 1])
+            if turn >= 2:
+                self._copy_out(*work[turn - 2])
+
+    def _copy_in(self, slots: Slots, views: _Views, slices: tuple[Tensor, ...], chunk: int) -> None:
+        # Copying in is two chunks ahead of copying out: with fewer than three slots all would wait for each other here.
+        slots.wait(LEFT, chunk - _SLOTS + 1)
+        give = views.give[chunk % _SLOTS]
+        for rank in self._others:
+            give[rank].copy_(slices[rank])
+        slots.publish(ENTERED, chunk + 1)
+
+    def _reduce(self, slots: Slots, views: _Views, slices: tuple[Tensor, ...], chunk: int) -> None:
+        """The own term is read where it is; the sum goes to the own slot first, where nobody else writes.
+
+        Nothing but a sum is ever copied to that place, so that no one can take a term for it.
+        """
+        mine, result = slices[self.rank], views.give[chunk % _SLOTS][self.rank]
+        terms = views.terms[chunk % _SLOTS].copy()
+        terms[self.rank] = mine
+        slots.wait(ENTERED, chunk + 1)
+        _add(terms, result)
+        slots.publish(REDUCED, chunk + 1)  # before the own copy, for which nobody else need wait
+        mine.copy_(result)
+
+    def _copy_out(self, slots: Slots, views: _Views, slices: tuple[Tensor, ...], chunk: int) -> None:
+        slots.wait(REDUCED, chunk + 1)
+        take = views.take[chunk % _SLOTS]
+        for rank in self._others:
+            slices[rank].copy_(take[rank])
+        # Reduced a turn ago, so this rank needs neither terms nor sums of the chunk, in anyone's slot.
+        slots.publish(LEFT, chunk + 1)
+
+    def _broadcast(self, slots: Slots, piece: Tensor, source: int) -> None:
+        chunk = self._chunks
+        self._chunks = chunk + 1
+        slot = slots.view(source, chunk % _SLOTS, piece.dtype, 0, piece.numel())
+        slots.wait(LEFT, chunk - _SLOTS + 1)
+        if self.rank == source:
+            slot.copy_(piece)
+        slots.publish(ENTERED, chunk + 1)
+        slots.wait(ENTERED, chunk + 1)
+        if self.rank != source:
+            piece.copy_(slot)
+        slots.publish(LEFT, chunk + 1)
+
+    def _chunk_length(self, flat: Tensor) -> int:
+        """Elements of a chunk: a slot's worth, or less so that a small message is pipelined too."""
+        nbytes = min(self._slot_nbytes, max(_CHUNK_NBYTES, flat.nbytes // _SLOTS))
+        return nbytes // flat.element_size()
+
+    def _views_of(self, slots: Slots, piece: Tensor) -> _Views:
+        key = piece.dtype, piece.numel()
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) == _VIEWS:
+                self._views.clear()
+            views = self._views[key] = _make_views(slots, self.rank, self.world_size, *key)
+        return views
+
+
+def _make_views(slots: Slots, rank: int, world_size: int, dtype: torch.dtype, count: int) -> _Views:
+    line = max(1, _LINE_NBYTES // dtype.itemsize)
+    length = -(-count // (world_size * line)) * line  # whole cache lines, so that no two ranks write to one
+    starts = [min(r * length, count) for r in range(world_size + 1)]
+    sizes = [stop - start for start, stop in pairwise(starts)]
+    ranks = range(world_size)
+
+    def piece(slot: int, owner: int, of: int) -> Tensor:
+        return slots.view(owner, slot, dtype, starts[of], sizes[of])
+
+    return _Views(
+        sizes=sizes,
+        whole=[[slots.view(r, slot, dtype, 0, count) for r in ranks] for slot in range(_SLOTS)],
+        terms=[[piece(slot, r, rank) for r in ranks] for slot in range(_SLOTS)],
+        give=[[piece(slot, rank, r) for r in ranks] for slot in range(_SLOTS)],
+        take=[[piece(slot, r, r) for r in ranks] for slot in range(_SLOTS)],
+    )
+
+
+def _add(terms: list[Tensor], out: Tensor) -> None:
+    """``out`` = the sum of two or more terms from left to right; ``out`` may be none behind the second."""
+    if len(terms) > 2 and out.dtype in _HALF:
+        total = terms[0].float()
+        for term in terms[1:]:
+            total += term.float()
+        out.copy_(total)
+        return
+    torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)

@@ -1,0 +1,119 @@
+"""The batches of a run on this rank, and the balancer that divides them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from evener.assembly import balancer_of
+from evener.balance.base import Balancer, Decision
+from evener.config import RunConfig
+from evener.data.batch import Batch
+from evener.data.loader import Loader
+from evener.errors import ConfigurationError
+from evener.progress import Progress, SampleOrder
+from evener.strategies.learner import Learner
+from evener.strategies.reading import Reading
+
+
+class Feed:
+    """Reads this rank's part of every global batch, once.
+
+    Args:
+        epochs: The epoch after the last one.
+        steps_late: How many steps after its own the times of a step are known.
+    """
+
+    def __init__(
+        self, learner: Learner, config: RunConfig, batch_size: int, epochs: int, steps_late: int
+    ) -> None:
+        self._learner, self._config = learner, config
+        self._batch_size, self._epochs, self._steps_late = batch_size, epochs, steps_late
+        self._reading = Reading.of(learner, learner.task.train, "training set")
+        self._loader: Loader | None = None
+        self.balancer: Balancer | None = None
+        self.balancer_state: dict[str, Any] = {}
+        self._told = 0
+        self.first_step = 0
+        """Steps that were taken before this run."""
+        self.input_seconds = 0.0
+        """How long the last batch was waited for."""
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None if the dataset does not tell its length."""
+        size = self._reading.size
+        if size is None:
+            return self._config.steps
+        steps = math.ceil(size / self._batch_size) * self._epochs
+        return min(steps, self._config.steps) if self._config.steps else steps
+
+    def sample_order(self) -> SampleOrder:
+        """What decides which samples a step has."""
+        parts = self._reading.parts
+        sizes = None if parts is None else list(parts.sizes)
+        return SampleOrder(self._config.seed, self._batch_size, self._reading.size, sizes)
+
+    def open(self, progress: Progress) -> Loader:
+        """The batches that are left from ``progress`` on; to be closed."""
+        if self._loader is not None:
+            raise ConfigurationError("batches() is running already; one engine makes one pass over the run")
+        config = self._config
+        self._loader = self._reading.loader(
+            self._reading.shuffled(config.seed),
+            seed=config.seed,
+            batch_size=self._batch_size,
+            shares=self._shares,
+            micro_batch=config.micro_batch,
+            collate=self._learner.task.collate,
+            workers=config.workers,
+            device=self._learner.session.device,
+            epochs=self._epochs,
+            start=(progress.epoch, progress.position),
+            first_step=progress.steps,
+        )
+        # Besides what the loader draws ahead, a batch is looked at one step early, and times are known late.
+        lookahead = self._loader.lookahead + 1 + self._steps_late
+        self.balancer = balancer_of(config, self._reading, lookahead)
+        if self.balancer_state:
+            self.balancer.load_state_dict(self.balancer_state)
+        return self._loader
+
+    def next(self, source: Iterator[Batch], step: int) -> Batch | None:
+        """The next batch, on the device; None at the end."""
+        began = time.perf_counter()
+        with self._learner.session.watchdog.phase("loading a batch", step=step):
+            batch = next(source, None)
+            batch = batch and self._learner.place(batch)
+        self.input_seconds = time.perf_counter() - began
+        return batch
+
+    def _shares(self, step: int, size: int) -> list[int]:
+        assert self.balancer is not None
+        return self.balancer.shares(step, size)
+
+    def observe(self, number: int, batch: Batch, seconds: Sequence[float]) -> None:
+        """Tells the balancer the time of each part of the batch that had samples, from that of each rank."""
+        if self.balancer is not None:
+            of_parts = self._learner.data.slowest(seconds)
+            known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
+            self.balancer.observe(number, batch.shares, known)
+
+    def new_decisions(self) -> Sequence[Decision]:
+        """Changes of shares since the last call."""
+        decisions = self.balancer.decisions if self.balancer else ()
+        new, self._told = decisions[self._told :], len(decisions)
+        return new
+
+    def speeds(self, steps_done: int) -> list[float] | None:
+        """Parts of a batch that the ranks took in the last step; None, which is equal parts, before the first."""
+        if self.balancer is None or steps_done == 0:
+            return None
+        shares = self.balancer.shares(max(self.first_step, steps_done - 1), self._batch_size)
+        return [float(share) for share in shares]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the balancer has learned."""
+        return self.balancer.state_dict() if self.balancer else self.balancer_state

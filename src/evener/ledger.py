@@ -1,0 +1,237 @@
+"""What the ranks tell each other of every step, and when it is known.
+
+Each step every rank posts one short row of numbers (:class:`~evener.step.Signal`) right after backward; it is read
+after the next forward pass, so that its travel costs no time. It brings the number of terms of the next batch, by
+which all have to divide, and the results of the step. Only a rank that has to know before it updates its weights,
+because its own numbers are not finite or some parameter got no gradient, waits for the row at once.
+
+On a device that runs behind the host, a GPU, no number of a step is at hand when its row is posted, and to wait for one
+would stop the host in every step. There the loss travels from device to device, to be read when somebody asks for it,
+and the times of a step go with the row of the next::
+
+    CPU    step n: forward, backward ─ post n: count of n + 1, results of n     ─ update ─ tell of step n - 1
+    GPU    step n: (queued)          ─ post n: count of n + 1, times of n - 1   ─ (queued) ─ tell of step n - 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from evener.data.batch import Batch
+from evener.hardware.readout import Readout, is_late, read
+from evener.hardware.stopwatch import waiting
+from evener.losses import Loss
+from evener.runtime.channel import Pending
+from evener.runtime.hosts import all_gather
+from evener.runtime.mesh import DIVIDING_TERMS, Mesh
+from evener.step import Signal, Step
+from evener.strategies.parts import StepOutcome
+
+
+class Exchange(Protocol):
+    """What tells all ranks a few numbers."""
+
+    def exchange(self, values: Sequence[float]) -> Pending:
+        """Starts telling all ranks ``values``, as many on every rank."""
+
+
+Observe = Callable[[Step], None]
+
+
+class Ledger:
+    """Posts and reads the rows of one run.
+
+    Args:
+        control: Between all ranks.
+        mesh: Who contributes what.
+        device: On which this rank computes.
+        loss: Asked for the number of terms of a batch.
+        observe: Called with each step when the times of all ranks are known, in order and alike on every rank.
+    """
+
+    def __init__(
+        self,
+        control: Exchange,
+        mesh: Mesh,
+        device: torch.device,
+        loss: Callable[[], Loss],
+        observe: Observe,
+    ) -> None:
+        self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
+        self._device, self._late = device, is_late(device)
+        self._counts: dict[tuple[int, int], float] = {}
+        self._in_flight: tuple[Step, Batch | None, Pending] | None = None
+        self._unmeasured: tuple[Readout, Readout] | None = None
+        self._measured: deque[Step] = deque()
+        self._before: Step | None = None
+        self._begun = False
+        self.buffers_changed = False
+        """Whether a forward pass of any rank was seen to write to buffers that nothing keeps equal."""
+
+    @property
+    def steps_late(self) -> int:
+        """How many steps after its own the times of a step are known."""
+        return 2 if self._late else 1
+
+    # Before backward
+
+    def divisor(self, step: Step) -> float:
+        """What the sum of all terms is divided by, which all ranks must know before any goes backward."""
+        with waiting():
+            self.settle()
+            place = (step.batch.epoch, step.batch.index)
+            if place not in self._counts:
+                rows = self.control.exchange([_sum(self.count(step.batch))]).wait()
+                self._counts = {place: sum(row[0] for row in self._mesh.data.of_contributors(rows))}
+        step.count = self._loss().divisor(self._counts[place])
+        return step.count or 1.0
+
+    def count(self, batch: Batch | None) -> list[Readout]:
+        """Terms in each of this rank's micro-batches of the batch, counted on the host where it has the targets."""
+        if batch is None:
+            return []
+        micros = (batch.on_host or batch).micro_batches
+        return [read(self._loss().count(micro.targets)) for micro in micros if micro.weight]
+
+    # After backward
+
+    def post(
+        self,
+        step: Step,
+        outcome: StepOutcome,
+        upcoming: Batch | None,
+        next_count: list[Readout],
+        elapsed: Readout,
+        input_seconds: float,
+    ) -> Iterable[str]:
+        """Tells all ranks of the step; returns the parameters that have no gradient on any.
+
+        Raises:
+            DivergenceError: If a number of this rank is not finite and it is known already.
+        """
+        step.contributors = self._mesh.data.contributors
+        row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
+        doubtful = False
+        if self._late:
+            step.results = self._gathered(outcome)
+            row = self._with_times(row)
+            self._unmeasured = outcome.compute_seconds, elapsed
+        else:
+            self._unmeasured = outcome.compute_seconds, elapsed
+            row = self._with_times(row)._replace(
+                total=_sum(outcome.totals), soundness=_sum(outcome.soundness)
+            )
+            doubtful = not (math.isfinite(row.total) and math.isfinite(row.soundness))
+        self._in_flight = step, upcoming, self.control.exchange(row)
+        if outcome.missing or doubtful or not self._begun:
+            self._begun = True
+            return self._missing_everywhere(outcome, self.settle())
+        return ()
+
+    def _with_times(self, row: Signal) -> Signal:
+        if self._unmeasured is None:
+            return row
+        compute, elapsed = (readout.value() for readout in self._unmeasured)
+        return row._replace(compute_seconds=compute, wait_seconds=max(0.0, elapsed - compute))
+
+    def _gathered(self, outcome: StepOutcome) -> Callable[[], list[tuple[float, float]]]:
+        """Sends total and soundness from device to device, and reads those of all ranks when they are asked for."""
+        own = [[total.tensor for total in outcome.totals], [sound.tensor for sound in outcome.soundness]]
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        row = torch.stack([sum((one.double().reshape(()) for one in numbers), start=zero) for numbers in own])
+        rows = row.new_empty(self._mesh.layout.world_size, 2)
+        if self._mesh.world is None:
+            rows.copy_(row)
+        else:
+            with waiting():
+                dist.all_gather(list(rows.unbind()), row, group=self._mesh.world)
+        found = read(rows)
+        return lambda: _pairs(found.values())
+
+    def _missing_everywhere(self, outcome: StepOutcome, signals: Sequence[Signal]) -> Iterable[str]:
+        """Among the ranks that hold the same parameters, for other samples."""
+        codes = {signals[rank].missing for rank in self._mesh.ranks(*DIVIDING_TERMS)} if signals else {0.0}
+        if 0.0 in codes:
+            return ()
+        group = self._mesh.group(*DIVIDING_TERMS)
+        if len(codes) == 1 or group is None:
+            return outcome.missing
+        return set.intersection(*map(set, all_gather(outcome.missing, group)))
+
+    # Reading
+
+    def settle(self) -> list[Signal]:
+        """Waits for what the ranks told with the last step; empty if nothing is outstanding.
+
+        Raises:
+            DivergenceError: If the loss or a gradient of a rank was not finite, as far as that is known.
+        """
+        if self._in_flight is None:
+            return []
+        (step, upcoming, pending), self._in_flight = self._in_flight, None
+        signals = [Signal(*row) for row in pending.wait()]
+        if not self._late:
+            results = [(signal.total, signal.soundness) for signal in signals]
+            step.results = lambda: results
+            step.check_finite()
+        self._counts = {}
+        if upcoming is not None:
+            counts = (signal.next_count for signal in self._mesh.data.of_contributors(signals))
+            self._counts[upcoming.epoch, upcoming.index] = sum(counts)
+        self.buffers_changed |= any(signal.buffers_changed for signal in signals)
+        step.input_seconds = tuple(signal.input_seconds for signal in signals)
+        self._times_known(step, signals)
+        return signals
+
+    def _times_known(self, step: Step, signals: Sequence[Signal]) -> None:
+        """The row of a step brings its times, or on a late device those of the step before."""
+        measured = self._before if self._late else step
+        self._before = step
+        if measured is not None:
+            measured.compute_seconds = tuple(signal.compute_seconds for signal in signals)
+            measured.wait_seconds = tuple(signal.wait_seconds for signal in signals)
+            self._observe(measured)
+            self._measured.append(measured)
+
+    def check(self) -> None:
+        """Waits for the results of all steps so far, so that nothing is saved or reported that went wrong.
+
+        Raises:
+            DivergenceError: If the loss or a gradient of a rank was not finite, in the first step where one was.
+        """
+        self.settle()
+        for step in self._measured:
+            step.check_finite()
+        if self._late and self._before is not None:
+            self._before.check_finite()
+
+    def finish(self) -> None:
+        """No step follows at once: also the times of the last one are told. A collective call."""
+        self.check()
+        if self._late and self._before is not None:
+            row = self._with_times(Signal(0.0, 0.0, 0.0, 0.0))
+            with waiting():
+                signals = [Signal(*values) for values in self.control.exchange(row).wait()]
+            self._times_known(self._before, signals)
+            self._before = self._unmeasured = None
+
+    def told(self) -> Iterator[Step]:
+        """Steps that are over and known and have not been handed out yet."""
+        while self._measured and self._measured[0].seconds:
+            step = self._measured.popleft()
+            step.check_finite()
+            yield step
+
+
+def _sum(numbers: Iterable[Readout]) -> float:
+    return sum(number.value() for number in numbers)
+
+
+def _pairs(flat: Sequence[float]) -> list[tuple[float, float]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))

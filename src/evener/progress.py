@@ -1,0 +1,79 @@
+"""Where a run stands in its data, and whether a saved place is one in the same order of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from evener.data.batch import Batch
+from evener.errors import ConfigurationError
+
+
+@dataclass
+class Progress:
+    """What was done of a run, by all ranks together and in earlier parts of it."""
+
+    epoch: int = 0
+    """Passes over the data that are complete."""
+    position: int = 0
+    """Samples of the present epoch that were trained on."""
+    steps: int = 0
+    samples: int = 0
+
+    @property
+    def epochs_begun(self) -> int:
+        """Epochs of which something was trained on."""
+        return self.epoch + (self.position > 0)
+
+    def advance(self, batch: Batch) -> None:
+        """A step was taken."""
+        self.steps += 1
+        self.samples += batch.size
+        self.epoch, self.position = (
+            (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.position + batch.size)
+        )
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """What decides which samples a step has, on any number of ranks."""
+
+    seed: int
+    batch_size: int
+    length: int | None
+    """Samples of the training set; None if it does not tell."""
+    parts: list[int] | None = None
+    """Samples of each rank, where ranks own samples of their own."""
+
+    def saved(self, progress: Progress) -> dict[str, Any]:
+        """Both, as plain values."""
+        return asdict(progress) | asdict(self)
+
+    def resumed(self, saved: Mapping[str, Any]) -> Progress:
+        """The place that :meth:`saved` gave.
+
+        Raises:
+            ConfigurationError: If the order of samples is another one here.
+        """
+        for name, ours in (("seed", self.seed), ("batch_size", self.batch_size)):
+            if saved[name] != ours:
+                raise ConfigurationError(
+                    f"the checkpoint was made with {name} {saved[name]}, this run has {ours}: samples would be "
+                    f"repeated or lost; set {name} to {saved[name]}"
+                )
+        self._check_parts(saved)
+        if saved["length"] != self.length and self.parts is None:
+            raise ConfigurationError(
+                f"the checkpoint was made with a training set of {saved['length']} samples, this one has "
+                f"{self.length}: samples would be repeated or lost; go on with the same data, or begin a new run"
+            )
+        return Progress(saved["epoch"], saved["position"], saved["steps"], saved["samples"])
+
+    def _check_parts(self, saved: Mapping[str, Any]) -> None:
+        if saved["parts"] != self.parts and saved["position"]:
+            raise ConfigurationError(
+                f"the checkpoint was made in the middle of an epoch of parts of {saved['parts']} samples, this run has "
+                f"{self.parts} (None: not partitioned by sample): samples would be repeated or lost; go on with the "
+                "same parts, or from the end of an epoch"
+            )

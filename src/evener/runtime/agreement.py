@@ -1,0 +1,108 @@
+"""What all ranks must have in common before they can talk to each other at all.
+
+Each rank takes a device by itself: a GPU where its host has one. On a host without, a rank would take the CPU and start
+gloo, wait for the others, which have started NCCL, and hang until the time is up. So before there is a process group
+every rank says in the store what it took, reads what the others took, and they all come to the same verdict::
+
+    rank 0  cuda ─┐                     ┌─▶ verdict of (cuda, cuda, cpu)
+    rank 1  cuda ─┼─▶ store ─ N values ─┼─▶ the same
+    rank 2  cpu  ─┘                     └─▶ the same
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from evener.errors import ConfigurationError
+
+_LEAVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a rank joins."""
+
+    rank: int
+    host: str
+    device: str
+    """``cuda`` or ``cpu``."""
+    named: bool
+    """Whether the user asked for that device, or the rank took what its host has."""
+    evener: str
+    """Version of Evener."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Terms:
+        return cls(**json.loads(text))
+
+
+def evener_version() -> str:
+    """The version of Evener that this process runs."""
+    try:
+        return version("evener")
+    except PackageNotFoundError:  # from a checkout that was not installed
+        return "of a checkout"
+
+
+def disagreement(all_terms: Sequence[Terms]) -> str | None:
+    """Why these ranks cannot run together, and the way out; None if they can."""
+    if len({terms.device for terms in all_terms}) > 1:
+        took = _listed(all_terms, lambda terms: terms.device)
+        took_by_default = any(not terms.named for terms in all_terms)
+        cause = (
+            "no device was named, so each rank took what its host has"
+            if took_by_default
+            else "as they were told"
+        )
+        return (
+            f"the ranks took different devices ({cause}): {took}; give all of them --device cpu, or leave out the "
+            "hosts without a GPU"
+        )
+    if len({terms.evener for terms in all_terms}) > 1:
+        found = _listed(all_terms, lambda terms: f"Evener {terms.evener}")
+        return f"the ranks run different versions: {found}; install the same one on all hosts"
+    return None
+
+
+def agree(store: Store, mine: Terms, world_size: int, timeout_seconds: float) -> None:
+    """Waits for the terms of all ranks. A collective call.
+
+    Raises:
+        ConfigurationError: On every rank alike, if they cannot run together.
+        DistError: A rank did not come in time.
+    """
+    keys = [str(rank) for rank in range(world_size)]
+    store.set(str(mine.rank), mine.to_json())
+    store.wait(keys, timedelta(seconds=timeout_seconds))
+    reason = disagreement([Terms.from_json(text) for text in store.multi_get(keys)])
+    if reason is not None:
+        _leave_together(store, mine.rank, world_size)
+        raise ConfigurationError(reason)
+
+
+def _leave_together(store: Store, rank: int, world_size: int) -> None:
+    """The store may live in rank 0, which must not end before all have read."""
+    store.set(f"{rank}/read", "")
+    with suppress(dist.DistError):
+        store.wait([f"{rank}/read" for rank in range(world_size)], timedelta(seconds=_LEAVE_SECONDS))
+
+
+def _listed(all_terms: Sequence[Terms], value: Callable[[Terms], str]) -> str:
+    """``cuda on host a (rank 0, 1, 2); cpu on host b (rank 3)``."""
+    ranks: dict[tuple[str, str], list[str]] = {}
+    for terms in all_terms:
+        ranks.setdefault((value(terms), terms.host), []).append(str(terms.rank))
+    return "; ".join(
+        f"{what} on host {host} (rank {', '.join(those)})" for (what, host), those in ranks.items()
+    )

@@ -1,0 +1,221 @@
+"""The slots that ranks of one host share, and waiting for each other's progress through them.
+
+Progress is a number that only grows: a rank stores how many chunks it has brought to a stage, and the
+others wait for that number. Waiting is polling, a few times at once, then giving way to whoever shares the
+core (there may be more ranks than cores), and after two milliseconds asleep between looks, so that a late
+rank costs no one a core.
+
+*Ordering*. A counter is stored after the data that it announces, and loaded before that data. x86 keeps
+stores in order, and loads too, so plain stores are enough; the streaming stores that a large ``memcpy`` may use
+are not in order, but the C library fences them before it returns. Weaker machines (arm64) need a fence that
+Python cannot issue; there :func:`map_segments` refuses, on every rank alike.
+
+*No locks*. Each counter has one writer, its rank, and only grows, so a reader that sees an old number waits a
+little longer and never takes data for ready that are not. Who writes into a slot again has waited until all
+others have published that they are past what it held; what that is, the caller says.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.errors import ConfigurationError, EvenerError, RankError, RankTimeoutError
+from evener.runtime.hosts import all_gather
+from evener.runtime.segment import Announcement, Segment, describe, has_died
+from evener.runtime.watchdog import backstop, marked, standings
+
+ENTERED, REDUCED, LEFT = range(3)
+"""Stages of a chunk: its owner has copied it in, has added up its slice, needs nothing of it any more."""
+_CALLS = 3
+_TAGS = 4
+
+_ORDERED_MACHINES = ("x86_64", "amd64", "i386", "i686")
+_POLLS = 30
+_YIELD_SECONDS = 2e-3
+_SLEEP_SECONDS = 50e-6
+_LOOK_SECONDS = 0.05
+
+
+class Slots:
+    """Slots for every rank of a group, and what each rank has done with its own.
+
+    Args:
+        group: Ranks of one host.
+        slots: How many each rank has.
+        slot_nbytes: The size of one.
+        timeout_seconds: How long to wait for a rank. Where a watchdog runs, which says more, a little longer.
+
+    Raises:
+        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, slots: int, slot_nbytes: int, timeout_seconds: float
+    ) -> None:
+        self.count = slots
+        self._slot_nbytes = slot_nbytes
+        self._timeout_seconds = timeout_seconds
+        self._rank = dist.get_rank(group)
+        self._segments = map_segments(group, slots * slot_nbytes)
+        numbers = range(_TAGS + slots)
+        self._counters = [[segment.counter(n) for segment in self._segments] for n in numbers]
+        self._mine = [counters[self._rank] for counters in self._counters]
+        others = [rank for rank in range(len(self._segments)) if rank != self._rank]
+        self._awaited = [[counters[rank] for rank in others] for counters in self._counters]
+
+    def view(self, rank: int, slot: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
+        """``count`` elements from element ``start`` of a slot of ``rank``; shape (count,)."""
+        return self._segments[rank].view(dtype, slot * self._slot_nbytes + start * dtype.itemsize, count)
+
+    def begin(self, chunk: int, tag: int) -> None:
+        """Says what the call is about that starts with ``chunk``; precedes ``publish(ENTERED, ...)``."""
+        # The word was last used ``count`` chunks ago, and nobody reads it any more, whether they have left that chunk
+        # or not: the call before this one has ended here, so all others have come to that call's last chunk, and tags
+        # are read at the start of a call.
+        self._mine[_TAGS + chunk % self.count][0] = tag
+        self._mine[_CALLS][0] += 1
+
+    def check(self, chunk: int, tag: int) -> None:
+        """Raises unless all ranks, which have entered ``chunk``, began there with the same tag."""
+        for counter in self._awaited[_TAGS + chunk % self.count]:
+            if counter[0] != tag:
+                self._differ(chunk)
+
+    def publish(self, stage: int, chunks: int) -> None:
+        """Says that this rank has brought ``chunks`` chunks to the stage; data are to be written first."""
+        self._mine[stage][0] = chunks
+
+    def wait(self, stage: int, chunks: int) -> None:
+        """Returns when every other rank has published at least ``chunks``.
+
+        Raises:
+            RankError: The process of a rank is gone.
+            RankTimeoutError: A rank did not come in time.
+        """
+        for counter in self._awaited[stage]:  # all are there already, mostly
+            if counter[0] < chunks:
+                self._poll(stage, chunks)
+                return
+
+    def _late(self, stage: int, chunks: int) -> list[int]:
+        return [rank for rank, counter in enumerate(self._counters[stage]) if counter[0] < chunks]
+
+    def _all_came(self, stage: int, chunks: int) -> bool:
+        return all(counter[0] >= chunks for counter in self._awaited[stage])
+
+    def _poll(self, stage: int, chunks: int) -> None:
+        for _ in range(_POLLS):
+            if self._all_came(stage, chunks):
+                return
+        start = time.monotonic()
+        while time.monotonic() - start < _YIELD_SECONDS:
+            os.sched_yield()
+            if self._all_came(stage, chunks):
+                return
+        self._sleep(stage, chunks, start)
+
+    def _sleep(self, stage: int, chunks: int, start: float) -> None:
+        # Polling looks like computing to whoever looks at this thread from outside, so the wait has to be marked.
+        with marked("all-reduce"):
+            look = start + _LOOK_SECONDS
+            while not self._all_came(stage, chunks):
+                time.sleep(_SLEEP_SECONDS)
+                now = time.monotonic()
+                if now > look:
+                    look = now + _LOOK_SECONDS
+                    self._look(stage, chunks, now - start)
+
+    def _look(self, stage: int, chunks: int, waited_seconds: float) -> None:
+        """Raises if a late rank is dead, or any is late for too long."""
+        late = [rank for rank in self._late(stage, chunks) if rank != self._rank]
+        dead = [rank for rank in late if has_died(self._segments[rank])]
+        # A rank may have published its last chunk and ended between the two looks above.
+        dead = [rank for rank in dead if self._counters[stage][rank][0] < chunks]
+        if dead:
+            raise RankError(f"{self._describe(dead)}, during an all-reduce through shared memory")
+        if late and waited_seconds > backstop(self._timeout_seconds):
+            raise RankTimeoutError(
+                f"waited {waited_seconds:.1f} s in all-reduce {self._mine[_CALLS][0]} through shared memory: "
+                f"{self._describe(late)}{standings()}"
+            )
+
+    def _describe(self, ranks: list[int]) -> str:
+        return "; ".join(
+            f"{describe(self._segments[rank])} (all-reduces begun: {self._counters[_CALLS][rank][0]})"
+            for rank in ranks
+        )
+
+    def _differ(self, chunk: int) -> None:
+        tags = self._counters[_TAGS + chunk % self.count]
+        seen = ", ".join(
+            f"rank {segment.owner.rank} {untag(tag[0])}"
+            for segment, tag in zip(self._segments, tags, strict=True)
+        )
+        raise ConfigurationError(f"the ranks called all-reduce with different tensors: {seen}")
+
+
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_DTYPES = (*_INTEGERS, *_FLOATS)
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+"""The dtypes that torch adds, as numbers for :func:`tag_of`."""
+
+
+def tag_of(tensor: Tensor) -> int:
+    """Number of elements and dtype in one word."""
+    return tensor.numel() << 8 | DTYPE_CODES[tensor.dtype]
+
+
+def untag(tag: int) -> str:
+    """A tag for people: ``10 x float32``."""
+    return f"{tag >> 8} x {str(_DTYPES[tag & 0xFF]).removeprefix('torch.')}"
+
+
+def map_segments(group: dist.ProcessGroup, nbytes: int) -> list[Segment]:
+    """A segment of ``nbytes`` of every rank, by rank in the group. A collective call.
+
+    Raises:
+        ConfigurationError: On every rank, if any could not make its own or open another's.
+    """
+    mine, problem = _create(nbytes)
+    announced: list[Announcement | None] = all_gather(mine.owner if mine else None, group)
+    segments: list[Segment] = []
+    if mine and all(announced):
+        segments, problem = _open_all(mine, [found for found in announced if found])
+    problems = [text for text in all_gather(problem, group) if text]
+    if mine:
+        mine.hide()
+    if problems:
+        raise ConfigurationError("no all-reduce through shared memory: " + "; ".join(problems))
+    return segments
+
+
+def _create(nbytes: int) -> tuple[Segment | None, str | None]:
+    rank = dist.get_rank()
+    if platform.machine().lower() not in _ORDERED_MACHINES or not hasattr(os, "memfd_create"):
+        return None, f"rank {rank} runs on {platform.system()} {platform.machine()}, not on Linux on x86"
+    try:
+        return Segment.create(nbytes, rank), None
+    except OSError as error:
+        return None, f"rank {rank} got no {nbytes} bytes of shared memory ({error})"
+
+
+def _open_all(mine: Segment, announced: list[Announcement]) -> tuple[list[Segment], str | None]:
+    segments = []
+    for found in announced:
+        try:
+            segments.append(mine if found == mine.owner else Segment.open(found))
+        except OSError as error:
+            return [], f"rank {mine.owner.rank} cannot see the memory of rank {found.rank} ({error})"
+    return segments, None
+
+
+def failed(error: BaseException) -> EvenerError:
+    """What to raise for a call after the one that ended with ``error``: the ranks are out of step."""
+    return RankError(f"an earlier all-reduce through shared memory failed: {error}")

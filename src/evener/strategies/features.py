@@ -1,0 +1,214 @@
+"""Every rank reads all samples but only its slice of their features, for features too many for one device.
+
+The first layer is divided along its input features (:mod:`evener.nn.feature_parallel`), the rest of the model is
+replicated, and every rank computes it for the whole batch::
+
+    rank 0   x[:, 0:4] ─▶ W[:, 0:4] ─┐         ┌─▶ all other layers ─▶ loss
+                                     ├─ sum ───┤
+    rank 1   x[:, 4:7] ─▶ W[:, 4:7] ─┘         └─▶ all other layers ─▶ loss         the same on both
+
+What belongs to whom decides what is exchanged:
+
+- *Slices* belong to one rank, and so do their gradients: nothing to exchange, but a norm of all gradients needs the
+  squares of all ranks.
+- *Replicated parameters* get the same gradient on every rank, of all samples, to be taken once and not summed. Ranks
+  on devices of two kinds round differently, though, and their replicas would drift apart: all take rank 0's bits.
+
+Buffers, too, are rank 0's. Only the sum in the first layer moves activations: samples * out_features numbers a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
+from evener.collectives.registry import make
+from evener.data.columns import columns_of, divide_columns
+from evener.errors import ConfigurationError, TaskError
+from evener.hardware.readout import Readout
+from evener.hardware.stopwatch import waiting
+from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
+from evener.runtime.mesh import Layout, Mesh
+from evener.strategies import gradients
+from evener.strategies.base import Strategy
+from evener.strategies.ddp import summing
+from evener.strategies.learner import Learner
+from evener.strategies.normalize import normalize_together
+from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.plain import Plain
+from evener.strategies.slices import Slice, mark, slice_of
+
+AXIS = "tensor"
+"""The axis of the mesh over which features are divided."""
+_NOT_ELEMENTWISE = ("Adafactor", "Muon")
+"""Optimizers of torch that look at a weight as a whole, which nobody holds here."""
+
+
+class FeatureParallel(Strategy):
+    """The features divided over the ranks: a slice of the first layer each, and a replica of all else.
+
+    The layers that read the features are the model's :class:`~evener.nn.FeatureParallelLinear`, or if it has none its
+    first ``nn.Linear``. Fixed weights of ``balance`` are the ranks' parts of the features; else these are equal. A
+    subclass whose layout has a data axis too divides the samples over that.
+
+    Raises:
+        TaskError: If no layer can be divided, or its weight is also another layer's.
+        ConfigurationError: If there are more ranks than features, or a setting that cannot be.
+    """
+
+    divides_model = True
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        if settings.compression is not None:
+            raise ConfigurationError(
+                f"strategy 'dimension' sends no gradients that {settings.compression!r} could compress; leave it out"
+            )
+        return Layout({AXIS: world_size})
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        group, layers = mesh.group(AXIS), _feature_layers(model)
+        if group is None:
+            return normalize_together(model, mesh)
+        all_reduce = make(settings.all_reduce, group, mesh.timeout_seconds)
+        mesh.own(all_reduce.close)
+        width = next(iter(layers.values())).in_features
+        columns = divide_columns(width, settings.weights or [1.0] * mesh.degree(AXIS))
+        piece = Slice(AXIS, 1, tuple(columns), mesh.index(AXIS))
+        for layer in layers.values():
+            divided = divide_features(layer, piece.own, lambda partial: all_reduce(partial).wait())
+            mark(divided.get_parameter("weight"), piece)
+        return normalize_together(model, mesh)
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        return SameBits(learner, AXIS, summing(learner))
+
+    def stepper(self, learner: Learner) -> Stepper:
+        return Plain(learner)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        _check_optimizer(optimizer)
+
+    def portion(self, dataset: Any, learner: Learner) -> Any:
+        pieces = (slice_of(parameter) for parameter in learner.model.parameters())
+        piece = next((piece for piece in pieces if piece), None)
+        return dataset if piece is None else columns_of(dataset, piece.own, piece.pieces[-1].stop)
+
+
+class SameBits(Synchronizer):
+    """Gives the ranks of ``axis``, which compute the same samples, the same gradients of what each holds whole.
+
+    Args:
+        inner: Sums the gradients over other axes before.
+    """
+
+    def __init__(self, learner: Learner, axis: str, inner: Synchronizer) -> None:
+        self._learner, self._inner = learner, inner
+        self._group = learner.mesh.group(axis)
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return self._inner.words
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        return self._inner.wrap(replica)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        return self._inner.micro_batch(last)
+
+    def complete(self) -> tuple[str, ...]:
+        missing = self._inner.complete()
+        self._share_whole(self._learner.model.parameters())
+        return missing
+
+    def soundness(self) -> tuple[Readout, ...]:
+        return self._inner.soundness()
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._inner.sum_gradients(parameters)
+        self._share_whole(parameters)
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        self._inner.share_buffers(buffers, part)
+        self._share(buffers)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _share_whole(self, parameters: Iterable[nn.Parameter]) -> None:
+        whole = (p for p in parameters if p.grad is not None and slice_of(p) is None)
+        self._share(gradients.values(parameter) for parameter in whole)
+
+    def _share(self, tensors: Iterable[Tensor]) -> None:
+        """Gives all ranks the values of the first: of small tensors of one type together, of large ones alone."""
+        if self._group is None:
+            return
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        alone = self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
+        for tensor in tensors:
+            if tensor.nbytes >= alone and tensor.is_contiguous():
+                self._broadcast(tensor.detach())
+            else:
+                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        for alike in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            self._broadcast(flat)
+            parts = torch.split(flat, [tensor.numel() for tensor in alike])
+            for tensor, part in zip(alike, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        with waiting():
+            dist.broadcast(tensor, group=self._group, group_src=0)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer).__name__ in _NOT_ELEMENTWISE:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} looks at a weight as a whole, but each rank of strategy 'dimension' holds a "
+            "slice; use an optimizer that treats each element alone, such as SGD or AdamW"
+        )
+
+
+def _feature_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers that read the features, by name.
+
+    Raises:
+        TaskError: If there are none, or they cannot be divided alike.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    marked = {name: layer for name, layer in linear.items() if isinstance(layer, FeatureParallelLinear)}
+    layers: dict[str, nn.Linear] = {**marked} or dict(list(linear.items())[:1])
+    if not layers:
+        raise TaskError(
+            f"strategy 'dimension' divides the first torch.nn.Linear by its features; {type(model).__name__} has none"
+        )
+    _check_alike(layers)
+    _check_untied(model, layers)
+    return layers
+
+
+def _check_alike(layers: Mapping[str, nn.Linear]) -> None:
+    widths = {name: layer.in_features for name, layer in layers.items()}
+    if len(set(widths.values())) > 1:
+        raise TaskError(
+            f"the FeatureParallelLinear layers read different numbers of features, {widths}; let the others be "
+            "torch.nn.Linear"
+        )
+
+
+def _check_untied(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for layer in layers.values():
+        if len(names[layer.weight]) > 1:
+            raise TaskError(
+                f"{' and '.join(names[layer.weight])} are one weight, of which each rank would hold a slice; give each "
+                "layer its own"
+            )

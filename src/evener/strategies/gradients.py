@@ -1,0 +1,78 @@
+"""Gradients, dense and sparse, whole and divided: their norm, clipping, and whether all of them are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.borrowed.sparse_values import stored_values
+from evener.hardware.stopwatch import waiting
+from evener.runtime.mesh import Mesh
+from evener.strategies.slices import by_axis
+
+
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> None:
+    """Scales the gradients so that the 2-norm of all of them, divided ones counted whole, is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which takes neither sparse gradients nor those of slices.
+    """
+    given = list(parameters)
+    factor = (max_norm / (norm_over(given, mesh) + 1e-6)).clamp(max=1.0)
+    for value in map(values, _with_gradient(given)):
+        value.mul_(factor.to(value.device))
+
+
+def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    """The 2-norm of all gradients together; a collective call where some are divided. No host waits for it."""
+    groups = by_axis(parameters)
+    whole = norm(groups.pop(None))
+    if not groups:
+        return whole
+    square = whole.double().square()
+    for axis in sorted(str(axis) for axis in groups):
+        square = square + _summed(norm(groups[axis]).double().square(), mesh, axis)
+    return square.sqrt()
+
+
+def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of the gradients that this rank holds."""
+    return nn.utils.get_total_norm([values(parameter) for parameter in _with_gradient(parameters)])
+
+
+def values(parameter: nn.Parameter) -> Tensor:
+    """The numbers of a parameter's gradient, each place counted once."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()
+
+
+def soundness(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """A number that is finite if all gradients are; the host does not wait for it."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.stack([sum_of(grad) for grad in grads]).sum() if grads else torch.zeros(())
+
+
+def sum_of(gradient: Tensor) -> Tensor:
+    """The sum of a gradient's numbers, finite if all of them are.
+
+    No norm, whose squares may overflow where the gradient does not; nor in half precision, where a sum may.
+    """
+    numbers = stored_values(gradient) if gradient.is_sparse else gradient
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    return numbers.sum(dtype=torch.promote_types(numbers.dtype, torch.float32))
+
+
+def _with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def _summed(value: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    total = value.reshape(1).clone()
+    with waiting():
+        dist.all_reduce(total, group=mesh.group(axis))
+    return total[0]

@@ -1,0 +1,225 @@
+"""A task's model and optimizer on one rank, as a strategy has set them up.
+
+Everything that does not depend on the strategy is here, once: the update with its clipping and penalty, the whole
+tensors of a divided model, and its state by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.borrowed.module_tensors import own_buffers, own_parameters
+from evener.borrowed.version import version
+from evener.data.batch import Batch, MicroBatch
+from evener.errors import DivergenceError
+from evener.hardware.readout import Here, Readout, read
+from evener.hardware.stopwatch import stopwatch
+from evener.nn.batch_norm import BatchNorm
+from evener.nn.names import clean_name
+from evener.runtime.mesh import DataAxis, Mesh
+from evener.runtime.session import Session
+from evener.strategies import gradients, model, state
+from evener.strategies.pace import Pace
+from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.replica import Replica
+from evener.strategies.slices import divided, slice_of
+from evener.task import Task
+from evener.types import Tree
+
+Portion = Callable[[Any, "Learner"], Any]
+
+
+class Learner:
+    """What trains. Made by :func:`evener.strategies.base.set_up`.
+
+    Args:
+        portion: From a data set and the learner, the data set with no more of each item than this rank needs.
+    """
+
+    mesh: Mesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    synchronizer: Synchronizer
+    stepper: Stepper
+
+    def __init__(self, name: str, task: Task, session: Session, settings: Settings, portion: Portion) -> None:
+        self.name = name
+        """What records call the strategy."""
+        self.task, self.session, self.settings = task, session, settings
+        self.pace = Pace(stopwatch(session.device), settings.throttle, session.rank)
+        self.penalty: Readout = Here(0.0)
+        """The task's penalty in the last update."""
+        self._portion = portion
+        self._portions: dict[int, Any] = {}  # of the task's own data sets, which live as long
+
+    @property
+    def data(self) -> DataAxis:
+        """Who computes which part of a batch."""
+        return self.mesh.data
+
+    @cached_property
+    def replica(self) -> nn.Module:
+        """The model with its loss, as it is called in training."""
+        return self.synchronizer.wrap(Replica(self.model, self.task.exact_loss(), self.task.forward))
+
+    # Data
+
+    def portion(self, dataset: Any) -> Any:
+        """The data set with no more of each item than this rank needs."""
+        if id(dataset) in self._portions:
+            return self._portions[id(dataset)]
+        portion = self._portion(dataset, self)
+        if dataset is self.task.train or dataset is self.task.evaluate:
+            self._portions[id(dataset)] = portion
+        return portion
+
+    def place(self, batch: Batch) -> Batch:
+        """The batch in the floating type of the run."""
+        dtype = self.settings.dtype
+        return batch if dtype is None else batch.map(lambda leaf: _as_floating(leaf, dtype))
+
+    def outputs(self, micro: MicroBatch) -> Tree:
+        """The model's outputs, in evaluation."""
+        return self.stepper.outputs(micro)
+
+    # The update
+
+    def update(self, forget: Iterable[str] = (), step: int = 0) -> None:
+        """Clips, steps the optimizer and clears the gradients; ``forget`` names parameters without any gradient."""
+        for name in forget:
+            self.parameter(name).grad = None
+        self._add_penalty()
+        self.clip(self.model.parameters())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.synchronizer.updated(step)
+
+    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clips the gradients of ``parameters`` to the global norm of the settings, if there is one."""
+        if self.settings.clip_norm is not None:
+            gradients.clip(parameters, self.settings.clip_norm, self.mesh)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of that name."""
+        return self._parameters[name]
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {clean_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+    @cached_property
+    def names(self) -> dict[nn.Parameter, str]:
+        """The first name of each parameter."""
+        return {p: clean_name(name) for name, p in self.model.named_parameters()}
+
+    def _add_penalty(self) -> None:
+        """Adds the gradient of the task's penalty: after the exchange, alike on all ranks, so that it counts once."""
+        if self.task.penalty is not None:
+            with self._undivided():
+                term = self.task.penalty(self.model)
+                self.penalty = read(term)
+                term.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """The model holds its whole weights, of which a penalty may be any function and not only a sum over elements;
+        afterwards the slices again, and their part of the gradients."""
+        held = list(divided(self.model))
+        for module, name, part, piece in held:
+            own_parameters(module)[name] = nn.Parameter(piece.gather(part, self.mesh), part.requires_grad)
+        try:
+            yield
+        finally:
+            for module, name, part, piece in held:
+                whole = own_parameters(module)[name]
+                own_parameters(module)[name] = part
+                if whole is not None and whole.grad is not None:
+                    _add_gradient(part, piece.part(whole.grad))
+
+    def check_weights(self, steps: int) -> None:
+        """Raises DivergenceError if a trained weight is not finite: such weights are never saved or reported."""
+        trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
+        for parameter in trained:
+            if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):
+                name = next(name for p, name in self.names.items() if p.data_ptr() == parameter.data_ptr())
+                raise DivergenceError(
+                    f"after step {steps - 1} the weight {name} is not finite on rank {self.session.rank}, though its "
+                    "gradient was: the update went too far. Nothing of it was saved. Try a lower learning rate or "
+                    "clip_norm"
+                )
+
+    # Buffers
+
+    @cached_property
+    def _loose_buffers(self) -> list[tuple[nn.Module, str]]:
+        """Buffers that training may write and nothing keeps equal; those of an exact BatchNorm are so by themselves,
+        unless several ranks compute the same samples and may round differently."""
+        exact = BatchNorm if self.data.is_whole else ()
+        return [
+            (module, name)
+            for module in self.model.modules()
+            if not isinstance(module, exact)
+            for name, buffer in own_buffers(module).items()
+            if isinstance(buffer, Tensor)
+        ]
+
+    def loose_buffers(self) -> list[Tensor]:
+        """As they are now: a forward pass may have put another tensor in a buffer's place."""
+        found = [own_buffers(module)[name] for module, name in self._loose_buffers]
+        return [buffer for buffer in found if buffer is not None]
+
+    def buffer_versions(self) -> list[tuple[int, int]]:
+        """Differs after a forward pass that wrote to a loose buffer."""
+        return [(id(buffer), version(buffer)) for buffer in self.loose_buffers()]
+
+    # The model as one device would hold it
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers under all their names, whole; all ranks call it together."""
+        named = model.named_tensors(self.model)
+        return {name: self.whole(tensor, tensor) for name, tensor in named.items()}
+
+    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """``value``, of the shape of ``parameter``, as one device would hold it.
+
+        A collective call where the parameter is divided.
+        """
+        piece = slice_of(parameter)
+        return piece.gather(value, self.mesh) if piece else value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer by name, whole and on the CPU, as copies, which any strategy takes up.
+
+        A collective call.
+        """
+        return state.whole(state.held(self.model, self.optimizer), self.mesh)
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        """Takes up what :meth:`state_dict` gave; the caller's tensors stay its own.
+
+        Raises:
+            ConfigurationError: If it is of another model or optimizer.
+        """
+        state.take(self.model, self.optimizer, found, lambda value, piece: piece.part(value))
+
+    def close(self) -> None:
+        """Gives back what the strategy owns."""
+        self.__dict__.pop("replica", None)
+        if hasattr(self, "synchronizer"):
+            self.synchronizer.close()
+        if hasattr(self, "mesh"):
+            self.mesh.close()
+
+
+def _as_floating(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

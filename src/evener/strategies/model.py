@@ -1,0 +1,151 @@
+"""The task's model on this rank: built, given to the strategy, and filled with the first weights.
+
+First weights are those of rank 0, whatever a model's constructor draws on another. They travel a tensor at a time, and
+each rank keeps of it what it holds, so that no other rank ever needs the whole model at once::
+
+    rank 0   task.model() on the CPU ──────────────────┬─ tensor by tensor ─▶ its part
+    others   task.model() on meta ─▶ parallelize ──────┴────────────────────▶ their parts
+
+A model that is divided is built on PyTorch's meta device, where tensors have shapes and no numbers. Not every model can
+be: one that computes with numbers in its constructor, or holds tensors that are neither parameters nor buffers, is
+built for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.borrowed.module_tensors import own_buffers, own_parameters
+from evener.errors import TaskError
+from evener.nn.dropout import name_dropouts
+from evener.nn.names import clean_name
+from evener.strategies.build import explaining_model_errors
+from evener.strategies.slices import mark, slice_of
+from evener.task import Task
+
+
+def build_model(task: Task, seed: int) -> nn.Module:
+    """The task's model as its function makes it, drawn from ``seed``.
+
+    Raises:
+        TaskError: If it makes something else.
+    """
+    torch.manual_seed(seed % 2**63)
+    with explaining_model_errors(task):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"Task.model returned {type(model).__name__}; it must return a torch.nn.Module")
+    return name_dropouts(model)
+
+
+def build_on_meta(task: Task, seed: int) -> nn.Module | None:
+    """The same without numbers; None if the model cannot be built so."""
+    try:
+        with torch.device("meta"):
+            model = build_model(task, seed)
+    except Exception:
+        return None
+    return None if any(_stray_tensors(model)) else model
+
+
+def _stray_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that nobody will find to fill, and those that are real already."""
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+    yield from (tensor for tensor in named_tensors(model).values() if not tensor.is_meta)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers as the model holds them, under every name by which they are known."""
+    found = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    return {clean_name(name): tensor for name, tensor in found.items()}
+
+
+def signature(model: nn.Module) -> list[Any]:
+    """What must be the same on all ranks before any of them sends a tensor."""
+    return [
+        [name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        for name, tensor in named_tensors(model).items()
+    ]
+
+
+def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model on its device in its type; what was on the meta device is memory without numbers then.
+
+    ``Module.to_empty`` would do, but it gives tied parameters a memory each, and forgets which are slices.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (own_parameters(module), own_buffers(module)):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    made.setdefault(id(tensor), _with_memory(tensor, device))
+                    held[name] = made[id(tensor)]  # type: ignore[assignment]
+    return model.to(device=device, dtype=dtype)
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty_like(tensor, device=device)
+    parameter = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
+    piece = slice_of(tensor)
+    return mark(parameter, piece) if piece else parameter
+
+
+@torch.no_grad()
+def share_first_weights(
+    model: nn.Module, source: nn.Module | None, group: dist.ProcessGroup | None, is_source: bool
+) -> None:
+    """Fills the model with the tensors of rank 0's ``source``, of which each rank keeps its part. A collective call.
+
+    Args:
+        model: Placed on the device.
+        source: Rank 0's whole model; None on other ranks, or where the model itself is whole everywhere.
+        group: All ranks; None for one rank alone.
+        is_source: Whether this is rank 0.
+    """
+    whole = named_tensors(source) if source is not None else {}
+    seen: set[int] = set()
+    for name, tensor in named_tensors(model).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        given = whole.get(name, tensor) if is_source else None
+        if group is not None:
+            _share(tensor, given, group)
+        elif given is not None and given is not tensor:
+            _keep(tensor, given)
+
+
+def _share(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> None:
+    if tensor.layout is not torch.strided:
+        _share_sparse(tensor, given, group)
+        return
+    piece = slice_of(tensor)
+    shape = piece.whole_shape(tensor.shape) if piece else tensor.shape
+    if given is None:
+        whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    else:
+        whole = given.detach().to(device=tensor.device, dtype=tensor.dtype).contiguous()
+    dist.broadcast(whole, group=group, group_src=0)
+    _keep(tensor, whole)
+
+
+def _share_sparse(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> None:
+    """No backend broadcasts a sparse tensor; they are buffers, and small."""
+    values = [given.detach().cpu() if given is not None else None]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    assert values[0] is not None
+    tensor.copy_(values[0].to(tensor.device, tensor.dtype))
+
+
+def _keep(tensor: Tensor, whole: Tensor) -> None:
+    piece = slice_of(tensor)
+    tensor.copy_(piece.part(whole) if piece else whole)

@@ -1,0 +1,34 @@
+"""The strategies by name."""
+
+from __future__ import annotations
+
+from evener.plugins import STRATEGIES, find
+from evener.strategies.base import Strategy
+
+
+def strategy_called(name: str, world_size: int) -> Strategy:
+    """The strategy called ``name``; ``auto`` is ``ddp``. For one rank any of Evener's own is ``single``.
+
+    Your own class is named ``package.module:Class``.
+
+    Raises:
+        ConfigurationError: If there is none of that name.
+    """
+    if name == "auto":
+        name = "ddp"
+    if name in STRATEGIES and world_size == 1:
+        name = "single"
+    kind: type[Strategy] = find(
+        STRATEGIES.get(name, name),
+        "strategy",
+        "subclass of evener.strategies.base.Strategy",
+        _is_strategy,
+        known=["auto", *STRATEGIES],
+    )
+    found = kind()
+    found.name = found.name or (name if name in STRATEGIES else "")
+    return found
+
+
+def _is_strategy(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Strategy)

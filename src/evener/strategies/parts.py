@@ -1,0 +1,113 @@
+"""The parts of a strategy: what the user may set, who runs which micro-batch when, what is summed over the ranks."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.balance.emulate import Throttle
+from evener.data.batch import Batch, MicroBatch
+from evener.hardware.readout import Readout
+from evener.types import Tree
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user may set about any strategy."""
+
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    """Type of the weights and of floating inputs and targets; None leaves them as they are made."""
+    clip_norm: float | None = None
+    """Largest global norm of the gradients of one step."""
+    all_reduce: str | None = None
+    """Name of the all-reduce that sums gradients; None for the best that the ranks are known to have."""
+    compression: str | None = None
+    """Name of a compression of gradients; None for none."""
+    bucket_bytes: int | None = None
+    """Size of the buckets in which gradients are exchanged while backward runs; None to have it chosen."""
+    throttle: Throttle | None = None
+    """Emulation of unequal devices, by rank; None for none."""
+    weights: Sequence[float] | None = None
+    """Parts of the ranks, where the user fixed them: a strategy that divides the model divides it so."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one rank knows after its part of a step, before the update. Numbers of a device are still on their way."""
+
+    totals: tuple[Readout, ...]
+    """Sums of the loss's terms over this rank's samples, one for each micro-batch."""
+    missing: tuple[str, ...]
+    """Names of the parameters to which no sample of this rank gave a gradient."""
+    buffers_changed: bool
+    """Whether the forward pass wrote to buffers that the strategy does not keep equal by itself."""
+    compute_seconds: Readout
+    """Time of this rank's own work, waiting for others left out."""
+    soundness: tuple[Readout, ...] = ()
+    """Numbers of which one is not finite if a gradient of this rank's own samples is not."""
+
+    @property
+    def missing_code(self) -> float:
+        """0 where nothing is missing, else a number that is equal only for equal sets of names."""
+        return float(1 + zlib.crc32("\n".join(self.missing).encode())) if self.missing else 0.0
+
+
+class Stepper(ABC):
+    """Runs this rank's part of every step.
+
+    On a GPU it only queues work, and waits for none: what it learns of a number it hands on as a ``Readout``.
+    """
+
+    @abstractmethod
+    def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
+        """Forward and backward of the rank's share; when it returns, gradients are exchanged too.
+
+        ``divisor`` is asked for after the first forward pass, so that the message that brings it travels meanwhile.
+        """
+
+    @abstractmethod
+    def outputs(self, micro: MicroBatch) -> Tree:
+        """The model's outputs in evaluation, on the rank that speaks for the part; anything on others."""
+
+
+class Synchronizer:
+    """Sums nothing: that of one rank alone, and what those for several derive from."""
+
+    words = "none: one rank"
+    """What sums gradients, for the record."""
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        """What is called in place of ``replica``, which goes from a micro-batch to the total of its terms."""
+        return replica
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch; gradients are exchanged with the ``last`` one."""
+        return nullcontext()
+
+    def complete(self) -> tuple[str, ...]:
+        """Ends the rank's own work and the exchange of gradients; names the parameters that it gave none."""
+        return ()
+
+    def soundness(self) -> tuple[Readout, ...]:
+        """See :class:`StepOutcome`."""
+        return ()
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sums gradients that a loop of the user's own left in ``parameters``, over the ranks."""
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        """Gives all ranks the buffers of those that compute part number ``part`` of the batch."""
+
+    def updated(self, step: int) -> None:
+        """The optimizer has taken the step: what is exchanged every few steps, and not in each, is exchanged here."""
+
+    def close(self) -> None:
+        """Gives back what the synchronizer owns."""

@@ -1,0 +1,45 @@
+"""The plain stepper: one micro-batch after the other, forward and backward through the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from evener.data.batch import Batch, MicroBatch
+from evener.hardware.readout import Readout, read
+from evener.strategies.learner import Learner
+from evener.strategies.parts import StepOutcome, Stepper
+from evener.strategies.replica import micro_scope
+from evener.types import Tree
+
+
+class Plain(Stepper):
+    """Every rank holds all that its micro-batches need, and has loss and outputs of its own."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
+        learner, totals = self._learner, list[Readout]()
+        replica, before, synchronizer = learner.replica, learner.buffer_versions(), learner.synchronizer
+        last = batch.micro_batches[-1]
+        with learner.pace.step(step):
+            for micro in batch.micro_batches:
+                with (
+                    micro_scope(micro, step, learner.settings) as current,
+                    synchronizer.micro_batch(micro is last),
+                ):
+                    term = replica(micro)
+                    totals.append(read(term))
+                    current.rewind()
+                    (term / divisor()).backward()
+            missing = synchronizer.complete()
+        return StepOutcome(
+            totals=tuple(totals),
+            missing=missing,
+            buffers_changed=before != learner.buffer_versions(),
+            compute_seconds=learner.pace.taken(),
+            soundness=synchronizer.soundness(),
+        )
+
+    def outputs(self, micro: MicroBatch) -> Tree:
+        return self._learner.task.forward(self._learner.model, micro.inputs)

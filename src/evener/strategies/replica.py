@@ -1,0 +1,40 @@
+"""The model and its loss as one module, and what its layers are told of the micro-batch that it computes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from evener.data.batch import MicroBatch
+from evener.errors import LossError
+from evener.losses import Loss
+from evener.nn.scope import Scope, scope
+from evener.strategies.parts import Settings
+from evener.types import Forward
+
+
+class Replica(nn.Module):
+    """The model and its loss as one module: from a micro-batch to the sum of its terms.
+
+    That the loss is inside lets a placeholder run through every module and hook like any sample, and count for
+    nothing.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, forward: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._forward = forward
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        total = self._loss.total(self._forward(self.model, micro.inputs), micro.targets)
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+            raise LossError(f"the loss's total is {shape}; it must be one number, the sum over the samples")
+        return total if micro.weight else total * 0
+
+
+def micro_scope(micro: MicroBatch, step: int, settings: Settings) -> AbstractContextManager[Scope]:
+    """Tells the modules of :mod:`evener.nn` which samples are being computed."""
+    return scope(micro.samples, step, settings.seed, micro.weight)

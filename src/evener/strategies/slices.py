@@ -1,0 +1,95 @@
+"""What a rank holds of a tensor that is divided over the ranks of a mesh.
+
+A strategy that divides the model marks each divided parameter with its :class:`Slice`. All that follows from it is done
+once, for any strategy: gradients are clipped by the norm of the whole, a penalty sees whole weights, and the state of a
+run is saved and taken up by ranks that divide it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.borrowed.module_tensors import own_parameters
+from evener.hardware.stopwatch import waiting
+from evener.runtime.mesh import Mesh
+
+_MARK = "evener_slice"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of a tensor along one dimension, as the ranks of an axis hold one each."""
+
+    axis: str
+    """Of the mesh."""
+    dim: int
+    """Of the tensor."""
+    pieces: tuple[range, ...]
+    """What each rank of the axis holds, in order and without gaps; they may be of unequal length."""
+    index: int
+    """This rank's place on the axis."""
+
+    @property
+    def own(self) -> range:
+        """What this rank holds."""
+        return self.pieces[self.index]
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's piece of ``whole``, as a copy."""
+        return whole.narrow(self.dim, self.own.start, len(self.own)).clone()
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole tensor, from that of a piece."""
+        shape = list(part)
+        shape[self.dim] = self.pieces[-1].stop
+        return tuple(shape)
+
+    def offsets(self, ndim: int) -> tuple[int, ...]:
+        """Where this rank's piece begins in the whole tensor."""
+        return tuple(self.own.start if dim == self.dim else 0 for dim in range(ndim))
+
+    def gather(self, part: Tensor, mesh: Mesh) -> Tensor:
+        """The pieces of all ranks side by side. A collective call."""
+        group, pieces = mesh.group(self.axis), []
+        for index, piece in enumerate(self.pieces):
+            shape = [*part.shape[: self.dim], len(piece), *part.shape[self.dim + 1 :]]
+            held = part.detach().contiguous() if index == self.index else part.new_empty(shape)
+            with waiting():
+                dist.broadcast(held, group=group, group_src=index)
+            pieces.append(held)
+        return torch.cat(pieces, self.dim)
+
+
+def mark(parameter: nn.Parameter, piece: Slice) -> nn.Parameter:
+    """Says that ``parameter`` is a piece of a divided one."""
+    setattr(parameter, _MARK, piece)
+    return parameter
+
+
+def slice_of(tensor: Tensor) -> Slice | None:
+    """Which piece a parameter is; None if the rank holds it whole."""
+    found: Slice | None = getattr(tensor, _MARK, None)
+    return found
+
+
+def by_axis(parameters: Iterable[nn.Parameter]) -> dict[str | None, list[nn.Parameter]]:
+    """The parameters by the axis that they are divided over; under None those that are whole, always there."""
+    found: dict[str | None, list[nn.Parameter]] = {None: []}
+    for parameter in parameters:
+        piece = slice_of(parameter)
+        found.setdefault(piece.axis if piece else None, []).append(parameter)
+    return found
+
+
+def divided(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, Slice]]:
+    """Every divided parameter of the model: the module that holds it, its name there, itself and its slice."""
+    for module in model.modules():
+        for name, parameter in own_parameters(module).items():
+            piece = slice_of(parameter) if parameter is not None else None
+            if parameter is not None and piece is not None:
+                yield module, name, parameter, piece

@@ -1,0 +1,202 @@
+"""The state of a model and its optimizer, by the names of parameters.
+
+PyTorch keeps an optimizer's state by number, in the order in which parameters were handed over: a strategy that hands
+them over in another order, or in pieces, would take up the wrong ones in silence. By name it does not matter who holds
+what. Names are those of the plain model, without what DDP and ``torch.compile`` put into them; weights that are tied
+stand under each of theirs.
+
+The model's part goes through ``torch.distributed.checkpoint.state_dict``. Of the optimizer's only the form is taken
+from there: its function takes a step with zero gradients to make room in an optimizer that has taken none, which counts
+in Adam's bias correction, fails in SparseAdam, and moves weights where a learning rate is no number of a group.
+
+::
+
+    model        {name: tensor}
+    optimizer    {"class": name, "state": {name: {key: value}}, "groups": [{"params": [name, ...], option: value}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from evener.data.batch import map_leaves
+from evener.errors import ConfigurationError
+from evener.nn.names import clean_name
+from evener.runtime.mesh import Mesh
+from evener.strategies.slices import Slice, slice_of
+
+Cut = Callable[[Tensor, Slice], Tensor]
+"""This rank's piece of what was saved of a divided tensor."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state as this rank holds it: the live tensors, not copies."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    slices: dict[str, Slice]
+    """The divided parameters."""
+
+    def slice_of(self, name: str, value: Any) -> Slice | None:
+        """The slice that ``value``, the parameter ``name`` or an optimizer's state of it, is; None if it is whole."""
+        piece = self.slices.get(name)
+        parameter = self.model.get(name)
+        alike = isinstance(value, Tensor) and isinstance(parameter, Tensor) and value.shape == parameter.shape
+        return piece if alike else None
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Every dense tensor: its key, the parameter or buffer it belongs to, itself."""
+        for name, value in self.model.items():
+            if _is_dense(value):
+                yield f"model/{name}", name, value
+        for name, entries in self.optimizer["state"].items():
+            for key, value in entries.items():
+                if _is_dense(value):
+                    yield f"optimizer/{name}/{key}", name, value
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
+    """The state of both, as this rank holds it."""
+    names = _names(model)
+    of_model: dict[str, Any] = dict(get_model_state_dict(model))
+    state = {names[p]: dict(entries) for p, entries in optimizer.state.items() if p in names}
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": _listed(group, names)}
+        for group in optimizer.param_groups
+    ]
+    slices = {name: piece for p, name in names.items() if (piece := slice_of(p))}
+    return Held(of_model, {"class": type(optimizer).__name__, "state": state, "groups": groups}, slices)
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+
+
+def _listed(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str]:
+    return [names.get(parameter, "") for parameter in group["params"]]
+
+
+def whole(found: Held, mesh: Mesh) -> dict[str, Any]:
+    """The state as one device would hold it, copied to the CPU. A collective call where something is divided."""
+
+    def copied(name: str, value: Any) -> Any:
+        piece = found.slice_of(name, value)
+        return _copy(piece.gather(value, mesh)) if piece else map_leaves(_copy, value)
+
+    return {
+        "model": {name: copied(name, value) for name, value in found.model.items()},
+        "optimizer": {
+            **found.optimizer,
+            "groups": map_leaves(_copy, found.optimizer["groups"]),
+            "state": {
+                name: {key: copied(name, value) for key, value in entries.items()}
+                for name, entries in found.optimizer["state"].items()
+            },
+        },
+    }
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def take(
+    model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Any], cut: Cut | None
+) -> None:
+    """Takes up a state, of which the tensors given stay the giver's own.
+
+    Args:
+        cut: Makes this rank's piece of what was saved whole; None where pieces are given.
+
+    Raises:
+        ConfigurationError: If it is of another model or optimizer; nothing has changed then.
+    """
+    own = held(model, optimizer)
+    _check_model(own, found["model"], cut)
+    _check_optimizer(own.optimizer, found["optimizer"])
+
+    def piece(name: str, value: Any, like: Any) -> Any:
+        part = own.slices.get(name)
+        if part is None or cut is None or not isinstance(value, Tensor) or not isinstance(like, Tensor):
+            return value
+        return cut(value, part) if tuple(value.shape) == part.whole_shape(like.shape) else value
+
+    weights = {name: piece(name, value, own.model[name]) for name, value in found["model"].items()}
+    set_model_state_dict(model, weights)
+    state = {
+        name: {key: piece(name, value, own.model[name]) for key, value in entries.items()}
+        for name, entries in found["optimizer"]["state"].items()
+    }
+    _load_optimizer(optimizer, _names(model), state, found["optimizer"]["groups"])
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+    state: Mapping[str, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Through the optimizer's own ``load_state_dict``, which wants numbers and keeps the tensors it is given."""
+    numbers: dict[str, int] = {}
+    listed = []
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        # In the order that they have here: what was saved may list them in another.
+        own = [numbers.setdefault(names[parameter], len(numbers)) for parameter in group["params"]]
+        listed.append({**map_leaves(_own, saved), "params": own})
+    optimizer.load_state_dict(
+        {
+            "state": {numbers[name]: map_leaves(_own, dict(entries)) for name, entries in state.items()},
+            "param_groups": listed,
+        }
+    )
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _check_model(own: Held, saved: Mapping[str, Any], cut: Cut | None) -> None:
+    lacking, strange = sorted(own.model.keys() - saved.keys()), sorted(saved.keys() - own.model.keys())
+    if lacking or strange:
+        raise ConfigurationError(
+            f"the checkpoint is of another model: it lacks {_few(lacking)} and has {_few(strange)} more"
+        )
+    for name, value in own.model.items():
+        if isinstance(value, Tensor):
+            piece = own.slices.get(name) if cut else None
+            shape = piece.whole_shape(value.shape) if piece else tuple(value.shape)
+            if tuple(saved[name].shape) != shape:
+                raise ConfigurationError(
+                    f"the checkpoint is of another model: {name} has the shape {tuple(saved[name].shape)} there and "
+                    f"{shape} here"
+                )
+
+
+def _check_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    if saved["class"] != own["class"]:
+        raise ConfigurationError(
+            f"the checkpoint is of a {saved['class']}, the task's optimizer is a {own['class']}: what one keeps the "
+            "other cannot use; go on with the same, or begin a new run"
+        )
+    ours, theirs = ([group["params"] for group in state["groups"]] for state in (own, saved))
+    if [sorted(names) for names in ours] != [sorted(names) for names in theirs]:
+        raise ConfigurationError(
+            f"the checkpoint's optimizer has groups of {[len(names) for names in theirs]} parameters, the task's of "
+            f"{[len(names) for names in ours]}, or of others: go on with the same groups"
+        )
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 3 else shown or "nothing"

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from evener.data.fetch import Failure, Fetch
+
+
+class OnGpu(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(2).cuda(), 0
+
+
+class Broken(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("CUDA is a word")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_data_set_that_asks_for_a_gpu_is_told_to_leave_it() -> None:
+    found = Fetch(OnGpu(), None, "training set")[np.array([3])]
+    assert isinstance(found, Failure)
+    assert "reading samples 3 of the training set failed: the data set asks for a device" in found.message
+    assert "remove .cuda() and .to(device)" in found.message
+
+
+def test_another_error_keeps_its_traceback() -> None:
+    found = Fetch(Broken(), None, "training set")[np.array([3])]
+    assert isinstance(found, Failure)
+    assert "RuntimeError: CUDA is a word\nTraceback" in found.message

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from evener.errors import ConfigurationError
+from evener.runtime import session
+from evener.runtime.agreement import Terms, agree, disagreement
+from evener.runtime.launch import launch
+
+CUDA = Terms(rank=0, host="a", device="cuda", named=False, evener="0.1.0")
+CPU = replace(CUDA, rank=2, host="b", device="cpu")
+
+
+def of_all(all_terms: list[Terms], world_size: int) -> list[str]:
+    """What each rank raises, where they meet in one store."""
+    store = HashStore()
+
+    def joined(terms: Terms) -> str:
+        try:
+            agree(store, terms, world_size, 1.0)
+        except (ConfigurationError, dist.DistError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "agreed"
+
+    with ThreadPoolExecutor(len(all_terms)) as threads:
+        return list(threads.map(joined, all_terms))
+
+
+def test_ranks_with_the_same_devices_agree() -> None:
+    assert of_all([CUDA, replace(CUDA, rank=1), replace(CUDA, rank=2, named=True)], 3) == ["agreed"] * 3
+
+
+def test_ranks_that_took_different_devices_are_told_which_and_the_way_out() -> None:
+    words = (
+        "ConfigurationError: the ranks took different devices (no device was named, so each rank took what its host "
+        "has): cuda on host a (rank 0, 1); cpu on host b (rank 2); give all of them --device cpu, or leave out the "
+        "hosts without a GPU"
+    )
+    assert of_all([CUDA, replace(CUDA, rank=1), CPU], 3) == [words] * 3
+
+
+def test_ranks_that_were_told_so_are_refused_too() -> None:
+    reason = disagreement([replace(CUDA, named=True), replace(CPU, named=True)])
+    assert reason is not None
+    assert "as they were told" in reason
+
+
+def test_different_versions_are_refused() -> None:
+    reason = disagreement([CPU, replace(CPU, rank=3, host="c", evener="0.2.0")])
+    assert reason is not None
+    assert "Evener 0.1.0 on host b (rank 2); Evener 0.2.0 on host c (rank 3)" in reason
+
+
+def test_a_rank_that_does_not_come_ends_the_wait() -> None:
+    assert "timeout" in of_all([CUDA], 2)[0].lower()
+
+
+def test_terms_survive_the_wire() -> None:
+    assert Terms.from_json(CPU.to_json()) == CPU
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_device_for_all_is_no_reason(world_size: int) -> None:
+    assert disagreement([CPU] * world_size) is None
+
+
+def join_with_another_version() -> None:
+    if os.environ["RANK"] == "1":
+        session.evener_version = lambda: "9.9.9"
+    with session.Session(device="cpu"):
+        raise AssertionError("ranks of different versions have met")
+
+
+def test_a_session_does_not_start_without_agreement() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"different versions: .*; Evener 9\.9\.9 on host \S+ \(rank 1\)"
+    ):
+        launch(join_with_another_version, processes=2, device="cpu")

@@ -1,0 +1,77 @@
+"""What becomes of a signal, whatever catches it on its way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import AbstractContextManager, suppress
+
+import pytest
+
+from evener.errors import InterruptedRunError, RankError
+from evener.runtime.failure import failure_of
+from evener.runtime.interrupt import asked, check, raising
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def raising_here() -> AbstractContextManager[None]:
+    return raising([signal.SIGTERM], lambda: "step 3")
+
+
+def test_a_signal_ends_the_block() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(InterruptedRunError, match="interrupted by SIGTERM at step 3") as caught,
+        raising_here(),
+    ):
+        interrupt()
+    assert caught.value.exit_status == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert asked() is None
+
+
+def test_what_was_made_of_the_signal_on_its_way_is_no_news() -> None:
+    """A collective that fails because the other ranks were asked to stop too, or that gathers errors as values."""
+
+    def collective() -> None:
+        try:
+            interrupt()
+        except InterruptedRunError as error:
+            raise RankError(f"some rank raised {error!r}") from error
+
+    with pytest.raises(InterruptedRunError) as caught, raising_here():
+        collective()
+    assert failure_of(caught.value, 0).kind == "interrupted"
+
+
+def test_an_error_before_the_signal_is_the_news() -> None:
+    def step() -> None:
+        try:
+            raise ValueError("a layer has no luck")
+        finally:
+            interrupt()
+
+    with pytest.raises(InterruptedRunError) as caught, raising_here():
+        step()
+    assert "a layer has no luck" in failure_of(caught.value, 0).message
+
+
+def test_a_signal_that_was_caught_is_raised_again() -> None:
+    def steps() -> None:
+        check()
+        with suppress(Exception):
+            interrupt()
+        assert asked() is not None
+        check()
+
+    with pytest.raises(InterruptedRunError), raising_here():
+        steps()
+    check()
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(ValueError, match="no luck"), raising_here():
+        raise ValueError("no luck")

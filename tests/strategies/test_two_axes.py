@@ -1,0 +1,390 @@
+"""Samples divided over one axis and features over another, against one device, in float64, on four ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import evener
+from evener.assembly import check_division
+from evener.config import RunConfig
+from evener.data.batch import Batch
+from evener.engine import Engine
+from evener.errors import ConfigurationError, DivergenceError, EvenerError, RankError, ShareError
+from evener.observer import Observer
+from evener.records import RunStart, StepRecord
+from evener.report.ranks import RecentSteps
+from evener.report.terminal import summary_text
+from evener.runtime.environment import Environment
+from evener.task import Task
+from evener.testing import check_strategy
+from evener.verification import Trajectory, relative_error
+from evener.verification import record as record_steps
+
+ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", node=0)
+TWO_AXES = "tests.strategies.two_axes:TwoAxes"
+FEATURES, SAMPLES = 7, 41
+SPEAKERS, OTHERS = (1, 3), (0, 2)
+
+
+def draws(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def data() -> TensorDataset:
+    classes = torch.randint(3, (SAMPLES,), generator=torch.Generator().manual_seed(2))
+    return TensorDataset(draws(SAMPLES, FEATURES), classes)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def task(model: Any = deep, **parts: Any) -> Task:
+    usual: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+        "train": data(),
+        "evaluate": data(),
+        "batch_size": 13,
+        "epochs": 2,
+        "metrics": {"accuracy": evener.accuracy},
+    }
+    return Task(model, **(usual | parts))
+
+
+def plain() -> Task:
+    return task()
+
+
+def normalised() -> Task:
+    layers = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), evener.nn.Dropout(0.4), nn.Linear(8, 3)
+    )
+    return task(layers, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+
+
+def penalised() -> Task:
+    return task(
+        penalty=lambda model: 0.1 * sum((p.norm() for p in model.parameters()), start=torch.zeros(()))
+    )
+
+
+class Skipping(nn.Module):
+    """Samples choose a layer; one is chosen by few of them, one by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        rows = [self.heads[int(score > 0.6)](row) for row, score in zip(hidden, hidden[:, 0], strict=True)]
+        return torch.stack(rows)
+
+
+def skipping() -> Task:
+    return task(Skipping, batch_size=3)
+
+
+def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
+    usual = {"dtype": "float64", "device": "cpu", "steps": 9, "strategy": TWO_AXES}
+    return record_steps(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
+
+
+def worst(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert reference.keys() == other.keys()
+    return max(relative_error(value, other[name]) for name, value in reference.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("plain", {}),
+        ("plain", {"balance": "3,1", "micro_batch": 4}),
+        ("plain", {"balance": "3,1", "clip_norm": 0.05, "bucket_mb": 1e-5}),
+        ("plain", {"balance": "0,1", "allreduce": "native"}),
+        ("normalised", {"balance": "3,1"}),
+        ("normalised", {"balance": "3,1", "micro_batch": 5, "clip_norm": 0.2}),
+        ("penalised", {"balance": "3,1", "clip_norm": 0.2}),
+        ("skipping", {}),
+        ("skipping", {"balance": "3,1", "micro_batch": 2}),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[str, Any]) -> None:
+    reference = trajectory(name, ALONE, **(settings | {"balance": "equal", "strategy": "single"}))
+    divided = ranks(4).run(trajectory, name, **settings)
+    assert worst(reference.weights, divided[0].weights) <= 1e-11
+    assert all(one.losses == pytest.approx(reference.losses, rel=1e-11) for one in divided)
+    assert len({one.digest for one in divided}) == 1, "replicas differ"
+
+
+class Kept(Observer):
+    everywhere = True
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def start(self, run: RunStart) -> None:
+        self.parts = run.parts
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def taken(**settings: Any) -> list[StepRecord]:
+    """The records of a run, as every rank was told them."""
+    kept = Kept()
+    config = RunConfig(strategy=TWO_AXES, device="cpu", **settings)
+    with Engine(plain(), config, observers=[kept]) as engine:
+        for batch in engine.batches():
+            assert batch.micro_batches[0].size == batch.shares[engine.learner.data.index]
+            engine.step(batch)
+    return kept.records
+
+
+def test_records_tell_the_time_of_every_rank_and_the_share_of_every_part(ranks: Any) -> None:
+    found = ranks(4).run(taken, steps=3, balance="3,1")
+    assert all([record.loss for record in records] == [r.loss for r in found[0]] for records in found)
+    for record in found[2]:
+        assert record.shares == (10, 3)
+        assert len(record.compute_seconds) == len(record.wait_seconds) == len(record.input_seconds) == 4
+        assert all(math.isfinite(seconds) and seconds > 0 for seconds in record.compute_seconds)
+
+
+@pytest.mark.parametrize("throttle", ["1,0.1", "1,1,0.1,1"], ids=["by part", "by rank"])
+def test_the_balancer_goes_by_the_slowest_of_a_team(ranks: Any, throttle: str) -> None:
+    records = ranks(4).run(taken, steps=39, epochs=10, balance="auto", throttle=throttle)[3]
+    first, last = records[0].shares, records[-1].shares
+    assert first == (7, 6)
+    assert last[0] > last[1] + 3, "part 1, in which a rank is slow, has less"
+
+
+def test_caps_are_those_of_the_parts(ranks: Any) -> None:
+    for records in ranks(4).run(taken, steps=2, balance="1,1", caps="4,-"):
+        assert [record.shares for record in records] == [(4, 9), (4, 9)]
+
+
+def refused(kind: type[EvenerError], name: str = "plain", **settings: Any) -> str:
+    with pytest.raises(kind) as caught:
+        trajectory(name, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"balance": "1,1,1,1"}, r"4 weights .* for 2"),
+        ({"caps": "4,4,4,4"}, "4 .*2"),
+        ({"throttle": "1,1,1"}, "3 factors for 4 ranks"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_the_parts_is_refused(ranks: Any, settings: dict[str, Any], words: str) -> None:
+    for message in ranks(4).run(refused, EvenerError, **settings):
+        assert re.search(words, message), message
+
+
+def evaluated(strategy: str = TWO_AXES) -> tuple[dict[str, float], Any, Any]:
+    with Engine(plain(), RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=3)) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        odd = TensorDataset(*(tensor[:5] for tensor in data().tensors))
+        return engine.evaluate(), engine.predict(odd), engine.predict(data(), everywhere=True)
+
+
+def test_evaluation_and_predictions(ranks: Any) -> None:
+    metrics, few, every = ranks(1).run(evaluated, "single")[0]
+    for rank, found in enumerate(ranks(4).run(evaluated)):
+        assert found[0] == pytest.approx(metrics, rel=1e-12)
+        assert (found[1] is None) == (rank > 0)
+        assert relative_error(every, found[2]) <= 1e-12
+        assert found[1] is None or relative_error(few, found[1]) <= 1e-12
+
+
+def stop_and_go(directory: str, first: int, then: int, strategy: str, name: str) -> dict[str, Any]:
+    """Goes on from the checkpoint at ``first`` steps, and leaves one at ``then``."""
+    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=then)
+    with Engine(globals()[name](), config) as engine:
+        if first:
+            engine.load(Path(directory))
+        for batch in engine.batches():
+            engine.step(batch)
+        engine.save(Path(directory))
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize("name", ["plain", "normalised"])
+@pytest.mark.parametrize("places", [(4, 1), (1, 4), (4, 2), (2, 4)], ids=str)
+def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, name: str, places: tuple[int, int]) -> None:
+    reference = trajectory(name, ALONE, strategy="single", steps=7)
+    strategies = {1: "single", 2: "ddp", 4: TWO_AXES}
+    with tempfile.TemporaryDirectory() as directory:
+        for size, first, then in zip(places, (0, 4), (4, 7), strict=True):
+            found = ranks(size).run(stop_and_go, directory, first, then, strategies[size], name)
+    for state in found:
+        weights = {key: value for key, value in reference.weights.items() if key in state["model"]}
+        assert worst(weights, state["model"]) <= 1e-11
+
+
+class Faulty(nn.Module):
+    """What goes wrong in the fourth step, on one rank of the world."""
+
+    def __init__(self, rank: int, fault: str) -> None:
+        super().__init__()
+        self.model, self.passes = deep(), 0
+        self.here = torch.distributed.is_initialized() and torch.distributed.get_rank() == rank
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.model(x)
+        self.passes += self.training
+        if self.passes != 4 or not self.here:
+            return scores
+        if self.fault == "gradient":
+            scores.register_hook(lambda gradient: gradient * math.nan)
+        return scores * math.nan if self.fault == "loss" else scores
+
+
+def step_by_hand(engine: Engine, batch: Batch) -> None:
+    micro = batch.micro_batches[0]
+    outputs = engine.model(micro.inputs)
+    engine.backward(nn.functional.cross_entropy(outputs, micro.targets, reduction="sum"), micro.size)
+    engine.update()
+
+
+def failing(rank: int, fault: str, by_hand: bool = False) -> str:
+    """In the last step, after which no rank waits for one that is gone."""
+    config = RunConfig(strategy=TWO_AXES, device="cpu", dtype="float64", steps=4, timeout_seconds=60)
+    try:
+        with Engine(task(lambda: Faulty(rank, fault)), config) as engine:
+            for batch in engine.batches():
+                step_by_hand(engine, batch) if by_hand else engine.step(batch)
+    except DivergenceError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
+def test_an_error_names_the_rank_where_it_is(ranks: Any, rank: int, fault: str, by_hand: bool) -> None:
+    messages = ranks(4).run(failing, rank, fault, by_hand)
+    what = "the loss is nan" if fault == "loss" else "a gradient is not finite"
+    for message in messages:
+        assert what in message
+        assert f"on rank {rank};" in message
+
+
+class Raising(nn.Module):
+    """On rank 2 of the world, in the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.passes = deep(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.passes == 3 and torch.distributed.get_rank() == 2:
+            raise ValueError("this layer has no luck")
+        scores: Tensor = self.model(x)
+        return scores
+
+
+def raising() -> Task:
+    return task(Raising)
+
+
+def diverging() -> Task:
+    """In the middle of the run: the others wait for rank 2, and are ended."""
+    return task(lambda: Faulty(2, "loss"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("raising", RankError, "rank 2.*this layer has no luck"),
+        ("diverging", DivergenceError, "the loss is nan in step 3 on rank 2;"),
+    ],
+)
+def test_what_ends_a_run_names_the_rank_of_the_world(name: str, kind: type[EvenerError], words: str) -> None:
+    settings: dict[str, Any] = {"strategy": TWO_AXES, "processes": 4, "device": "cpu", "timeout_seconds": 60}
+    with pytest.raises(kind, match=f"(?s){words}"):
+        evener.fit(f"{__name__}:{name}", show=False, **settings)
+
+
+def another_length() -> Task:
+    length = SAMPLES - (torch.distributed.get_rank() == 2)
+    return task(train=TensorDataset(*(tensor[:length] for tensor in data().tensors)))
+
+
+def test_a_rank_with_other_data_is_named(ranks: Any) -> None:
+    for message in ranks(4).run(refused, ConfigurationError, "another_length"):
+        assert "length of the training set is 41 on ranks 0, 1, 3, 40 on rank 2" in message
+
+
+def by_hand(strategy: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", epochs=1, clip_norm=0.1, **settings)
+    with Engine(penalised(), config) as engine:
+        losses = []
+        for batch in engine.batches():
+            micro = batch.micro_batches[0]
+            outputs = engine.model(micro.inputs)
+            total = nn.functional.cross_entropy(outputs, micro.targets, reduction="sum")
+            losses.append(engine.backward(total, micro.size))
+            engine.update()
+        return losses, {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
+
+
+def test_a_loop_of_the_users_own(ranks: Any) -> None:
+    losses, weights = ranks(1).run(by_hand, "single")[0]
+    for found in ranks(4).run(by_hand, TWO_AXES, balance="3,1"):
+        assert found[0] == pytest.approx(losses, rel=1e-11)
+        assert worst(weights, found[1]) <= 1e-11
+
+
+def fitted(run_dir: str) -> Any:
+    kept = Kept()
+    settings = {"strategy": TWO_AXES, "device": "cpu", "balance": "3,1", "run_dir": run_dir, "epochs": 1}
+    summary = evener.fit(plain(), show=False, observers=[kept], **settings).summary
+    recent = RecentSteps(kept.parts)
+    for record in kept.records:
+        recent.add(record)
+    return summary, recent.each()
+
+
+def test_the_battery_of_strategies(ranks: Any) -> None:
+    ranks(4).run(check_strategy, TWO_AXES, without=("tokens", "sparse"))
+
+
+def test_a_whole_run_and_what_it_tells(ranks: Any, tmp_path: Path) -> None:
+    for summary, line in ranks(4).run(fitted, str(tmp_path / "run")):
+        assert summary.strategy == "two-axes"
+        assert summary.world_size == 4
+        assert summary.samples == SAMPLES
+        assert summary.shares == pytest.approx([32 / 41, 32 / 41, 9 / 41, 9 / 41])
+        text = summary_text(summary)
+        assert [re.findall(r"[\d.]+%", row) for row in text.splitlines() if "%" in row] == [
+            ["78.0%"],
+            ["78.0%"],
+            ["22.0%"],
+            ["22.0%"],
+        ]
+        assert re.findall(r"(\d): (\d+)%", line) == [("0", "78"), ("1", "78"), ("2", "22"), ("3", "22")]
+
+
+def test_shares_of_another_number_are_found_before_ranks_start() -> None:
+    with pytest.raises(ShareError, match=r"4 weights .* for 2"):
+        check_division(RunConfig(strategy=TWO_AXES, balance="1,1,1,1"), 4)
+    check_division(RunConfig(strategy=TWO_AXES, balance="3,1", caps="9,9", throttle="1,0.5"), 4)

@@ -1,0 +1,24 @@
+"""A toy strategy of two axes: samples over ``data``, features over ``tensor``, of which the last rank speaks.
+
+::
+
+                 tensor 0   tensor 1
+    data 0       rank 0     rank 1, speaks for part 0
+    data 1       rank 2     rank 3, speaks for part 1
+"""
+
+from __future__ import annotations
+
+from evener.errors import ConfigurationError
+from evener.runtime.mesh import Layout
+from evener.strategies.features import FeatureParallel
+from evener.strategies.parts import Settings
+
+
+class TwoAxes(FeatureParallel):
+    name = "two-axes"
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        if world_size % 2:
+            raise ConfigurationError(f"strategy 'two-axes' runs on an even number of ranks, not {world_size}")
+        return Layout({"data": world_size // 2, "tensor": 2}, speaks={"tensor": 1})

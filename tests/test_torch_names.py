@@ -1,0 +1,285 @@
+"""Every private name that Evener borrows, exercised: where one goes, the failure says which file to repair.
+
+Nothing of Evener is imported at the top, so that a name that is gone fails its own test alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).parents[1]
+BORROWED = ROOT / "src/evener/borrowed"
+FILES = sorted(path.stem for path in BORROWED.glob("*.py") if path.stem != "__init__")
+
+
+@contextmanager
+def borrowed(file: str, package: str = "borrowed") -> Iterator[Any]:
+    """The module; whatever fails in the block is told as the loss of its names."""
+    path = f"src/evener/{package}/{file}.py"
+    try:
+        yield importlib.import_module(f"evener.{package}.{file}")
+    except Exception as error:
+        pytest.fail(
+            f"torch {torch.__version__} no longer has what {path} borrows, or it means something else: "
+            f"{type(error).__name__}: {error}; see there for what it is used for"
+        )
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = dist.group.WORLD
+    assert found is not None
+    yield found
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_default_store_is_that_of_the_group() -> None:
+    with borrowed("default_store") as names:
+        names.default_store().set("key", "value")
+        assert names.default_store().get("key") == b"value"
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_is_made_under_a_given_name() -> None:
+    with borrowed("named_group") as names:
+        import torch.testing._internal.distributed.fake_pg  # as parts of torch do; it registers a backend
+
+        made = names.named_group("a_name_of_our_own", [0], "cpu:gloo,cuda:gloo", timedelta(seconds=10))
+        assert dist.get_backend(made) == "gloo"
+        assert made.group_name == "a_name_of_our_own"
+        assert dist.get_process_group_ranks(made) == [0]
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=made)
+        before = names.groups_open()
+        dist.destroy_process_group(made)
+        assert names.groups_open() == before - 1
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_logs_its_buckets() -> None:
+    with borrowed("ddp") as names:
+        logged = names.logged(DistributedDataParallel(nn.Linear(3, 2)))
+        assert [int(size) for size in logged["bucket_sizes"].split(",")] == [32]
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_broadcasts_buffers_through_one_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    with borrowed("ddp") as names:
+        told: list[int] = []
+        original = getattr(DistributedDataParallel, names.BROADCAST_BUFFERS)
+
+        def counted(model: Any, tensors: Any, *rest: Any) -> Any:
+            told.append(len(tensors))
+            return original(model, tensors, *rest)
+
+        monkeypatch.setattr(DistributedDataParallel, names.BROADCAST_BUFFERS, counted)
+        DistributedDataParallel(nn.BatchNorm1d(3))(torch.ones(2, 3))
+        assert told == [3]
+        DistributedDataParallel(nn.BatchNorm1d(3), **names.no_buffer_broadcast())(torch.ones(2, 3))
+        assert told == [3]
+
+
+def test_iterators_of_a_data_loader_have_one_class() -> None:
+    with borrowed("data_loader") as names:
+        assert isinstance(iter(DataLoader(range(3))), names.LoaderIterator)  # type: ignore[arg-type]
+        assert "__next__" in vars(names.LoaderIterator)
+
+
+def test_batch_norms_and_dropouts_have_one_class_each() -> None:
+    with borrowed("layers") as names:
+        for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d):
+            assert issubclass(norm, names.AnyBatchNorm)
+        for dropout in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout):
+            assert issubclass(dropout, names.AnyDropout)
+
+
+def test_collating_can_be_extended() -> None:
+    with borrowed("collate") as names:
+        functions = {**names.default_collate_fn_map, str: lambda batch, collate_fn_map: "".join(batch)}
+        assert names.collate(["a", "b"], collate_fn_map=functions) == "ab"
+        assert torch.equal(
+            names.collate([torch.ones(1), torch.zeros(1)], collate_fn_map=functions), torch.eye(2)[:, :1]
+        )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_names_of_wrapped_modules_hold_the_wrapper() -> None:
+    with borrowed("wrappers") as names:
+        linear = nn.Linear(1, 1)
+        compiled: Any = torch.compile(linear)
+        assert names.compiled_from(compiled) is linear
+        assert names.compiled_from(linear) is None
+        assert next(name for name, _ in compiled.named_parameters()) == f"{names.COMPILED}.weight"
+        assert vars(checkpoint_wrapper(linear))["_modules"].keys() <= set(names.ATTRIBUTES)
+        fsdp = importlib.import_module("torch.distributed.fsdp._common_utils")
+        assert fsdp.FSDP_WRAPPED_MODULE in names.ATTRIBUTES
+
+
+def test_parameters_and_buffers_are_replaced_in_place() -> None:
+    with borrowed("module_tensors") as names:
+        norm = nn.BatchNorm1d(2)
+        names.own_parameters(norm)["bias"] = nn.Parameter(torch.full((2,), 7.0))
+        names.own_buffers(norm)["running_mean"] = torch.full((2,), 5.0)
+        assert torch.allclose(norm.eval()(torch.full((1, 2), 5.0)), torch.full((1, 2), 7.0))
+        assert names.own_parameters(nn.Linear(1, 1, bias=False))["bias"] is None
+
+
+def test_a_write_in_place_is_counted() -> None:
+    with borrowed("version") as names:
+        tensor = torch.zeros(2)
+        before = names.version(tensor)
+        tensor.add_(1)
+        assert names.version(tensor) > before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns even of tensors that say so
+def test_values_of_a_sparse_tensor_are_read_as_they_are_stored() -> None:
+    with borrowed("sparse_values") as names:
+        twice = torch.sparse_coo_tensor(
+            torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=False
+        )
+        assert names.stored_values(twice).tolist() == [1, 2]
+
+
+def test_the_agent_tells_of_its_workers(tmp_path: Path) -> None:
+    """Of which one ends with status 3."""
+    with borrowed("elastic_agent") as names:
+        parameters = RendezvousParameters(
+            "c10d", "localhost:0", "test", 1, 1, is_host=True, read_timeout=30, join_timeout=30
+        )
+        handler = get_rendezvous_handler(parameters)
+        spec = WorkerSpec(
+            "test", 1, handler, entrypoint=sys.executable, args=("-c", "exit(3)"), max_restarts=0
+        )
+        contexts: list[Any] = []
+        agent = type("Told", (names.ElasticAgent,), {"started": lambda _, context: contexts.append(context)})(
+            spec, DefaultLogsSpecs(log_dir=str(tmp_path))
+        )
+        result = agent.run()
+        assert result.failures[0].exitcode == 3
+        assert agent.context is contexts[0]
+        assert names.failed(contexts[0]) == {0}
+        handler.shutdown()
+
+
+ENDING = """
+import atexit, os, threading, time
+from evener.borrowed import interpreter
+atexit.register(print, "exit function", flush=True)
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread", flush=True))).start()
+interpreter.join_threads()
+interpreter.run_exit_functions()
+os._exit(0)
+"""
+
+
+def test_an_interpreter_is_started_and_ended_as_python_does() -> None:
+    with borrowed("interpreter") as names:
+        command = [sys.executable, *names.flags(), "-W", "error", "-X", "utf8", "-c", ENDING]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "thread\nexit function\n"
+        flags = "from evener.borrowed.interpreter import flags; print(*flags())"
+        command = [sys.executable, "-W", "error", "-X", "utf8", "-c", flags]
+        assert "-Werror" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_states_of_a_metric_are_read_and_put_back() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with borrowed("torchmetrics_states") as names:
+        source = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.SumMetric()])
+        assert names.is_collection(source)
+        names.keep_apart(source)
+        mean = next(part for part in source.modules() if isinstance(part, torchmetrics.MeanMetric))
+        assert names.has_states(mean)
+        names.keep_to_rank(mean)
+        mean.update(torch.tensor([1.0, 3.0]))
+        assert names.updates(mean) == 1
+        assert names.reductions(mean).keys() == names.states(mean).keys()
+        assert float(mean.compute()) == 2
+        names.put(mean, {name: 2 * value for name, value in names.states(mean).items()} | {"weight": 1}, 2)
+        assert names.updates(mean) == 2
+        assert float(mean.compute()) == 8
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_ask_an_object_for_its_pieces(tmp_path: Path) -> None:
+    """``__create_write_items__`` and ``__create_chunk_list__``, and the planners that look an object up."""
+    with borrowed("pieces", "strategies") as names:
+        slices = importlib.import_module("evener.strategies.slices")
+        pieces = (range(0, 1), range(1, 4))
+        for index in (0, 1):
+            own = torch.arange(4.0)[pieces[index].start : pieces[index].stop]
+            state = {"model/a": names.Piece(own, slices.Slice("tensor", 0, pieces, index))}
+            writer = checkpoint.FileSystemWriter(tmp_path / str(index))
+            checkpoint.save(state, storage_writer=writer, planner=names.PieceSaver(), no_dist=True)
+            metadata = checkpoint.FileSystemReader(tmp_path / str(index)).read_metadata()
+            entry: Any = metadata.state_dict_metadata["model/a"]
+            assert entry.size == torch.Size([4])
+            assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(pieces[index].start,)]
+        whole = {"model/a": torch.arange(4.0)}
+        writer = checkpoint.FileSystemWriter(tmp_path / "whole")
+        checkpoint.save(whole, storage_writer=writer, planner=names.PieceSaver(), no_dist=True)
+        room = names.Piece(torch.zeros(3), slices.Slice("tensor", 0, pieces, 1))
+        reader = checkpoint.FileSystemReader(tmp_path / "whole")
+        checkpoint.load({"model/a": room}, storage_reader=reader, planner=names.PieceLoader(), no_dist=True)
+        assert room.held.tolist() == [1, 2, 3]
+
+
+def test_a_store_can_be_cloned() -> None:
+    """Documented, but torch's types do not know it."""
+    with borrowed("watchdog", "runtime"):
+        store: Any = dist.HashStore()
+        dist.PrefixStore("a", store.clone()).set("key", "value")
+        assert store.get("a/key") == b"value"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_says_what_it_was_tested_with(file: str) -> None:
+    """The oldest and the newest torch that may be installed are among them."""
+    line = re.search(r"^Tested with (\w+) ([\d., ]+)\.$", (BORROWED / f"{file}.py").read_text(), re.M)
+    assert line, f"src/evener/borrowed/{file}.py does not say which versions it was tested with"
+    if line[1] == "torch":
+        tested = line[2].split(", ")
+        oldest, newest = allowed()
+        assert tested[0] == oldest
+        assert tested[-1] == newest
+
+
+def test_make_tests_the_oldest_and_the_newest() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    found = re.findall(r"^(?:OLDEST|NEWEST) := (2\.\d+)\.\d+$", makefile, re.M)
+    assert tuple(found) == allowed()
+
+
+def allowed() -> tuple[str, str]:
+    """The oldest and the newest minor version of torch by pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (line,) = [line for line in project["dependencies"] if line.startswith("torch>")]
+    bounds = re.fullmatch(r"torch>=(2\.\d+),<2\.(\d+)", line)
+    assert bounds, f"{line} does not end with the newest version that was tested"
+    return bounds[1], f"2.{int(bounds[2]) - 1}"

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evener.config import RunConfig
+from evener.runtime.environment import Environment
+from evener.verification import record
+from evener.verification.recording import WIDTH, Sketch
+from tests import tasks
+
+
+def draws(n: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_small_tensor_is_its_own_sketch() -> None:
+    assert Sketch()("w", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [1, 2, 3, 4]
+
+
+def test_the_sketch_of_a_difference_is_the_difference_of_sketches_about_as_long() -> None:
+    sketch, a, b = Sketch(), draws(5003, 1), draws(5003, 2)
+    of_difference = sketch("w", a - b)
+    torch.testing.assert_close(of_difference, sketch("w", a) - sketch("w", b))
+    lengths = [float(sketch(f"w{n}", a).norm() / a.norm()) for n in range(50)]
+    assert min(lengths) > 0.4
+    assert max(lengths) < 1.6
+    assert sum(lengths) / 50 == pytest.approx(1, abs=0.1)
+
+
+def test_one_wrong_element_shows_whole() -> None:
+    sketch, a = Sketch(), draws(5003, 1)
+    b = a.clone()
+    b[4999] += 0.25
+    assert float((sketch("w", a) - sketch("w", b)).norm()) == pytest.approx(0.25)
+
+
+def test_sketches_of_two_processes_agree_and_hold_few_numbers() -> None:
+    a = draws(100, 1)
+    assert torch.equal(Sketch()("w", a), Sketch()("w", a))
+    assert len(Sketch()("w", a)) == WIDTH
+
+
+def test_a_sparse_gradient_is_taken_whole() -> None:
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
+    assert Sketch()("w", sparse).tolist() == [1, 0, 5, 0]
+
+
+def test_what_is_remembered_of_a_run() -> None:
+    config = RunConfig(dtype="float64", steps=3, strategy="single")
+    found = record(tasks.penalty, None, config, Environment())
+    assert len(found.losses) == len(found.gradients) == 3
+    assert list(found.shapes) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert set(found.gradients[0]) == set(found.penalty) == set(found.moved) == set(found.shapes)
+    assert torch.equal(found.penalty["2.bias"].abs(), torch.full((3,), 0.03, dtype=torch.float64))
+    assert min(found.moved.values()) > 0
+
+
+def test_gradients_are_those_that_the_optimizer_is_given() -> None:
+    """Summed, with the penalty, and clipped."""
+    config = RunConfig(dtype="float64", steps=1, strategy="single", clip_norm=1e-3)
+    found = record(tasks.penalty, None, config, Environment())
+    small = {name: found.gradients[0][name] for name in ("0.bias", "2.bias")}
+    assert sum(float(value.square().sum()) for value in small.values()) <= 1e-6
+
+
+def test_statistics_are_those_of_the_first_forward_pass() -> None:
+    found = record(
+        tasks.batch_norm, None, RunConfig(dtype="float64", steps=3, strategy="single"), Environment()
+    )
+    assert found.buffers["1.num_batches_tracked"].tolist() == [1]
+    assert found.weights["1.num_batches_tracked"].item() == 3

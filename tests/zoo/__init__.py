@@ -1,0 +1,1 @@
+"""Models as the public ones are built, small, each with the trait that makes it hard to judge."""

@@ -1,0 +1,191 @@
+"""The verdict on models as the public ones are: right where the training is right, wrong for each deliberate error."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from evener.config import RunConfig
+from evener.verification import Trajectory, Verification, record
+from evener.verification.proof import ALONE, STRONGER, OneDevice, alone, judge
+from evener.verification.recording import Batches
+from evener.verification.verdict import LIMIT, Runs, compare
+from tests.zoo import faults
+
+TASKS = {
+    "bert": "tests.zoo.text:bert",
+    "gpt": "tests.zoo.text:gpt",
+    "mobilenet": "tests.zoo.vision:mobilenet",
+    "efficientnet": "tests.zoo.vision:efficientnet",
+    "vit": "tests.zoo.vision:vit",
+}
+NORMS = {"mobilenet": 5, "efficientnet": 7}
+"""Which BatchNorm is spoilt."""
+SETTINGS = {"steps": 4, "balance": "3,1"}
+everywhere = pytest.mark.parametrize("name", TASKS)
+SINGLE = pytest.param("float32", marks=pytest.mark.slow)
+exactly = pytest.mark.parametrize("dtype", ["float64", SINGLE])
+
+
+@cache
+def on_one(name: str, config: RunConfig, penalty: float) -> OneDevice:
+    return OneDevice(partial(record, TASKS[name], {"penalty": penalty}, alone(config), ALONE))
+
+
+def verdict(
+    ranks: Any, name: str, fault: Batches | None = None, penalty: float = 0.0, world: int = 2, **settings: Any
+) -> Verification:
+    """As ``verify``, on ranks that are up already; with a fault in the divided run."""
+    config = RunConfig(**(SETTINGS | settings))
+    given = {} if fault is None else {"batches": fault}
+    divided = ranks(world).run(record, TASKS[name], {"penalty": penalty}, config, **given)
+    one = on_one(name, config, penalty)
+    if fault is None:
+        return judge(one, partial(comparison, one, divided, config))
+    return comparison(one, divided, config)
+
+
+def comparison(one: OneDevice, divided: list[Trajectory], config: RunConfig) -> Verification:
+    return compare(Runs(one.reference, divided, one.disturbed, one.reordered), config, "name")
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_right_training_is_the_same_to_rounding(ranks: Any, name: str, dtype: str) -> None:
+    found = verdict(ranks, name, dtype=dtype)
+    assert found.passed, found.hint
+    assert found.times_floor <= LIMIT / 2
+    assert found.reordered
+
+
+@everywhere
+def test_parameters_whose_gradient_is_zero_are_recognised(ranks: Any, name: str) -> None:
+    """Key biases, and biases before a BatchNorm; a projection for all three holds real gradients, too."""
+    found = verdict(ranks, name, dtype="float64")
+    expected = {
+        "bert": {f"layers.{n}.attention.key.bias" for n in (0, 1)},
+        "mobilenet": {"features.1.conv.1.bias", "features.2.conv.2.bias", "features.4.conv.2.bias"},
+        "efficientnet": {"stem.0.bias"},
+    }
+    assert expected.get(name, set()) <= set(found.judged_absolutely)
+    assert not [name for name in found.judged_absolutely if not name.endswith("bias")]
+    assert found.max_relative_weight_error <= 1e-9
+
+
+@everywhere
+@exactly
+def test_averaged_gradients_are_found(ranks: Any, name: str, dtype: str) -> None:
+    found = verdict(ranks, name, faults.averaged, dtype=dtype)
+    assert not found.passed
+    assert found.times_floor > 1e5
+    assert "averaged over 2 ranks instead of summed?" in found.hint
+
+
+@everywhere
+@exactly
+def test_a_batch_that_counts_twice_is_found(ranks: Any, name: str, dtype: str) -> None:
+    found = verdict(ranks, name, faults.counted_twice, dtype=dtype)
+    assert not found.passed
+    assert "the loss of step 1 agrees, but not its gradients" in found.hint
+    assert "counted 2 times?" in found.hint
+
+
+@everywhere
+@exactly
+def test_a_batch_that_is_trained_twice_is_found(ranks: Any, name: str, dtype: str) -> None:
+    found = verdict(ranks, name, faults.trained_twice, dtype=dtype)
+    assert not found.passed
+    assert "at the samples of step 1" in found.hint
+
+
+@everywhere
+@exactly
+def test_a_penalty_once_a_rank_is_found(ranks: Any, name: str, dtype: str) -> None:
+    assert verdict(ranks, name, dtype=dtype, penalty=1e-4).passed
+    found = verdict(ranks, name, faults.penalty_per_rank, dtype=dtype, penalty=1e-4)
+    assert not found.passed
+    assert "times the gradient of the task's penalty" in found.hint
+
+
+@pytest.mark.parametrize("name", NORMS)
+@exactly
+def test_one_wrong_batch_norm_is_found(ranks: Any, name: str, dtype: str) -> None:
+    """By its running statistics, and without these by losses and gradients."""
+    found = verdict(ranks, name, faults.LocalStatistics(NORMS[name]), dtype=dtype)
+    assert not found.passed
+    assert (
+        min(found.times_floor_by_kind[kind] for kind in ("loss", "statistic", "gradient")) > STRONGER * LIMIT
+    )
+    assert "takes statistics over its rank's samples alone" in found.hint
+
+
+@everywhere
+def test_an_error_of_a_millionth_in_any_one_gradient_shows_in_float64(ranks: Any, name: str) -> None:
+    """A sketch is linear: that of a gradient which is off by a factor is off by that factor."""
+    config = RunConfig(dtype="float64", **SETTINGS)  # type: ignore[arg-type]
+    divided = ranks(2).run(record, TASKS[name], {"penalty": 0.0}, config)
+    one = on_one(name, config, 0.0)
+    right = comparison(one, divided, config)
+    with_gradient = {parameter for sketches in one.reference.gradients for parameter in sketches}
+    real = with_gradient - set(right.judged_absolutely)
+    assert len(real) >= 25
+    for parameter in real:
+        found = comparison(one, [off(divided[0], parameter, 1 + 1e-6), divided[1]], config)
+        assert found.times_floor > STRONGER * LIMIT, f"{parameter}: over the higher floor, too"
+        assert parameter in found.worst
+        assert "those of" in found.hint, found.hint
+
+
+def off(trajectory: Trajectory, parameter: str, factor: float) -> Trajectory:
+    gradients = [
+        {name: value * (factor if name == parameter else 1.0) for name, value in sketches.items()}
+        for sketches in trajectory.gradients
+    ]
+    return dataclasses.replace(trajectory, gradients=gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("bert", "layers.1.norm2.bias"),
+        ("gpt", "blocks.0.mlp.2.weight"),
+        ("mobilenet", "features.0.0.weight"),
+        ("efficientnet", "blocks.1.block.2.fc1.bias"),
+        ("vit", "cls_token"),
+    ],
+)
+def test_training_with_an_error_of_a_millionth_in_one_gradient_is_found(
+    ranks: Any, name: str, parameter: str
+) -> None:
+    found = verdict(ranks, name, faults.Scaled(parameter), dtype="float64")
+    assert not found.passed
+    assert f"those of {parameter} are 1.000001 times those of one device" in found.hint
+
+
+@everywhere
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps": 60},
+        {"steps": 60, "world": 3, "balance": "1,0,3", "clip_norm": 0.1},
+        {"steps": 20, "world": 3, "balance": "0.5,0.3,0.2", "micro_batch": 4, "seed": 3},
+    ],
+    ids=["long", "idle-rank-clipped", "accumulated"],
+)
+def test_the_verdict_holds_where_small_differences_grow(
+    ranks: Any, name: str, dtype: str, settings: dict[str, Any]
+) -> None:
+    found = verdict(ranks, name, dtype=dtype, **settings)
+    assert found.passed, (found.times_floor, found.hint)
+
+
+@everywhere
+@pytest.mark.slow
+def test_averaged_gradients_are_found_in_bfloat16_and_in_long_runs(ranks: Any, name: str) -> None:
+    assert not verdict(ranks, name, faults.averaged, dtype="bfloat16").passed
+    assert not verdict(ranks, name, faults.averaged, dtype="float32", steps=60).passed
