@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,3 +89,8 @@ def test_targets_without_rows_need_a_count(targets: Any) -> None:
 def test_parts_of_a_wrong_kind_are_named(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(LossError, match=words):
         evener.loss(**arguments)
+
+
+def test_it_is_sent_to_ranks_as_it_is() -> None:
+    loss = evener.loss(nn.MSELoss(), scale=0.5)
+    assert value(pickle.loads(pickle.dumps(loss))).equal(value(loss))

@@ -44,26 +44,29 @@ def loss(total: Any, count: Count = None, scale: float = 1.0) -> Loss:
     """
     _check(total, count, scale)
     if not (is_sum(total) or is_torch_loss(total)):
-        return _Own(total, _rows if count in (None, "sum") else count, count == "sum", float(scale))  # type: ignore[arg-type]
+        number_of = count if callable(count) else _rows
+        return _Own(total, number_of, _by_one if count == "sum" else _by_count, float(scale))
     known = exact(total)
     if count is None:
-        return _Scaled(known, float(scale))
+        return _Own(known.total, known.count, known.divisor, float(scale))
     if known.divisor(2.0) != 1.0:
         raise LossError(
             f"the loss {total!r} is a mean and knows its own count: leave out count=, or give its sum, as with "
             'reduction="sum"'
         )
-    counted = known.count if count == "sum" else count
-    return _Own(known.total, counted, count == "sum", float(scale))
+    if count == "sum":
+        return _Own(known.total, known.count, _by_one, float(scale))
+    return _Own(known.total, count, _by_count, float(scale))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Own(Loss):
-    """Two functions and a factor."""
+    """Three functions and a factor."""
 
     sum_of: Callable[[Any, Any], Tensor]
     number_of: Callable[[Any], Number]
-    is_plain_sum: bool
+    divide_by: Callable[[float], float]
+    """From the global count, what the sum over the global batch is divided by."""
     scale: float
 
     def count(self, targets: Any) -> Number:
@@ -73,24 +76,15 @@ class _Own(Loss):
         return self.sum_of(outputs, targets) * self.scale
 
     def divisor(self, global_count: float) -> float:
-        return 1.0 if self.is_plain_sum else global_count
+        return self.divide_by(global_count)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scaled(Loss):
-    """A loss times a constant."""
+def _by_count(global_count: float) -> float:
+    return global_count
 
-    inner: Loss
-    scale: float
 
-    def count(self, targets: Any) -> Number:
-        return self.inner.count(targets)
-
-    def total(self, outputs: Any, targets: Any) -> Tensor:
-        return self.inner.total(outputs, targets) * self.scale
-
-    def divisor(self, global_count: float) -> float:
-        return self.inner.divisor(global_count)
+def _by_one(global_count: float) -> float:
+    return 1.0
 
 
 def _check(total: Any, count: Any, scale: Any) -> None:
