@@ -58,7 +58,7 @@ def positive(name: str, value: Any) -> int:
     return int(value)
 
 
-def check_function(name: str, value: object, signature: str, optional: bool = True) -> None:
+def check_function(name: str, value: object, signature: str, optional: bool) -> None:
     """Raises:
     TaskError: Unless the value can be called, or is None where it may be left out.
     """
@@ -82,7 +82,7 @@ def check_metrics(metrics: object) -> None:
             )
 
 
-def check_dataset(dataset: object, name: str = "Task.train") -> None:
+def check_dataset(dataset: object, name: str) -> None:
     """Raises:
     TaskError: If it is no dataset: neither an ``IterableDataset`` nor something with ``__getitem__`` and ``__len__``.
     """

@@ -7,6 +7,7 @@
     summary.json    the result
     checkpoints/    what the run can go on from
     .lock           held while a run writes here
+    .owner          the process that does, for the error that another one gets
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class Records(Observer):
         self._file.write(record)
 
 
-def new_run_dir(task_name: str, now: float, home: Path = Path("runs")) -> Path:
-    """A directory that no other run has, made now: ``runs/TASK-TIME``, with a number where that is taken."""
+def new_run_dir(task_name: str, now: float, home: Path) -> Path:
+    """A directory that no other run has, made now: ``home/TASK-TIME``, with a number where that is taken."""
     label = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in task_name)
     stem = f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
     number = 1
