@@ -93,6 +93,14 @@ def test_each_way_of_reading_cuts_the_wide_input_alone(kind: type) -> None:
     assert [i for batch in batches for i in batch.micro_batches[0].targets.tolist()] == list(range(12))
 
 
+def test_a_dict_with_labels_stays_one_for_a_collate_function_of_the_users_own() -> None:
+    (inputs, targets) = columns_of(Items(), range(1, 4), 5)[2]
+    labelled = columns_of(Labelled(), range(1, 4), 5)[2]
+    assert isinstance(labelled, dict)
+    assert labelled.pop("labels") == targets == 2
+    assert labelled["wide"].equal(inputs["wide"])
+
+
 def test_two_tensors_are_cut_once_and_the_rest_is_let_go() -> None:
     cut = columns_of(TensorDataset(VALUES, torch.arange(12)), range(3, 5), 5)
     assert cut.tensors[0].equal(VALUES[:, 3:])

@@ -83,13 +83,16 @@ class _Cut:
         return result
 
     def item(self, item: Any) -> Any:
-        """A pair of which the inputs are cut; what is no pair is left to the collate function to refuse."""
-        key, pair = labels_key(item), pair_of(item)
-        if key is not None and pair is not None:
-            return {**self.inputs(pair[0]), key: pair[1]}
-        if not (isinstance(item, tuple | list) and len(item) == 2):
+        """The item with its inputs cut: a pair, or the dict with labels that a collate function of the user's expects.
+
+        What is neither is left to the collate function to refuse.
+        """
+        pair = pair_of(item)
+        if pair is None:
             return item
-        return self.inputs(item[0]), item[1]
+        inputs, targets = self.inputs(pair[0]), pair[1]
+        key = labels_key(item)
+        return (inputs, targets) if key is None else {**inputs, key: targets}
 
     def _leaf(self, found: list[Any], leaf: Any) -> Any:
         if getattr(leaf, "ndim", 0) == 0 or leaf.shape[-1] != self.width:
