@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from evener.cli.main import main
-from evener.cli.options import add_config_options, config_of
+from evener.cli.options import add_config_options, add_rendezvous_options, config_of
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -34,6 +34,13 @@ def test_the_help_says_that_it_is_an_emulation() -> None:
     parser = argparse.ArgumentParser()
     add_config_options(parser, "throttle", "throttle_at")
     assert parser.format_help().count("EMULATE") == 2
+
+
+def test_the_help_names_each_of_torchruns_options_once() -> None:
+    parser = argparse.ArgumentParser(usage="")
+    add_rendezvous_options(parser)
+    assert parser.format_help().count("--nnodes") == 1
+    assert parser.parse_args(["--rdzv_backend", "c10d"]) == parser.parse_args(["--rdzv-backend", "c10d"])
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--resume", "--json", "--data-dir"])

@@ -92,6 +92,8 @@ def test_what_the_command_says() -> None:
     passed = text(compared(disturbed(12)))
     assert "error 2.66e-15 in fc.weight (by rounding alone 8.88e-16)" in passed
     assert "no gradient but rounding, so judged absolutely: key\n" in passed
+    many = dataclasses.replace(compared(disturbed(12)), judged_absolutely=list("abcde"))
+    assert "judged absolutely: a, b, c and 2 more\n" in text(many)
     assert "the same training to rounding: 3 times the floor (allowed" in passed
     failed = text(compared(scaled(0.5), run()))
     assert "NOT the same training (5.63e+14 times the floor in the gradient of" in failed

@@ -102,7 +102,8 @@ def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
     """How several machines meet."""
     group = parser.add_argument_group("several machines (torchrun's options)")
     for name, (text, kind) in RENDEZVOUS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", f"--{name}", dest=name, type=kind, help=text)
+        spellings = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
+        group.add_argument(*spellings, dest=name, type=kind, help=text)
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:

@@ -101,8 +101,9 @@ def _allowed(result: Verification) -> str:
 def _absolutely(names: list[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"no gradient but rounding, so judged absolutely: {', '.join(names[:3])}{more}"]
+    from evener.verification.hints import listed
+
+    return [f"no gradient but rounding, so judged absolutely: {listed(names)}"]
 
 
 def _verdict(result: Verification) -> str:

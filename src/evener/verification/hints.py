@@ -150,7 +150,7 @@ def _of_factor(evidence: Evidence, step: int, names: list[str]) -> str:
     if any(rest > _ALIKE or abs(own - factor) > _ALIKE * abs(factor - 1) for own, rest in fits):
         return ""
     agreeing = [name for name in sizes if name not in names and sizes[name] > _ALIKE * max(sizes.values())]
-    which = f"those of {_listed(names)}" if agreeing else "all of them"
+    which = f"those of {listed(names)}" if agreeing else "all of them"
     return f"{which} are {factor:.9g} times those of one device{_cause(factor, len(evidence.divided))}"
 
 
@@ -165,19 +165,19 @@ def _cause(factor: float, ranks: int) -> str:
 def _named(reference: Sketches, divided: Sketches, names: list[str]) -> str:
     absent = [name for name in names if name not in divided]
     if absent:
-        return f"{_listed(absent)} got none"
+        return f"{listed(absent)} got none"
     surplus = [name for name in names if name not in reference]
     if surplus:
-        return f"{_listed(surplus)} got one, but not on one device"
-    return f"the largest differences are in {_listed(names)}"
+        return f"{listed(surplus)} got one, but not on one device"
+    return f"the largest differences are in {listed(names)}"
 
 
 def _end(evidence: Evidence, first: list[Place]) -> str:
     names = [place.name for place in first]
     if first[0].kind is Kind.BUFFER:
-        return f"losses and gradients agree, but not the buffers {_listed(names)}: look at what writes them"
+        return f"losses and gradients agree, but not the buffers {listed(names)}: look at what writes them"
     return (
-        f"losses and gradients agree, but not the weights of {_listed(names)} at the end: look at the update "
+        f"losses and gradients agree, but not the weights of {listed(names)} at the end: look at the update "
         "(optimizer, groups of parameters, scheduler)"
     )
 
@@ -196,6 +196,7 @@ def _fit(values: list[Tensor], basis: list[Tensor]) -> tuple[float, float]:
     return factor, float((target - factor * unit).norm() / target.norm())
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
