@@ -72,7 +72,10 @@ def _with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _summed(value: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    group = mesh.group(axis)
+    if group is None:
+        return value
     total = value.reshape(1).clone()
     with waiting():
-        dist.all_reduce(total, group=mesh.group(axis))
+        dist.all_reduce(total, group=group)
     return total[0]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.borrowed.module_tensors import own_parameters
+from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
 
@@ -23,7 +25,11 @@ _MARK = "evener_slice"
 
 @dataclass(frozen=True)
 class Slice:
-    """A piece of a tensor along one dimension, as the ranks of an axis hold one each."""
+    """A piece of a tensor along one dimension, as the ranks of an axis hold one each.
+
+    Raises:
+        ConfigurationError: For pieces with gaps or in another order, or an index beyond them.
+    """
 
     axis: str
     """Of the mesh."""
@@ -33,6 +39,18 @@ class Slice:
     """What each rank of the axis holds, in order and without gaps; they may be of unequal length."""
     index: int
     """This rank's place on the axis."""
+
+    def __post_init__(self) -> None:
+        edges = [0, *(piece.stop for piece in self.pieces)]
+        if list(self.pieces) != [range(start, stop) for start, stop in pairwise(edges)]:
+            raise ConfigurationError(
+                f"a slice over axis {self.axis!r} has the pieces {list(self.pieces)}; they must follow each other "
+                "from 0 on, without gaps"
+            )
+        if not 0 <= self.index < len(self.pieces):
+            raise ConfigurationError(
+                f"piece {self.index} of axis {self.axis!r}: there are {len(self.pieces)}"
+            )
 
     @property
     def own(self) -> range:
@@ -55,7 +73,9 @@ class Slice:
 
     def gather(self, part: Tensor, mesh: Mesh) -> Tensor:
         """The pieces of all ranks side by side. A collective call."""
-        group, pieces = mesh.group(self.axis), []
+        group, pieces = mesh.group(self.axis), list[Tensor]()
+        if group is None:
+            return part.detach()
         for index, piece in enumerate(self.pieces):
             shape = [*part.shape[: self.dim], len(piece), *part.shape[self.dim + 1 :]]
             held = part.detach().contiguous() if index == self.index else part.new_empty(shape)
@@ -66,7 +86,16 @@ class Slice:
 
 
 def mark(parameter: nn.Parameter, piece: Slice) -> nn.Parameter:
-    """Says that ``parameter`` is a piece of a divided one."""
+    """Says that ``parameter`` is a piece of a divided one.
+
+    Raises:
+        ConfigurationError: If it is not as long as the piece along its dimension.
+    """
+    shape = tuple(parameter.shape)
+    if not 0 <= piece.dim < len(shape) or shape[piece.dim] != len(piece.own):
+        raise ConfigurationError(
+            f"a parameter of shape {shape} is not {piece.own}, {len(piece.own)} long, of dimension {piece.dim}"
+        )
     setattr(parameter, _MARK, piece)
     return parameter
 

@@ -1,0 +1,55 @@
+"""What a strategy says of the pieces that it makes, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener.errors import ConfigurationError
+from evener.runtime.mesh import Layout
+from evener.runtime.session import Session
+from evener.strategies import gradients
+from evener.strategies.slices import Slice, mark
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [(range(1, 3),), (range(2), range(3, 5)), (range(2, 4), range(2)), (range(0, 4, 2),), ()],
+    ids=str,
+)
+def test_pieces_follow_each_other_without_gaps(pieces: tuple[range, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"axis 'tensor'"):
+        Slice("tensor", 0, pieces, 0)
+
+
+def test_a_rank_has_one_of_the_pieces() -> None:
+    with pytest.raises(ConfigurationError, match="piece 2 of axis 'tensor': there are 2"):
+        Slice("tensor", 0, (range(2), range(2, 2)), 2)
+
+
+@pytest.mark.parametrize("dim", [0, -1, 2])
+def test_what_is_marked_is_as_long_as_its_piece(dim: int) -> None:
+    piece = Slice("tensor", dim, (range(4), range(4, 7)), 1)
+    with pytest.raises(ConfigurationError, match=r"shape \(8, 3\) is not range\(4, 7\), 3 long"):
+        mark(nn.Parameter(torch.zeros(8, 3)), piece)
+
+
+def of_an_axis_of_one_rank() -> tuple[float, torch.Tensor]:
+    """Each rank's replica of what is divided over an axis along which it is alone."""
+    with Session("cpu", 60) as session:
+        mesh = session.lay(Layout({"data": 2}))
+        parameter = mark(
+            nn.Parameter(torch.full((4,), float(session.rank))), Slice("tensor", 0, (range(4),), 0)
+        )
+        parameter.grad = torch.ones(4)
+        piece = Slice("tensor", 0, (range(4),), 0)
+        return float(gradients.norm_over([parameter], mesh)), piece.gather(parameter, mesh)
+
+
+def test_an_axis_of_one_rank_is_not_the_world(ranks: Any) -> None:
+    for rank, (norm, whole) in enumerate(ranks(2).run(of_an_axis_of_one_rank)):
+        assert norm == 2.0
+        assert whole.tolist() == [rank] * 4
