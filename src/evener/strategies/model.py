@@ -24,6 +24,7 @@ from evener.borrowed.module_tensors import own_buffers, own_parameters
 from evener.errors import TaskError
 from evener.nn.dropout import name_dropouts
 from evener.nn.names import clean_name
+from evener.runtime import interrupt
 from evener.strategies.build import explaining_model_errors
 from evener.strategies.slices import mark, slice_of
 from evener.task import Task
@@ -44,11 +45,16 @@ def build_model(task: Task, seed: int) -> nn.Module:
 
 
 def build_on_meta(task: Task, seed: int) -> nn.Module | None:
-    """The same without numbers; None if the model cannot be built so."""
+    """The same without numbers; None if the model cannot be built so.
+
+    Raises:
+        InterruptedRunError: If it was a signal that ended the attempt.
+    """
     try:
         with torch.device("meta"):
             model = build_model(task, seed)
     except Exception:
+        interrupt.check()
         return None
     return None if any(_stray_tensors(model)) else model
 
