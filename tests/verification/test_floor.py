@@ -58,13 +58,6 @@ def test_an_absent_gradient_is_one_of_zeros() -> None:
     assert found[Place(0, Kind.GRADIENT, "fc.weight")] == 5.0
 
 
-def test_a_slice_of_a_gradient_is_not_compared() -> None:
-    found = floors.differences(run(), run(shapes={"fc.weight": (1,), "key": (1,)}))
-    assert Place(0, Kind.GRADIENT, "fc.weight") not in found
-    assert Place(0, Kind.GRADIENT, "key") in found
-    assert WEIGHT in found
-
-
 def test_the_floor_is_the_largest_of_the_disturbed_runs_so_far() -> None:
     found = floor_of(3, 8, 5)
     assert found[Place(0, Kind.LOSS)] == pytest.approx(8 * EPS)

@@ -41,6 +41,8 @@ def test_a_verification_on_two_processes() -> None:
 def test_what_cannot_be_verified() -> None:
     with pytest.raises(ConfigurationError, match="nothing to verify with 1 process"):
         verify("digits", processes=1, device="cpu")
+    with pytest.raises(ConfigurationError, match="from the first weights on, and not from runs/first"):
+        verify("digits", processes=2, device="cpu", resume="runs/first")
     with pytest.raises(ShareError):
         verify("digits", processes=2, device="cpu", balance="1,1,1")
 

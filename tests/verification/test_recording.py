@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from evener.config import RunConfig
 from evener.runtime.environment import Environment
-from evener.verification import record
+from evener.verification import record, relative_error
 from evener.verification.recording import WIDTH, Sketch
 from tests import tasks
 
@@ -54,6 +56,19 @@ def test_what_is_remembered_of_a_run() -> None:
     assert set(found.gradients[0]) == set(found.penalty) == set(found.moved) == set(found.shapes)
     assert torch.equal(found.penalty["2.bias"].abs(), torch.full((3,), 0.03, dtype=torch.float64))
     assert min(found.moved.values()) > 0
+
+
+def of_whole_weights() -> tasks.Task:
+    target = torch.ones(8, 6, dtype=torch.float64)
+    return tasks._task(penalty=lambda model: (model[0].weight - target).square().sum())
+
+
+def test_a_penalty_of_whole_weights_is_one_where_each_rank_holds_a_slice(ranks: Any) -> None:
+    config = RunConfig(device="cpu", dtype="float64", steps=2, strategy="dimension")
+    divided = ranks(2).run(record, of_whole_weights, None, config)[0]
+    alone = record(of_whole_weights, None, config.replace(strategy="single"), Environment())
+    assert all(relative_error(value, divided.weights[name]) < 1e-12 for name, value in alone.weights.items())
+    assert divided.penalty == {}
 
 
 def test_gradients_are_those_that_the_optimizer_is_given() -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from evener.errors import ConfigurationError
 from evener.verification import relative_error
 from evener.verification.verdict import LIMIT
 from tests.verification.runs import EPS, compared, disturbed, run, scaled, vector
@@ -45,6 +46,19 @@ def test_what_rounding_explains_passes() -> None:
     assert found.floor == pytest.approx(4 * EPS)
     assert found.judged_absolutely == ["key"]
     assert (found.limit, found.tolerance) == (LIMIT, None)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"fc.weight": vector(1.0)}, r"fc.weight has the shape \(2,\) .* one of shape \(1,\)"),
+        ({"fc.weight": vector(1.0, 2.0), "mean": vector(1.0)}, "key has the shape .* no such tensor"),
+    ],
+)
+def test_a_slice_is_not_compared_with_the_whole(weights: dict[str, torch.Tensor], words: str) -> None:
+    """A slice of one element would be compared with each of the whole."""
+    with pytest.raises(ConfigurationError, match=words):
+        compared(run(weights=weights))
 
 
 def test_what_rounding_does_not_explain_fails() -> None:

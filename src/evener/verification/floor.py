@@ -17,7 +17,7 @@ A whole number has no floor: it is the same, or it is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ def differences(reference: Trajectory, other: Trajectory) -> Numbers:
         found[Place(step, Kind.LOSS)] = _apart(reference.losses[step], other.losses[step])
         for name, value in reference.buffers.items() if step == 0 else ():
             found[Place(0, Kind.STATISTIC, name)] = distance(value, other.buffers.get(name, _NOTHING))
-        for name in _comparable(reference, other):
+        for name in reference.shapes:
             pair = (run.gradients[step].get(name, _NOTHING) for run in (reference, other))
             found[Place(step, Kind.GRADIENT, name)] = distance(*pair)
     for name, value in reference.weights.items():
@@ -135,10 +135,6 @@ def norm(tensor: Tensor) -> float:
 
 
 _NOTHING = torch.zeros(())  # in the place of an absent gradient: it broadcasts
-
-
-def _comparable(reference: Trajectory, other: Trajectory) -> Iterable[str]:
-    return (name for name, shape in reference.shapes.items() if other.shapes.get(name) == shape)
 
 
 def _apart(a: float, b: float) -> float:

@@ -57,6 +57,10 @@ def verify(
     """
     config = (config or RunConfig()).replace(**settings)
     config = config.replace(dtype=config.dtype or "float64", steps=config.steps or 20)
+    if config.resume is not None:
+        raise ConfigurationError(
+            f"verify takes its steps from the first weights on, and not from {config.resume}: leave resume out"
+        )
     if is_launched():
         raise ConfigurationError(
             "verify starts ranks of its own: call it in one process, without torchrun or srun"

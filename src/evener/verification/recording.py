@@ -52,7 +52,8 @@ class Trajectory:
     moved: dict[str, float] = field(default_factory=dict)
     """How far each parameter came from where it started, as a 2-norm."""
     penalty: Sketches = field(default_factory=dict)
-    """The gradients of the task's penalty in the first step."""
+    """The gradients of the task's penalty in the first step, of a run on one device: others may hold slices, of which a
+    penalty need not be a function."""
     buffers: Sketches = field(default_factory=dict)
     """As the forward pass of the first step left them."""
 
@@ -120,7 +121,7 @@ class Recorder:
     def _at_first_update(self) -> None:
         named = self._engine.model.named_buffers(remove_duplicate=False)
         self._buffers = {clean_name(name): self._sketch(name, buffer) for name, buffer in named}
-        if self._engine.task.penalty is not None:
+        if self._engine.task.penalty is not None and self._engine.session.world_size == 1:
             self._penalty = self._of_penalty(self._engine.task.penalty)
 
     def _of_penalty(self, penalty: Callable[[nn.Module], Tensor]) -> Sketches:
@@ -129,8 +130,8 @@ class Recorder:
             term = penalty(self._engine.model)
         gradients = torch.autograd.grad(term, [p for _, p in named], allow_unused=True)
         return {
-            name: self._sketch(name, self._learner.whole(g, p))
-            for (name, p), g in zip(named, gradients, strict=True)
+            name: self._sketch(name, g)
+            for (name, _), g in zip(named, gradients, strict=True)
             if g is not None
         }
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evener.config import RunConfig
+from evener.errors import ConfigurationError
 from evener.verification import floor as floors
 from evener.verification.floor import Kind, Numbers, Place
 from evener.verification.hints import Evidence, hint
@@ -99,8 +100,13 @@ class Runs:
 
 
 def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = None) -> Verification:
-    """The record of a comparison; ``config`` is that of the divided run, with its dtype and batch size."""
+    """The record of a comparison; ``config`` is that of the divided run, with its dtype and batch size.
+
+    Raises:
+        ConfigurationError: If the divided run came to other tensors than one device has.
+    """
     reference, divided = runs.reference, runs.divided[0]
+    _check_whole(reference, divided)
     apart = Apart.of(reference, divided)
     measured = Measured.of(runs, apart, torch.finfo(getattr(torch, str(config.dtype))).eps)
     errors = apart.weight_errors
@@ -140,6 +146,17 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
         passed=passed,
         hint="" if passed else hint(evidence),
     )
+
+
+def _check_whole(reference: Trajectory, divided: Trajectory) -> None:
+    for name, value in reference.weights.items():
+        other = divided.weights.get(name)
+        if other is None or other.shape != value.shape:
+            has = "no such tensor" if other is None else f"one of shape {tuple(other.shape)}"
+            raise ConfigurationError(
+                f"{name} has the shape {tuple(value.shape)} on one device, and the divided model has {has}: a strategy "
+                "keeps all names, and marks what it divides with its evener.strategies.Slice"
+            )
 
 
 @dataclass(frozen=True)
