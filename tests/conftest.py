@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
 
 
 def pytest_configure() -> None:
+    hypothesis.settings.register_profile("untimed", deadline=None)  # other programs may run meanwhile
+    hypothesis.settings.load_profile("untimed")
     torch.set_num_threads(1)
 
 

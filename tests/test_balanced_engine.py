@@ -131,6 +131,16 @@ def test_caps_and_quantum_reach_the_balancer(ranks: Any) -> None:
         ({"caps": "x,-"}, ShareError, "- for no limit"),
         ({"quantum": 0}, ConfigurationError, "quantum is 0"),
         ({"balance": "tests.balancers:Nothing"}, ShareError, "module tests.balancers has no Nothing"),
+        (
+            {"strategy": "dimension", "caps": "4,-"},
+            ConfigurationError,
+            "caps would do nothing: .* all 2 ranks",
+        ),
+        (
+            {"strategy": "dimension", "balance": "auto", "quantum": 2},
+            ConfigurationError,
+            "balance 'auto' and quantum would do nothing",
+        ),
         ({"throttle": "1"}, ConfigurationError, "1 factors for 2 ranks"),
         ({"throttle_at": ("5:2:0.5",)}, ConfigurationError, "there are 2 ranks"),
     ],

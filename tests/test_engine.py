@@ -324,6 +324,15 @@ def test_a_state_is_taken_up_only_in_the_same_order_of_samples() -> None:
         engine.load_state_dict(state)
 
 
+def test_plain_weights_are_no_state_of_an_engine() -> None:
+    with engine_of("plain") as engine:
+        weights = engine.model.state_dict()
+        with pytest.raises(
+            ConfigurationError, match="no state of an engine, which has progress, model, optimizer"
+        ):
+            engine.load_state_dict(weights)
+
+
 def one_step_more(state: Any) -> Weights:
     with engine_of("buffers", steps=4) as engine:
         engine.load_state_dict(state)

@@ -14,6 +14,7 @@ from evener.cli.main import main
 from evener.collectives import registry
 from evener.errors import ConfigurationError, DataError, ShareError, TaskError
 from evener.plugins import find
+from evener.strategies import Ddp, Layout, Settings, Strategy
 from evener.strategies.names import strategy_called
 from evener.task import resolve
 
@@ -40,6 +41,28 @@ DOORS: dict[str, tuple[Callable[[str], Any], type[ConfigurationError]]] = {
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
+
+
+class Half(Strategy):
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        return Layout({"data": world_size})
+
+
+class WithArguments(Ddp):
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Half", "it lacks stepper, synchronizer"),
+        ("WithArguments", "made without arguments: it needs 'every'"),
+    ],
+)
+def test_a_strategy_says_all_and_is_made_of_nothing(name: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        strategy_called(f"tests.test_plugins:{name}", 2)
 
 
 @pytest.mark.parametrize("module", BROKEN)

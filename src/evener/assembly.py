@@ -28,6 +28,8 @@ def balancer_of(config: RunConfig, reading: Reading, lookahead: int) -> Balancer
             "holds; leave balance out, and give a faster rank a larger part"
         )
     if not reading.balanced:
+        if reading.parts is not None:
+            _refuse_ignored(config, "the data are partitioned by sample, and a rank computes what it holds")
         return Equal(reading.ranks)
     caps = parse_caps(config.caps, reading.ranks)
     return make_balancer(
@@ -52,9 +54,22 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         bucket_bytes=None if config.bucket_mb is None else round(config.bucket_mb * 2**20),
     )
     data = strategy.layout(world_size, settings).data_axis(0)
+    if data.degree == 1 < world_size:
+        _refuse_ignored(
+            config, f"with strategy {config.strategy!r} all {world_size} ranks compute every sample"
+        )
     # Where all ranks compute the same samples, what is divided by weights is the model.
     weights = fixed_weights(config.balance, world_size) if data.degree == 1 else None
     return replace(settings, throttle=_throttle_of(config, data, world_size), weights=weights)
+
+
+def _refuse_ignored(config: RunConfig, why: str) -> None:
+    """Settings about shares of a batch where there are none."""
+    decides = config.balance != "equal" and (config.balance in BALANCERS or ":" in config.balance)
+    asked = {f"balance {config.balance!r}": decides, "caps": config.caps, "quantum": config.quantum != 1}
+    ignored = [name for name, is_set in asked.items() if is_set]
+    if ignored:
+        raise ConfigurationError(f"{' and '.join(ignored)} would do nothing: {why}; leave it out")
 
 
 def _throttle_of(config: RunConfig, data: DataAxis, world_size: int) -> Throttle | None:

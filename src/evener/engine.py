@@ -333,6 +333,12 @@ class Engine:
         Raises:
             ConfigurationError: If it is of another model or optimizer, or the order of samples would be another one.
         """
+        lacking = [name for name in ("progress", "model", "optimizer") if name not in state]
+        if lacking:
+            raise ConfigurationError(
+                f"this is no state of an engine, which has {', '.join(lacking)} too: plain weights are loaded into the "
+                "model that Task.model returns"
+            )
         progress = self._feed.sample_order().resumed(state["progress"])
         self.learner.load_state_dict(state)
         self._go_on(progress, state)

@@ -46,7 +46,7 @@ def mask(
     return kept
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     samples=st.lists(st.integers(0, 2**40), min_size=1, max_size=12, unique=True),
     cut=st.integers(0, 12),

@@ -37,6 +37,13 @@ def test_what_is_marked_is_as_long_as_its_piece(dim: int) -> None:
         mark(nn.Parameter(torch.zeros(8, 3)), piece)
 
 
+def test_the_norm_of_no_gradients_is_where_the_parameters_are() -> None:
+    """Other ranks may have some, and a backend moves tensors of one kind of device."""
+    parameter = nn.Parameter(torch.empty(4, device="meta"))
+    assert gradients.norm([parameter]).is_meta
+    assert gradients.norm([]) == 0
+
+
 def of_an_axis_of_one_rank() -> tuple[float, torch.Tensor]:
     """Each rank's replica of what is divided over an axis along which it is alone."""
     with Session("cpu", 60) as session:

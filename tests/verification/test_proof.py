@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,9 @@ def test_what_cannot_be_verified() -> None:
         verify("digits", processes=2, device="cpu", resume="runs/first")
     with pytest.raises(ShareError):
         verify("digits", processes=2, device="cpu", balance="1,1,1")
+    for tolerance in (-1e-9, math.nan):
+        with pytest.raises(ConfigurationError, match=f"tolerance is {tolerance}; it must be a number"):
+            verify("digits", processes=2, device="cpu", tolerance=tolerance)
 
 
 def on_one(name: str) -> OneDevice:

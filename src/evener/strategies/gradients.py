@@ -39,7 +39,9 @@ def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
 
 def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of the gradients that this rank holds."""
-    return nn.utils.get_total_norm([values(parameter) for parameter in _with_gradient(parameters)])
+    given = list(parameters)
+    found = [values(parameter) for parameter in _with_gradient(given)]
+    return nn.utils.get_total_norm(found) if found else torch.zeros((), device=_device_of(given))
 
 
 def values(parameter: nn.Parameter) -> Tensor:
@@ -65,6 +67,11 @@ def sum_of(gradient: Tensor) -> Tensor:
     numbers = stored_values(gradient) if gradient.is_sparse else gradient
     numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
     return numbers.sum(dtype=torch.promote_types(numbers.dtype, torch.float32))
+
+
+def _device_of(parameters: list[nn.Parameter]) -> torch.device | None:
+    """Other ranks have a gradient perhaps, and wait for this rank's number on its device."""
+    return parameters[0].device if parameters else None
 
 
 def _with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -218,7 +218,7 @@ class Learner:
 
 
 def _as_floating(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    return leaf.to(model.in_type(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:

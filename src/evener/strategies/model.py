@@ -13,7 +13,9 @@ built for real.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.borrowed.module_tensors import own_buffers, own_parameters
-from evener.errors import TaskError
+from evener.errors import ConfigurationError, TaskError
 from evener.nn.dropout import name_dropouts
 from evener.nn.names import clean_name
 from evener.runtime import interrupt
@@ -94,7 +96,53 @@ def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None)
                 if tensor is not None and tensor.is_meta:
                     made.setdefault(id(tensor), _with_memory(tensor, device))
                     held[name] = made[id(tensor)]  # type: ignore[assignment]
-    return model.to(device=device, dtype=dtype)
+    if dtype is None:
+        return model.to(device=device)
+    with _complex_kept(model, device, dtype):
+        return model.to(device=device, dtype=dtype)
+
+
+@contextmanager
+def _complex_kept(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """``Module.to`` takes the real parts of complex tensors alone; here they get the complex type of that precision."""
+    kept = [
+        (held, name, tensor.data.to(device, in_type(tensor, dtype)))
+        for module in model.modules()
+        for held in (own_parameters(module), own_buffers(module))
+        for name, tensor in held.items()
+        if tensor is not None and tensor.is_complex()
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Casting complex values to real")
+        yield
+    for held, name, value in kept:
+        tensor = held[name]
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = value
+        else:
+            held[name] = value  # type: ignore[assignment]
+
+
+def in_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type of ``tensor`` where floating numbers are of ``dtype``: complex ones have a type of that precision.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    if tensor.is_floating_point():
+        return dtype
+    if not tensor.is_complex():
+        return tensor.dtype
+    if dtype not in _COMPLEX:
+        words = str(dtype).removeprefix("torch.")
+        raise ConfigurationError(
+            f"there are no complex numbers in {words}, and the model or the data have some of {tensor.dtype}: "
+            "use another dtype"
+        )
+    return _COMPLEX[dtype]
+
+
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:

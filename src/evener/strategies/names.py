@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+
+from evener.calling import called_with
+from evener.errors import ConfigurationError
 from evener.plugins import STRATEGIES, find
 from evener.strategies.base import Strategy
 
@@ -25,7 +29,15 @@ def strategy_called(name: str, world_size: int) -> Strategy:
         _is_strategy,
         known=["auto", *STRATEGIES],
     )
-    found = kind()
+    if inspect.isabstract(kind):
+        lacking = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigurationError(
+            f"strategy {name!r} does not say all that a strategy has to; it lacks {lacking}"
+        )
+    try:
+        found: Strategy = called_with(kind, {})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"strategy {name!r} is made without arguments: {error}") from error
     found.name = found.name or (name if name in STRATEGIES else "")
     return found
 

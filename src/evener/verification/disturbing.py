@@ -39,7 +39,7 @@ class Disturbance:
 def disturb(model: torch.nn.Module, generator: torch.Generator, strength: int = 1) -> None:
     """Multiplies each weight by 1 + strength * eps or 1 - strength * eps of its type, which a zero survives."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() or parameter.is_complex():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
             factors = 1 + signs.to(parameter) * (strength * torch.finfo(parameter.dtype).eps)
             parameter.mul_(factors)

@@ -57,6 +57,8 @@ def verify(
     """
     config = (config or RunConfig()).replace(**settings)
     config = config.replace(dtype=config.dtype or "float64", steps=config.steps or 20)
+    if tolerance is not None and not tolerance >= 0:
+        raise ConfigurationError(f"tolerance is {tolerance}; it must be a number of at least 0")
     if config.resume is not None:
         raise ConfigurationError(
             f"verify takes its steps from the first weights on, and not from {config.resume}: leave resume out"

@@ -168,7 +168,7 @@ class Sketch:
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-        flat = dense.double().cpu().flatten()
+        flat = as_real(dense).double().cpu().flatten()
         if flat.numel() <= WIDTH:
             return flat.clone()
         if name not in self._signs:
@@ -180,4 +180,9 @@ class Sketch:
 
 
 def _copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in named.items()}
+    return {name: as_real(value.detach()).cpu().clone() for name, value in named.items()}
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, in a last dimension of their own; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -35,7 +35,7 @@ def take(
         buffer[where] = buffer[where] + value if arrival.reduce else value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     name=st.sampled_from(sorted(ALGORITHMS)),

@@ -32,7 +32,7 @@ def topologies(draw_value: st.DrawFn, most_ranks: int = 64) -> Topology:
 
 @every_algorithm
 @given(topology=topologies(), segments=st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_is_an_all_reduce_on_any_topology(name: str, topology: Topology, segments: int) -> None:
     validate(ALGORITHMS[name](topology, segments))
 
