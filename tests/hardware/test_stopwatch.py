@@ -43,6 +43,21 @@ def test_waiting_does_not_count_and_the_last_mark_does(clock: Clock) -> None:
         assert watch.seconds() == 0
 
 
+def test_a_wait_inside_of_another_counts_once(clock: Clock) -> None:
+    with HostStopwatch(clock) as watch:
+        clock.now += 2
+        for _ in range(2):
+            with waiting():
+                clock.now += 30
+                for _ in range(2):
+                    with waiting():
+                        clock.now += 50
+                clock.now += 70
+        clock.now += 3
+        watch.mark()
+    assert watch.seconds() == 5
+
+
 def test_a_wait_that_fails_ends(clock: Clock) -> None:
     def gone() -> None:
         with waiting():
@@ -51,6 +66,8 @@ def test_a_wait_that_fails_ends(clock: Clock) -> None:
 
     with HostStopwatch(clock) as watch:
         with pytest.raises(RuntimeError):
+            gone()
+        with pytest.raises(RuntimeError), waiting():
             gone()
         clock.now += 1
         watch.mark()
@@ -162,7 +179,9 @@ def test_events_are_read_when_the_time_is_asked_for_and_pauses_after_the_mark_do
         assert watch.taken().value() == 0, "nothing was marked"
         clock.now += 1
         with waiting():
-            clock.now += 30
+            clock.now += 20
+            with waiting():
+                clock.now += 10
         clock.now += 3
         watch.mark()
         taken = watch.taken()

@@ -34,6 +34,8 @@ class Stopwatch(ABC):
     """Entered where work begins, marked where it may have ended; of nested ones the inner runs."""
 
     _outer: Stopwatch | None = None
+    _waits = 0
+    """Blocks of ``waiting()`` that are open, each within the one before."""
 
     @abstractmethod
     def start(self) -> None:
@@ -166,13 +168,20 @@ def stopwatch(device: torch.device) -> Stopwatch:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """The stopwatch that runs in this process, if any, stands still while the block waits for other ranks."""
+    """The stopwatch that runs in this process, if any, stands still while the block waits for other ranks.
+
+    A block inside of another changes nothing: the wait is that of the outer one.
+    """
     watch = _running
     if watch is None:
         yield
         return
-    watch.pause()
+    if not watch._waits:
+        watch.pause()
+    watch._waits += 1
     try:
         yield
     finally:
-        watch.resume()
+        watch._waits -= 1
+        if not watch._waits:
+            watch.resume()
