@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
+from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.board import Board, quickest
 from evener.runtime.session import Session
 
@@ -39,3 +42,41 @@ def kind_of_channel() -> str:
 
 def test_ranks_of_one_host_get_a_board(ranks: Any) -> None:
     assert ranks(2).run(kind_of_channel) == ["Board", "Board"]
+
+
+def errors_of_a_board_without_rank_1() -> list[str]:
+    """Of its waits after one exchange of all, when rank 1 is late and when it is gone; and where there can be none."""
+    with (
+        Session(device="cpu") as session,
+        mock.patch("evener.runtime.slots.backstop", lambda seconds: seconds),
+    ):
+        assert session.world is not None
+        board = Board(session.world, session.watchdog, 0.2)
+        board.exchange([1.0]).wait()
+        errors = []
+        if session.rank == 0:
+            pending = board.exchange([2.0])
+            with pytest.raises(RankTimeoutError) as late:
+                pending.wait()
+            with (
+                mock.patch("evener.runtime.slots.has_died", return_value=True),
+                pytest.raises(RankError) as dead,
+            ):
+                pending.wait()
+            errors = [str(late.value), str(dead.value)]
+        dist.barrier()
+        with (
+            mock.patch("platform.machine", return_value="aarch64"),
+            pytest.raises(ConfigurationError) as refused,
+        ):
+            Board(session.world, session.watchdog, 0.2)
+        return [*errors, str(refused.value)]
+
+
+def test_errors_say_that_it_is_an_exchange_of_control(ranks: Any) -> None:
+    (late, dead, refused), _ = ranks(2).run(errors_of_a_board_without_rank_1)
+    assert "s in control exchange 2 through shared memory: rank 1 (process " in late
+    assert "(control exchanges begun: 1)" in late
+    assert dead.endswith("(control exchanges begun: 1), in control exchange 2 through shared memory")
+    assert refused.startswith("no control exchange through shared memory: rank 0 runs on ")
+    assert not any("all-reduce" in error.splitlines()[0] for error in (late, dead, refused))

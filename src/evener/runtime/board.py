@@ -28,6 +28,7 @@ from evener.runtime.watchdog import Watchdog
 
 _SLOTS = 4
 _WIDTH = 64
+_WHAT = "control exchange"
 
 
 class Board:
@@ -38,7 +39,7 @@ class Board:
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout_seconds: float) -> None:
-        self._slots = Slots(group, _SLOTS, _WIDTH * torch.float64.itemsize, timeout_seconds)
+        self._slots = Slots(group, _SLOTS, _WIDTH * torch.float64.itemsize, timeout_seconds, _WHAT)
         ranks, rank = range(dist.get_world_size(group)), dist.get_rank(group)
         self._rows = [[self._view(other, slot) for other in ranks] for slot in range(_SLOTS)]
         self._mine = [rows[rank] for rows in self._rows]
@@ -54,12 +55,13 @@ class Board:
         number, self._posted = self._posted, self._posted + 1
         row = self._mine[number % _SLOTS]
         row[: len(values)] = values
+        self._slots.count_call()
         self._slots.publish(ENTERED, number + 1)  # after the values, and x86 keeps that order: see slots
         return _Posted(self, number, len(values))
 
     def read(self, number: int, width: int) -> list[list[float]]:
         """The rows that all ranks posted as their ``number``-th, when all have."""
-        with self._watchdog.wait("control exchange"):
+        with self._watchdog.wait(_WHAT):
             self._slots.wait(ENTERED, number + 1)
         return [row[:width].tolist() for row in self._rows[number % _SLOTS]]
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.errors import ConfigurationError, EvenerError, RankError, RankTimeoutError
+from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.hosts import all_gather
 from evener.runtime.segment import Announcement, Segment, describe, has_died
 from evener.runtime.watchdog import backstop, marked, standings
@@ -50,19 +50,26 @@ class Slots:
         slots: How many each rank has.
         slot_nbytes: The size of one.
         timeout_seconds: How long to wait for a rank. Where a watchdog runs, which says more, a little longer.
+        what: What they serve, for errors.
 
     Raises:
         ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, slots: int, slot_nbytes: int, timeout_seconds: float
+        self,
+        group: dist.ProcessGroup,
+        slots: int,
+        slot_nbytes: int,
+        timeout_seconds: float,
+        what: str = "all-reduce",
     ) -> None:
         self.count = slots
+        self._what = what
         self._slot_nbytes = slot_nbytes
         self._timeout_seconds = timeout_seconds
         self._rank = dist.get_rank(group)
-        self._segments = map_segments(group, slots * slot_nbytes)
+        self._segments = map_segments(group, slots * slot_nbytes, what)
         numbers = range(_TAGS + slots)
         self._counters = [[segment.counter(n) for segment in self._segments] for n in numbers]
         self._mine = [counters[self._rank] for counters in self._counters]
@@ -79,6 +86,10 @@ class Slots:
         # or not: the call before this one has ended here, so all others have come to that call's last chunk, and tags
         # are read at the start of a call.
         self._mine[_TAGS + chunk % self.count][0] = tag
+        self.count_call()
+
+    def count_call(self) -> None:
+        """Says that this rank has begun one more call, which errors tell."""
         self._mine[_CALLS][0] += 1
 
     def check(self, chunk: int, tag: int) -> None:
@@ -122,7 +133,7 @@ class Slots:
 
     def _sleep(self, stage: int, chunks: int, start: float) -> None:
         # Polling looks like computing to whoever looks at this thread from outside, so the wait has to be marked.
-        with marked("all-reduce"):
+        with marked(self._what):
             look = start + _LOOK_SECONDS
             while not self._all_came(stage, chunks):
                 time.sleep(_SLEEP_SECONDS)
@@ -138,16 +149,18 @@ class Slots:
         # A rank may have published its last chunk and ended between the two looks above.
         dead = [rank for rank in dead if self._counters[stage][rank][0] < chunks]
         if dead:
-            raise RankError(f"{self._describe(dead)}, during an all-reduce through shared memory")
+            raise RankError(f"{self._describe(dead)}, in {self._call()}")
         if late and waited_seconds > backstop(self._timeout_seconds):
             raise RankTimeoutError(
-                f"waited {waited_seconds:.1f} s in all-reduce {self._mine[_CALLS][0]} through shared memory: "
-                f"{self._describe(late)}{standings()}"
+                f"waited {waited_seconds:.1f} s in {self._call()}: {self._describe(late)}{standings()}"
             )
+
+    def _call(self) -> str:
+        return f"{self._what} {self._mine[_CALLS][0]} through shared memory"
 
     def _describe(self, ranks: list[int]) -> str:
         return "; ".join(
-            f"{describe(self._segments[rank])} (all-reduces begun: {self._counters[_CALLS][rank][0]})"
+            f"{describe(self._segments[rank])} ({self._what}s begun: {self._counters[_CALLS][rank][0]})"
             for rank in ranks
         )
 
@@ -157,7 +170,7 @@ class Slots:
             f"rank {segment.owner.rank} {untag(tag[0])}"
             for segment, tag in zip(self._segments, tags, strict=True)
         )
-        raise ConfigurationError(f"the ranks called all-reduce with different tensors: {seen}")
+        raise ConfigurationError(f"the ranks called {self._what} with different tensors: {seen}")
 
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -177,8 +190,8 @@ def untag(tag: int) -> str:
     return f"{tag >> 8} x {str(_DTYPES[tag & 0xFF]).removeprefix('torch.')}"
 
 
-def map_segments(group: dist.ProcessGroup, nbytes: int) -> list[Segment]:
-    """A segment of ``nbytes`` of every rank, by rank in the group. A collective call.
+def map_segments(group: dist.ProcessGroup, nbytes: int, what: str) -> list[Segment]:
+    """A segment of ``nbytes`` of every rank, by rank in the group, for ``what``. A collective call.
 
     Raises:
         ConfigurationError: On every rank, if any could not make its own or open another's.
@@ -192,7 +205,7 @@ def map_segments(group: dist.ProcessGroup, nbytes: int) -> list[Segment]:
     if mine:
         mine.hide()
     if problems:
-        raise ConfigurationError("no all-reduce through shared memory: " + "; ".join(problems))
+        raise ConfigurationError(f"no {what} through shared memory: " + "; ".join(problems))
     return segments
 
 
@@ -214,8 +227,3 @@ def _open_all(mine: Segment, announced: list[Announcement]) -> tuple[list[Segmen
         except OSError as error:
             return [], f"rank {mine.owner.rank} cannot see the memory of rank {found.rank} ({error})"
     return segments, None
-
-
-def failed(error: BaseException) -> EvenerError:
-    """What to raise for a call after the one that ended with ``error``: the ranks are out of step."""
-    return RankError(f"an earlier all-reduce through shared memory failed: {error}")

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Done, Work
-from evener.errors import ConfigurationError, EvenerError
-from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, failed, tag_of
+from evener.errors import ConfigurationError, EvenerError, RankError
+from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, tag_of
 
 _SLOTS = 4
 _SLICE_NBYTES = 256 * 1024  # of a slot, for each rank: slices of all ranks stay in a core's cache
@@ -104,7 +104,7 @@ class SharedMemory(AllReduce):
             else:
                 self._two_shots(slots, tensor.view(-1))
         except BaseException as error:
-            self._failure = failed(error)
+            self._failure = _failed(error)
             raise
         return Done(tensor)
 
@@ -117,7 +117,7 @@ class SharedMemory(AllReduce):
             for piece in torch.split(tensor.view(-1), self._slot_nbytes // tensor.element_size()):
                 self._broadcast(slots, piece, source)
         except BaseException as error:
-            self._failure = failed(error)
+            self._failure = _failed(error)
             raise
 
     def close(self) -> None:
@@ -228,6 +228,11 @@ class SharedMemory(AllReduce):
                 self._views.clear()
             views = self._views[key] = _make_views(slots, self.rank, self.world_size, *key)
         return views
+
+
+def _failed(error: BaseException) -> EvenerError:
+    """What to raise for a call after the one that ended with ``error``: the ranks are out of step."""
+    return RankError(f"an earlier all-reduce through shared memory failed: {error}")
 
 
 def _make_views(slots: Slots, rank: int, world_size: int, dtype: torch.dtype, count: int) -> _Views:
