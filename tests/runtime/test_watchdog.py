@@ -203,16 +203,20 @@ def test_the_next_rank_looks_when_the_looker_is_silent(monkeypatch: pytest.Monke
     assert spoke == [1]
 
 
-def test_the_watchdog_goes_on_after_errors() -> None:
-    troubles = [RuntimeError("Broken pipe"), OSError("reset"), ValueError("half a heartbeat")]
+def goes_on_after(troubles: list[Exception], connects: bool = True) -> None:
+    """Raises each of the troubles in the watchdog's thread, the last first, and waits for the heartbeat after them."""
 
     def fail() -> None:
         if troubles:
             raise troubles.pop()
 
+    def connect() -> Store:
+        assert connects, "there is nothing to connect to anew"
+        return cast(Store, store)
+
     store = Ledger(fail)
     watchdog = Watchdog(0, 2, HashStore(), timeout_seconds=0.1)
-    watchdog._connect = lambda: cast(Store, store)  # type: ignore[method-assign]
+    watchdog._connect = connect  # type: ignore[method-assign]
     watchdog._store = cast(Store, store)
     watchdog._thread.start()
     deadline = time.monotonic() + 20
@@ -221,6 +225,26 @@ def test_the_watchdog_goes_on_after_errors() -> None:
     assert not troubles
     assert Heartbeat.from_json(store.values["0"]).rank == 0
     watchdog.close()
+
+
+def test_the_watchdog_goes_on_after_errors_of_the_store_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    goes_on_after([RuntimeError("Broken pipe"), OSError("reset")])
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_the_watchdogs_own_is_shown_once_and_is_not_the_stores(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    goes_on_after([KeyError("twice"), KeyError("once"), ValueError("half a heartbeat")], connects=False)
+    words = capfd.readouterr().err
+    assert words.startswith("the watchdog of rank 0 failed, and goes on:\nTraceback")
+    assert words.endswith("ValueError: half a heartbeat\n")
+    assert words.count("Traceback") == 1
+
+
+def test_an_error_that_a_new_connection_does_not_mend_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    goes_on_after([RuntimeError("dictionary changed size during iteration")] * 4)
+    assert capfd.readouterr().err.count("RuntimeError: dictionary changed size") == 1
 
 
 def test_the_watchdog_ends_with_its_store() -> None:

@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -145,6 +146,7 @@ class Watchdog:
         self._count = itertools.count(1)
         self._standings = {r: Standing(r) for r in range(world_size) if r != rank}
         self._looker = Standing(-1)
+        self._told = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evener-watchdog", daemon=True)
@@ -293,10 +295,28 @@ class Watchdog:
             try:
                 self._tick()
                 failures = 0
-            except Exception:
+            except (RuntimeError, OSError) as error:
                 failures += 1
                 if failures > 1 and not self._reconnected():
                     return  # and with the store the run is gone
+                if failures > 2:  # the store answers
+                    self._tell(error)
+            except Exception as error:
+                self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        """Shows an error of the watchdog's own, once: it is silent otherwise, and would hide what is wrong with it."""
+        if self._told:
+            return
+        self._told = True
+        with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
+            trace = "".join(traceback.format_exception(error))
+            print(
+                f"the watchdog of rank {self.rank} failed, and goes on:\n{trace}",
+                file=sys.stderr,
+                end="",
+                flush=True,
+            )
 
     def _reconnected(self) -> bool:
         """A connection that broke stays broken; a new one can be made only while there is a store."""
