@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from evener.collectives import registry
 from evener.collectives.choose import measure
-from evener.collectives.execute.subgroup import destroy, subgroup
+from evener.collectives.execute.subgroup import subgroup
 from evener.collectives.native import Native, nccl_algorithm
 from evener.collectives.registry import ALL_REDUCES, make
 from evener.collectives.schedules.schedule import Topology
 from evener.errors import ConfigurationError
-from evener.runtime.hosts import hosts_of
+from evener.runtime.hosts import destroy, hosts_of
 
 
 def default_name() -> str:

@@ -26,8 +26,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakIdRef
 
 from evener.collectives.roll_call import RollCall
-
-DEFAULT_TIMEOUT_SECONDS = 300.0
+from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 Key = Hashable
 """Which tensor a call is about, for an all-reduce that remembers something of it until its next call.
@@ -178,7 +177,7 @@ class AllReduce(ABC):
     """What the user calls it."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         resolved = group if group is not None else dist.group.WORLD
         assert resolved is not None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from evener import plugins
 from evener.calling import called_with
-from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce
+from evener.collectives.base import AllReduce
 from evener.collectives.choose.auto import measured
 from evener.collectives.choose.measure import device_of
 from evener.collectives.compress import Half, Int8, TopK
@@ -28,6 +28,7 @@ from evener.collectives.shared_memory.all_reduce import SharedMemory
 from evener.collectives.shared_memory.two_level import MakeAllReduce, two_level
 from evener.errors import ConfigurationError
 from evener.runtime.hosts import all_gather, hosts_of
+from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 _TREE_NBYTES = 512 * 1024
 
@@ -115,7 +116,7 @@ COMPRESSIONS: Mapping[str, Callable[[AllReduce], AllReduce]] = MappingProxyType(
 def make(
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     compression: str | None = None,
 ) -> AllReduce:
     """The all-reduce ``name`` (see :func:`find`) over ``group``; its default if None. A collective call.
@@ -164,7 +165,7 @@ def make_own(
     return made
 
 
-def default(group: dist.ProcessGroup, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> AllReduce:
+def default(group: dist.ProcessGroup, timeout_seconds: float = TIMEOUT_SECONDS) -> AllReduce:
     """Shared memory for CPU ranks of one host where it works, and what the backend has for all others."""
     if device_of(group).type != "cpu" or len(hosts_of(group)) > 1:
         return Native(group, timeout_seconds)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener.runtime.hosts import all_gather, destroy
 from evener.runtime.watchdog import Watchdog
 
 
@@ -139,10 +140,8 @@ class GroupChannel(Channel):
         return _InFlight(work, buffers, free, self._watchdog)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        answers: list[Any] = [None] * self._world_size
         with self._watchdog.wait("gather of objects"):
-            dist.all_gather_object(answers, value, group=self._group)
-        return answers
+            return all_gather(value, self._group)
 
     def gather_to(self, value: Any, rank: int) -> list[Any] | None:
         answers = [None] * self._world_size if dist.get_rank(self._group) == rank else None
@@ -161,4 +160,4 @@ class GroupChannel(Channel):
             dist.barrier(self._group)
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        destroy(self._group)

@@ -43,6 +43,12 @@ def all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
+def destroy(group: dist.ProcessGroup | None) -> None:
+    """Gives ``group`` back, or all there are if None, unless ``torch.distributed`` has been shut down before."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
 def hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of ``group`` (counted in the group), by host in order of first rank. A collective call."""
     hosts: dict[tuple[str, ...], list[int]] = {}

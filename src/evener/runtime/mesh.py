@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from evener.errors import ConfigurationError
+from evener.runtime.hosts import destroy
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 """From the axis whose messages are fewest to the one whose are most: neighbors on the last share a host first."""
@@ -218,7 +219,7 @@ class Mesh:
             if self.rank in ranks:
                 mine = made
         assert isinstance(mine, dist.ProcessGroup)
-        self._owned.callback(_destroy, mine)
+        self._owned.callback(destroy, mine)
         return mine
 
     def own(self, close: Callable[[], None]) -> None:
@@ -239,8 +240,3 @@ class Mesh:
         """Gives back the groups that were made, and what stands on them."""
         self._groups.clear()
         self._owned.close()
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group(group)

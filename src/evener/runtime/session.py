@@ -28,6 +28,7 @@ from evener.errors import ConfigurationError, RankTimeoutError
 from evener.runtime.agreement import Terms, agree, evener_version
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
+from evener.runtime.hosts import destroy
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.watchdog import (
     BACKSTOP_SECONDS,
@@ -76,9 +77,17 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
 def agent_watchdog(environment: Environment, timeout_seconds: float) -> Watchdog:
     """The watchdog of a whole process that Evener launched; its sessions share it."""
     store = open_store(environment, timeout_seconds)
-    watchdog = Watchdog(environment.rank, environment.world_size, store, timeout_seconds, _run_dir())
+    return _start_watchdog(environment.rank, environment.world_size, store, timeout_seconds)
+
+
+def _start_watchdog(rank: int, world_size: int, store: Store, timeout_seconds: float) -> Watchdog:
+    """A watchdog of this process from now on."""
+    run_dir = os.environ.get(RUN_DIR)
+    watchdog = Watchdog(
+        rank, world_size, store, timeout_seconds, None if run_dir is None else Path(run_dir)
+    ).start()
     process_watchdogs.append(watchdog)
-    return watchdog.start()
+    return watchdog
 
 
 class Session:
@@ -173,11 +182,10 @@ class Session:
             stack.callback(setattr, shared, "timeout_seconds", shared.timeout_seconds)
             shared.timeout_seconds = self.timeout_seconds
             return shared
-        watchdog = Watchdog(self.rank, self.world_size, store, self.timeout_seconds, _run_dir())
-        process_watchdogs.append(watchdog)
+        watchdog = _start_watchdog(self.rank, self.world_size, store, self.timeout_seconds)
         stack.callback(process_watchdogs.remove, watchdog)
         stack.callback(watchdog.close)
-        return watchdog.start()
+        return watchdog
 
     def _enter_group(self, stack: ExitStack, store: Store) -> dist.ProcessGroup | None:
         if not self._finds_group():
@@ -224,7 +232,7 @@ class Session:
 
     def _agree(self, store: Store) -> None:
         terms = Terms(self.rank, self.environment.host, self._kind, self._named, evener_version())
-        agree(store, terms, self.world_size, self.timeout_seconds + BACKSTOP_SECONDS)
+        agree(store, terms, self.world_size, self.group_timeout.total_seconds())
 
     @property
     def group_timeout(self) -> timedelta:
@@ -240,7 +248,7 @@ class Session:
         if self._patient is None and self.world_size > 1:
             with self.watchdog.wait("start of the patient group"):
                 self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            self._stack.callback(dist.destroy_process_group, self._patient)
+            self._stack.callback(destroy, self._patient)
             self._stack.callback(setattr, self, "_patient", None)
         return self._patient
 
@@ -262,8 +270,7 @@ def threads_per_rank(local_world_size: int) -> int:
 
 def _destroy_group() -> None:
     gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    destroy(None)
 
 
 def _master(environment: Environment) -> tuple[str, int]:
@@ -274,8 +281,3 @@ def _master(environment: Environment) -> tuple[str, int]:
             "MASTER_ADDR and MASTER_PORT are not set; start the ranks with evener, torchrun or srun"
         )
     return address, port
-
-
-def _run_dir() -> Path | None:
-    run_dir = os.environ.get(RUN_DIR)
-    return None if run_dir is None else Path(run_dir)

@@ -19,11 +19,11 @@ from torch import Tensor
 from evener.collectives.base import AllReduce
 from evener.collectives.choose.bench import DTYPES
 from evener.collectives.choose.measure import device_of
-from evener.collectives.execute.subgroup import destroy, subgroup
+from evener.collectives.execute.subgroup import subgroup
 from evener.collectives.registry import find, make_own
 from evener.collectives.shared_memory.two_level import MakeAllReduce
 from evener.errors import ConfigurationError, EvenerError
-from evener.runtime.hosts import all_gather
+from evener.runtime.hosts import all_gather, destroy
 from evener.runtime.launch import launch
 from evener.runtime.session import Session
 from evener.testing.promises import broken

@@ -8,9 +8,10 @@ from itertools import groupby
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Key, Work
+from evener.collectives.base import AllReduce, Key, Work
 from evener.collectives.choose.measure import SIZES, measured_costs
 from evener.collectives.choose.select import Choice, Costs, choose
+from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 
 class Fastest(AllReduce):
@@ -27,7 +28,7 @@ class Fastest(AllReduce):
         all_reduces: Mapping[str, AllReduce],
         costs: Costs,
         group: dist.ProcessGroup | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         super().__init__(group, timeout_seconds)
         self._all_reduces = dict(all_reduces)
@@ -88,7 +89,7 @@ def _size_words(nbytes: int) -> str:
 def measured(
     all_reduces: Mapping[str, AllReduce],
     group: dist.ProcessGroup | None = None,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Fastest:
     """A :class:`Fastest` by measurements of this topology, made now if there are none yet. A collective call."""
     whole = group if group is not None else dist.group.WORLD

@@ -21,24 +21,11 @@ from evener.collectives.base import AllReduce
 from evener.collectives.choose.measure import device_of, time_in_turn
 from evener.collectives.choose.select import Costs, predict
 from evener.runtime.hosts import all_gather
+from evener.runtime.slots import DTYPE_CODES
 
 _BUDGET_SECONDS = 0.5
 _MOST_LEVELS = 8
-_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
-DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
+DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 """What a command line may ask for, by torch's names."""
 
 

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Done, Promised, Work
+from evener.collectives.base import AllReduce, Done, Promised, Work
 from evener.collectives.execute.messages import Messages
 from evener.collectives.execute.program import Program, Range, Turn, compile_program
 from evener.collectives.execute.worker import Worker
 from evener.collectives.schedules.schedule import Algorithm, Topology
 from evener.errors import EvenerError
 from evener.runtime.hosts import hosts_of
+from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 SEGMENT_NBYTES = 32 * 1024 * 1024
 _IN_FLIGHT = 2
@@ -58,7 +59,7 @@ class Scheduled(AllReduce):
         name: str,
         algorithm: Algorithm,
         group: dist.ProcessGroup | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         topology: Topology | None = None,
         segment_nbytes: int = SEGMENT_NBYTES,
     ) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.execute.subgroup import destroy, subgroup
+from evener.collectives.execute.subgroup import subgroup
+from evener.runtime.hosts import destroy
 
 Message = tuple[int, Tensor]
 """(rank in the group, contiguous tensor to send or to receive into)."""

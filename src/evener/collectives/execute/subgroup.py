@@ -35,9 +35,3 @@ def subgroup(
         None, parent
     )  # who gives its group back at once would break off those that still connect to it
     return made
-
-
-def destroy(group: dist.ProcessGroup) -> None:
-    """Gives ``group`` back, unless the whole of ``torch.distributed`` has been shut down before."""
-    if dist.is_initialized():
-        dist.destroy_process_group(group)

@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Done, Work
+from evener.collectives.base import AllReduce, Done, Work
 from evener.errors import ConfigurationError, EvenerError, RankError
 from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, tag_of
+from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 _SLOTS = 4
 _SLICE_NBYTES = 256 * 1024  # of a slot, for each rank: slices of all ranks stay in a core's cache
@@ -79,7 +80,7 @@ class SharedMemory(AllReduce):
     name = "shared-memory"
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         super().__init__(group, timeout_seconds)
         smallest, largest = _SLOT_NBYTES

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.base import DEFAULT_TIMEOUT_SECONDS, AllReduce, Promised, Work
-from evener.collectives.execute.subgroup import destroy, subgroup
+from evener.collectives.base import AllReduce, Promised, Work
+from evener.collectives.execute.subgroup import subgroup
 from evener.collectives.execute.worker import Worker
 from evener.collectives.shared_memory.all_reduce import SharedMemory
 from evener.errors import ConfigurationError
-from evener.runtime.hosts import all_gather, hosts_of
+from evener.runtime.hosts import all_gather, destroy, hosts_of
+from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 _PART_NBYTES = 4 * 1024 * 1024
 _LEADER = 0
@@ -52,7 +53,7 @@ class TwoLevel(AllReduce):
         inner: SharedMemory,
         between: AllReduce | None,
         group: dist.ProcessGroup | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         owned_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         super().__init__(group, timeout_seconds)
@@ -95,7 +96,7 @@ class TwoLevel(AllReduce):
 def two_level(
     make_between: MakeAllReduce,
     group: dist.ProcessGroup | None = None,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     hosts: tuple[tuple[int, ...], ...] | None = None,
 ) -> TwoLevel:
     """A :class:`TwoLevel` over the hosts that the ranks of ``group`` are on. A collective call.
