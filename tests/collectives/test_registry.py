@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from evener.borrowed.named_group import groups_open
 from evener.collectives import registry
 from evener.collectives.choose import measure
 from evener.collectives.execute.subgroup import subgroup
@@ -128,6 +129,45 @@ def test_an_all_reduce_that_one_rank_cannot_make_is_closed_on_the_others(ranks: 
             return *registry.make_all(["odd"], dist.group.WORLD, 20), closed
 
     assert ranks(2).run(left) == [({}, {"odd": "rank 1 has none"}, [0]), ({}, {"odd": "rank 1 has none"}, [])]
+
+
+def test_what_is_made_half_way_is_given_back(ranks: Any, tmp_path: Path) -> None:
+    """Whether a compression refuses, measuring fails, or the leaders of the hosts get no all-reduce."""
+    closed = []
+
+    class Kept(Native):
+        def close(self) -> None:
+            closed.append(self.name)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("on the way")
+
+    with_kept = {**registry.ALL_REDUCES, "native": Kept}
+
+    def half_way(patched: Any, name: str, compression: str | None = None) -> tuple[list[str], int]:
+        before = groups_open()
+        closed.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+            patch.setattr(registry, "ALL_REDUCES", with_kept)
+            patch.setattr(measure, "time_in_turn", lambda each, *_, **__: [1.0] * len(each))
+            patch.setattr(*patched)
+            with pytest.raises(RuntimeError, match="on the way"):
+                make(name, timeout_seconds=20, compression=compression)
+        return list(closed), groups_open() - before
+
+    def everywhere() -> list[tuple[list[str], int]]:
+        return [
+            half_way((registry, "COMPRESSIONS", {"odd": fail}), "native", "odd"),
+            half_way((registry, "measured", fail), "auto"),
+            half_way(("evener.collectives.choose.measure._link", fail), "auto"),
+            half_way((registry, "ALL_REDUCES", {**with_kept, "ring": fail}), "auto"),
+            half_way((registry, "Scheduled", fail), "two-level"),
+            half_way(("evener.collectives.shared_memory.two_level.SharedMemory", fail), "two-level"),
+        ]
+
+    kept = (["native"], 0)
+    assert ranks(1).run(everywhere) == [[kept, kept, kept, kept, ([], 0), ([], 0)]]
 
 
 @pytest.mark.parametrize("name", ["shared-memory", "ring", "two-level"])

@@ -8,6 +8,7 @@ rank, of which it names those that it wants.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 
@@ -63,7 +64,11 @@ def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
     if device_of(group).type == "cpu":
         names.append("two-level" if len(topology.hosts) > 1 else "shared-memory")
     made, refused = make_all(names, group, timeout_seconds)
-    chosen = measured(made, group, timeout_seconds)
+    with ExitStack() as unfinished:
+        for each in made.values():
+            unfinished.enter_context(each)
+        chosen = measured(made, group, timeout_seconds)
+        unfinished.pop_all()
     chosen.note = "; ".join(f"without {name}: {reason}" for name, reason in refused.items())
     return chosen
 
@@ -74,18 +79,20 @@ def make_all(
     """Those of the all-reduces that can be made on every rank, and why the others cannot. A collective call."""
     made: dict[str, AllReduce] = {}
     refused: dict[str, str] = {}
-    for name in names:
-        try:
-            each, reason = find(name)(group, timeout_seconds), None
-        except ConfigurationError as error:
-            each, reason = None, str(error)
-        reasons = [text for text in all_gather(reason, group) if text]
-        if each is not None and not reasons:
-            made[name] = each
-            continue
-        refused[name] = "; ".join(dict.fromkeys(reasons))
-        if each is not None:
-            each.close()
+    with ExitStack() as unfinished:
+        for name in names:
+            try:
+                each, reason = unfinished.enter_context(find(name)(group, timeout_seconds)), None
+            except ConfigurationError as error:
+                each, reason = None, str(error)
+            reasons = [text for text in all_gather(reason, group) if text]
+            if each is not None and not reasons:
+                made[name] = each
+                continue
+            refused[name] = "; ".join(dict.fromkeys(reasons))
+            if each is not None:
+                each.close()
+        unfinished.pop_all()
     return made, refused
 
 
@@ -130,8 +137,11 @@ def make(
         raise ConfigurationError(
             f"there is no compression {compression!r}; there are {', '.join(COMPRESSIONS)}"
         )
-    made = (find(name) if name else default)(whole, timeout_seconds)
-    return COMPRESSIONS[compression](made) if compression else made
+    with ExitStack() as unfinished:
+        made = unfinished.enter_context((find(name) if name else default)(whole, timeout_seconds))
+        finished = COMPRESSIONS[compression](made) if compression else made
+        unfinished.pop_all()
+    return finished
 
 
 def find(name: str) -> MakeAllReduce:

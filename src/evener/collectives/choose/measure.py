@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from evener.collectives.choose.select import Costs, Sample
 from evener.collectives.choose.simulate import Network
 from evener.collectives.execute.messages import Messages
 from evener.collectives.schedules.schedule import Topology
+from evener.records import write_json
 from evener.runtime.environment import usable_cores
 from evener.runtime.hosts import all_gather, host_identity, hosts_of
 
@@ -119,16 +120,15 @@ def _call(all_reduce: AllReduce, buffer: Tensor) -> None:
 
 def measure_network(topology: Topology, group: dist.ProcessGroup) -> Network:
     """Latency and bandwidth of a message inside a host and between hosts, and the cost of adding a byte."""
-    messages = Messages(group, 60.0)
     rank, device = dist.get_rank(group), device_of(group)
     large_host = max(topology.hosts, key=len)
-    mine = (
-        _link(messages, large_host[0], large_host[-1], rank, device),
-        _link(messages, topology.hosts[0][0], topology.hosts[-1][0], rank, device),
-        _gamma(device),
-    )
-    seen = all_gather(mine, group)
-    messages.close()
+    with closing(Messages(group, 60.0)) as messages:
+        mine = (
+            _link(messages, large_host[0], large_host[-1], rank, device),
+            _link(messages, topology.hosts[0][0], topology.hosts[-1][0], rank, device),
+            _gamma(device),
+        )
+        seen = all_gather(mine, group)
     inside = next((link for link, _, _ in seen if link), None)
     between = next((link for _, link, _ in seen if link), None)
     known = inside or between or Link(0.0, 0.0)
@@ -206,10 +206,5 @@ def load(path: Path) -> Costs | None:
 
 def save(path: Path, costs: Costs) -> None:
     """Writes the file as a whole or not at all; a disk that cannot be written to costs only the next measuring."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(costs.to_json())
-        os.replace(file.name, path)
-    except OSError:
-        return
+    with suppress(OSError):
+        write_json(path, asdict(costs))

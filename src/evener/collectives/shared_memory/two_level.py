@@ -15,6 +15,7 @@ Hosts may have unequal numbers of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,14 @@ MakeAllReduce = Callable[[dist.ProcessGroup, float], AllReduce]
 
 
 class TwoLevel(AllReduce):
-    """Sums inside each host by ``inner``, between hosts by ``between``. Owns both, and closes them.
+    """Sums inside each host by ``inner``, between hosts by ``between``.
 
     Args:
         inner: Over the ranks of this host; its first rank is the host's leader.
         between: Over the leaders of all hosts; None on a rank that is no leader.
         group: All ranks.
         timeout_seconds: As everywhere.
-        owned_groups: Process groups to destroy at the end.
+        owned: Closes them, and what they stand on.
     """
 
     name = "two-level"
@@ -54,12 +55,14 @@ class TwoLevel(AllReduce):
         between: AllReduce | None,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        owned_groups: Sequence[dist.ProcessGroup] = (),
+        *,
+        owned: ExitStack,
     ) -> None:
         super().__init__(group, timeout_seconds)
         self._inner, self._between = inner, between
-        self._owned_groups = list(owned_groups)
         self._worker = Worker("evener all-reduce two-level")
+        self._owned = owned
+        owned.callback(self._worker.close)
 
     @property
     def exact(self) -> bool:
@@ -69,12 +72,7 @@ class TwoLevel(AllReduce):
         return Promised(self._worker.submit(lambda: self._run(tensor)))
 
     def close(self) -> None:
-        self._worker.close()
-        for part in (self._inner, self._between):
-            if part is not None:
-                part.close()
-        while self._owned_groups:
-            destroy(self._owned_groups.pop())
+        self._owned.close()
 
     def _run(self, tensor: Tensor) -> Tensor:
         flying: list[tuple[Tensor, Work | None]] = []
@@ -116,20 +114,29 @@ def two_level(
     rank = dist.get_rank(whole)
     hosts = hosts or hosts_of(whole)
     host = next(host for host in hosts if rank in host)
-    inside = subgroup(whole, host, timeout_seconds)
-    inner = _inner(inside, whole, 1.25 * timeout_seconds + 5)
-    leaders = subgroup(whole, sorted(host[_LEADER] for host in hosts), timeout_seconds)
-    between = make_between(leaders, timeout_seconds) if leaders is not None else None
-    return TwoLevel(
-        inner, between, whole, timeout_seconds, tuple(g for g in (leaders, inside) if g is not None)
-    )
+    with ExitStack() as owned:
+        inside = _owned_subgroup(owned, whole, host, timeout_seconds)
+        assert inside is not None
+        inner = owned.enter_context(_inner(inside, whole, 1.25 * timeout_seconds + 5))
+        firsts = sorted(host[_LEADER] for host in hosts)
+        leaders = _owned_subgroup(owned, whole, firsts, timeout_seconds)
+        between = None
+        if leaders is not None:
+            between = owned.enter_context(make_between(leaders, timeout_seconds))
+        return TwoLevel(inner, between, whole, timeout_seconds, owned=owned.pop_all())
 
 
-def _inner(
-    inside: dist.ProcessGroup | None, whole: dist.ProcessGroup, timeout_seconds: float
-) -> SharedMemory:
+def _owned_subgroup(
+    owned: ExitStack, whole: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float
+) -> dist.ProcessGroup | None:
+    made = subgroup(whole, members, timeout_seconds)
+    if made is not None:
+        owned.callback(destroy, made)
+    return made
+
+
+def _inner(inside: dist.ProcessGroup, whole: dist.ProcessGroup, timeout_seconds: float) -> SharedMemory:
     """Shared memory in each host, or an error on all ranks: those of other hosts would wait for these in vain."""
-    assert inside is not None
     inner, problem = None, None
     try:
         inner = SharedMemory(inside, timeout_seconds)
@@ -140,5 +147,4 @@ def _inner(
         return inner
     if inner is not None:
         inner.close()
-    destroy(inside)
     raise ConfigurationError("; ".join(dict.fromkeys(problems)))
