@@ -17,11 +17,11 @@ from evener.benching import (
     read_topology,
     simulate_all_reduce,
 )
-from evener.collectives.choose import cost
 from evener.collectives.choose.cost import Link
 from evener.errors import ConfigurationError, DataError
 from evener.report.chart import size_text
 from evener.runtime.launch import launch
+from tests.collectives.choose import formulas
 
 FAST = {"microseconds": 3, "gigabytes_per_second": 200}
 SLOW = {"microseconds": 20, "gigabytes_per_second": 25}
@@ -135,7 +135,7 @@ def test_simulation_agrees_with_the_closed_formula() -> None:
     result = simulate_all_reduce([1 << 20], 64, None, ["ring"])
     (row,) = result.rows
     assert result.simulated
-    assert row.time == row.predicted == pytest.approx(cost.ring(1 << 20, 64, Link(1e-5, 1e-10)))
+    assert row.time == row.predicted == pytest.approx(formulas.ring(1 << 20, 64, Link(1e-5, 1e-10)))
     assert row.busbw == pytest.approx(row.algbw * 2 * 63 / 64)
     assert row.wrong is None
     assert result.wrong == 0

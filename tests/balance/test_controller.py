@@ -173,28 +173,12 @@ def test_a_copy_through_json_goes_on_with_the_same_shares_from_any_step() -> Non
             assert json.dumps(resumed.state_dict()) == states[step]
 
 
-def test_what_was_learned_stays_with_the_rank_that_moves() -> None:
-    slow, fast = Rank(0.004, 0.0008), Rank(0.004, 0.0002)
-    auto = BySpeed(3)
-    simulate(auto, [slow, fast, slow], 128, 80)
-    auto.resize([1, 2, None])
-    steps = simulate(auto, [fast, slow, fast], 128, 60, first=80)
-    assert steps[0].shares[0] > 2 * steps[0].shares[1]
-    assert max(step.excess for step in steps[30:]) < 0.10
-
-
 def test_another_world_size_takes_over_what_it_can() -> None:
     fast, slow = Rank(0.004, 0.0002), Rank(0.004, 0.0008)
     auto, smaller = BySpeed(3), BySpeed(2)
     simulate(auto, [fast, slow, fast], 128, 80)
     smaller.load_state_dict(auto.state_dict())
     assert max(step.excess for step in simulate(smaller, [fast, slow], 128, 2, first=80)) < 0.10
-
-
-@pytest.mark.parametrize("origins", [[], [0, 0], [0, 3], [-1, 0]])
-def test_origins_that_cannot_be(origins: list[int | None]) -> None:
-    with pytest.raises(ShareError, match="origins"):
-        BySpeed(2).resize(origins)
 
 
 def test_arguments_that_cannot_be() -> None:

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balance.partition import partition_layers, stage_seconds
+from evener.balance.partition import partition_layers
 from evener.errors import ConfigurationError
+
+
+def stage_seconds(
+    layers: range, seconds: Sequence[float], speed: float, boundary_seconds: Sequence[float]
+) -> float:
+    """Time of one stage: its layers, and the transfer at each of its ends that another stage borders on."""
+    ends = [cut for cut in (layers.start, layers.stop) if 0 < cut < len(seconds)]
+    return sum(seconds[layer] for layer in layers) / speed + sum(boundary_seconds[cut - 1] for cut in ends)
 
 
 def bottleneck(stages: list[range], seconds: list[int], speeds: list[float], cuts: list[int]) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evener.borrowed.named_group import groups_open
 from evener.errors import ConfigurationError
-from evener.runtime.mesh import AXES, DIVIDING_SAMPLES, DIVIDING_TERMS, DataAxis, Layout, Mesh
+from evener.runtime.mesh import AXES, DIVIDING_SAMPLES, DIVIDING_TERMS, Layout, Mesh
 from evener.runtime.session import Session
 
 TWO = Layout({"data": 2, "tensor": 2}, speaks={"tensor": 1})
@@ -81,7 +81,6 @@ def test_what_is_said_by_ranks_and_by_parts() -> None:
     assert Layout({"data": 2, "context": 2}).data_axis(0).of_contributors([1, 2, 3, 4]) == [1, 2, 3, 4]
     assert data.slowest([1.0, 3.0, 4.0, 2.0]) == [3.0, 4.0]
     assert data.owners([0.75, 0.25]) == [0.75, 0.75, 0.25, 0.25]
-    assert DataAxis.of_world(3, 1) == Layout({"data": 3}).data_axis(1)
 
 
 @pytest.mark.parametrize(

@@ -166,22 +166,6 @@ class BySpeed(Balancer):
         if batch_size and overdue >= (0 if batch_size == previous else self._policy.every_steps):
             self._look(step, batch_size)
 
-    def resize(self, origins: Sequence[int | None], caps: Sequence[int | None] | None = None) -> None:
-        """Ranks joined or left: rank ``r`` was rank ``origins[r]``, or is new if that is None.
-
-        What was learned stays with its rank. The next call of ``shares`` says at which step the run goes on;
-        a short calibration around the known speeds follows.
-        """
-        known = [origin for origin in origins if origin is not None]
-        if not origins or len(set(known)) < len(known) or not set(known) <= set(range(self.world_size)):
-            raise ShareError(
-                f"origins {list(origins)}: for each rank, of which there must be one, name a different one "
-                f"of the {self.world_size} ranks before, counted from 0, or None"
-            )
-        self._caps = normalize_caps(caps, len(origins))
-        self._models = [SpeedModel() if origin is None else self._models[origin] for origin in origins]
-        self._restart()
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "models": [model.state_dict() for model in self._models],

@@ -14,14 +14,6 @@ from itertools import accumulate
 from evener.errors import ConfigurationError
 
 
-def stage_seconds(
-    layers: range, seconds: Sequence[float], speed: float, boundary_seconds: Sequence[float]
-) -> float:
-    """Time of one stage: its layers, and the transfer at each of its ends that another stage borders on."""
-    ends = [cut for cut in (layers.start, layers.stop) if 0 < cut < len(seconds)]
-    return sum(seconds[layer] for layer in layers) / speed + sum(boundary_seconds[cut - 1] for cut in ends)
-
-
 def partition_layers(
     seconds: Sequence[float], speeds: Sequence[float], boundary_seconds: Sequence[float] | None = None
 ) -> list[range]:

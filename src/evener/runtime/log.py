@@ -1,16 +1,10 @@
-"""Words from many ranks on one terminal: said once, or with the name of who says them."""
+"""Words from many ranks on one terminal: with the name of who says them."""
 
 from __future__ import annotations
 
 import warnings
 
 from evener.runtime.environment import detect
-
-
-def say(text: str) -> None:
-    """Prints on rank 0 only."""
-    if detect().rank == 0:
-        print(text, flush=True)
 
 
 def warn(text: str) -> None:

@@ -7,9 +7,10 @@ whose second rank speaks::
     data 0       rank 0     rank 1              0      0 1      1
     data 1       rank 2     rank 3              1      2 3      3
 
-The axes ``data`` and ``shard`` divide the samples of a batch, ``context`` the terms of a sample; ranks that differ only
-on other axes compute the same terms together, as a team, for which one of them speaks. Shares, counts and evaluation
-know nothing of axes: all that they need is the :class:`DataAxis`.
+The axes ``data`` and ``shard`` divide the samples of a batch. Ranks that differ on other axes alone have the same
+samples, as a team, for which one of them speaks. Along ``context`` each has a piece of every sample's terms, and one
+rank speaks for each piece: totals and counts are added up over the pieces. Shares, counts and evaluation know nothing
+of axes: all that they need is the :class:`DataAxis`.
 """
 
 from __future__ import annotations
@@ -49,12 +50,6 @@ class DataAxis:
     contributors: tuple[int, ...]
     """The ranks whose totals and counts add up to those of the batch: the speakers, or where the terms of a sample are
     divided too, those who speak for a piece of it."""
-
-    @classmethod
-    def of_world(cls, world_size: int, rank: int) -> DataAxis:
-        """Every rank computes a part of its own."""
-        ranks = tuple(range(world_size))
-        return cls(rank, tuple((rank,) for rank in ranks), ranks, ranks)
 
     @property
     def degree(self) -> int:

@@ -25,7 +25,7 @@ from evener.collectives.shared_memory.all_reduce import SharedMemory
 
 COSTS = Costs(
     Topology.flat(2),
-    Network.uniform(Link(1e-5, 1e-9)),
+    Network(Link(1e-5, 1e-9), Link(1e-5, 1e-9)),
     (
         Sample("native", 1000, 1e-3),
         Sample("native", 100_000, 1e-3),

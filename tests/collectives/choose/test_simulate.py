@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from evener.collectives.choose import cost
 from evener.collectives.choose.cost import Link
 from evener.collectives.choose.simulate import Network, simulate
 from evener.collectives.schedules.algorithms import ALGORITHMS
 from evener.collectives.schedules.schedule import Round, Schedule, Stretch, Topology
+from tests.collectives.choose import formulas
 
 INSIDE = Link(alpha_seconds=5e-6, beta_seconds_per_byte=1e-10)
 BETWEEN = Link(alpha_seconds=2e-5, beta_seconds_per_byte=1e-9)
@@ -79,9 +79,9 @@ def test_a_transfer_to_itself_costs_only_the_addition() -> None:
     assert seconds_of_round(Topology.flat(2), (0, 0, True), network=network) == 7
 
 
-def test_uniform_network_has_no_hosts() -> None:
+def test_hosts_do_not_matter_where_all_links_are_alike_and_every_rank_has_an_uplink() -> None:
     ring = ALGORITHMS["ring"]
-    network = Network.uniform(INSIDE, GAMMA)
+    network = Network(INSIDE, INSIDE, GAMMA, uplinks=2)
     assert simulate(ring(Topology.of_hosts([2, 2])), 1e6, network) == simulate(
         ring(Topology.flat(4)), 1e6, network
     )
@@ -102,11 +102,11 @@ def test_a_network_without_uplinks_or_with_a_negative_gamma_is_refused(gamma: fl
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8, 12, 64])
 @pytest.mark.parametrize(
     ("name", "formula"),
-    [("ring", cost.ring), ("halving", cost.halving_doubling), ("direct", cost.one_shot)],
+    [("ring", formulas.ring), ("halving", formulas.halving_doubling), ("direct", formulas.one_shot)],
 )
 @pytest.mark.parametrize("nbytes", [1e3, 1e7])
 def test_closed_formulas_hold_exactly(
-    name: str, formula: cost.Formula, world_size: int, nbytes: float
+    name: str, formula: formulas.Formula, world_size: int, nbytes: float
 ) -> None:
     simulated = simulate(ALGORITHMS[name](Topology.flat(world_size)), nbytes, NETWORK)
     assert simulated == pytest.approx(formula(nbytes, world_size, INSIDE, GAMMA))
@@ -116,14 +116,14 @@ def test_closed_formulas_hold_exactly(
 @pytest.mark.parametrize("segments", [1, 20, 50])
 def test_double_tree_takes_exactly_what_its_formula_says(world_size: int, segments: int) -> None:
     simulated = simulate(ALGORITHMS["tree"](Topology.flat(world_size), segments), 1e6, NETWORK)
-    assert simulated == pytest.approx(cost.double_tree(1e6, world_size, INSIDE, GAMMA, segments))
+    assert simulated == pytest.approx(formulas.double_tree(1e6, world_size, INSIDE, GAMMA, segments))
 
 
 @pytest.mark.parametrize("world_size", [5, 8, 9, 31, 64, 100, 1000])
 @pytest.mark.parametrize("segments", [2, 3, 5, 8])
 def test_double_tree_that_is_never_full_is_estimated_to_a_tenth(world_size: int, segments: int) -> None:
     simulated = simulate(ALGORITHMS["tree"](Topology.flat(world_size), segments), 1e6, NETWORK)
-    formula = cost.double_tree(1e6, world_size, INSIDE, GAMMA, segments)
+    formula = formulas.double_tree(1e6, world_size, INSIDE, GAMMA, segments)
     assert simulated == pytest.approx(formula, rel=0.1)
 
 
@@ -131,7 +131,7 @@ def test_double_tree_that_is_never_full_is_estimated_to_a_tenth(world_size: int,
 @pytest.mark.parametrize("segments", [1, 20, 50])
 def test_roots_with_one_child_save_a_little(world_size: int, segments: int) -> None:
     simulated = simulate(ALGORITHMS["tree"](Topology.flat(world_size), segments), 1e6, NETWORK)
-    formula = cost.double_tree(1e6, world_size, INSIDE, GAMMA, segments)
+    formula = formulas.double_tree(1e6, world_size, INSIDE, GAMMA, segments)
     saved = 1e6 / segments * (INSIDE.beta_seconds_per_byte + GAMMA / 2)
     assert formula - saved * 1.0001 <= simulated <= formula * 1.0001
 
@@ -141,18 +141,18 @@ def test_roots_with_one_child_save_a_little(world_size: int, segments: int) -> N
 def test_ring_tree_takes_exactly_what_its_formula_says(sizes: tuple[int, int], segments: int) -> None:
     per_host, hosts = sizes
     schedule = ALGORITHMS["ring-tree"](Topology.of_hosts([per_host] * hosts), segments)
-    formula = cost.two_level(1e6, per_host, hosts, INSIDE, BETWEEN, GAMMA, segments)
+    formula = formulas.two_level(1e6, per_host, hosts, INSIDE, BETWEEN, GAMMA, segments)
     assert simulate(schedule, 1e6, NETWORK) == pytest.approx(formula)
 
 
 @pytest.mark.parametrize("world_size", [32, 100, 512, 4096, 65536])
 def test_ring_overtakes_the_double_tree_where_the_formulas_say(world_size: int) -> None:
     def segments(nbytes: float) -> int:
-        return cost.best_segments(nbytes, world_size, INSIDE, GAMMA)
+        return formulas.best_segments(nbytes, world_size, INSIDE, GAMMA)
 
-    predicted = cost.crossover(
-        lambda n: cost.double_tree(n, world_size, INSIDE, GAMMA, segments(n)),
-        lambda n: cost.ring(n, world_size, INSIDE, GAMMA),
+    predicted = formulas.crossover(
+        lambda n: formulas.double_tree(n, world_size, INSIDE, GAMMA, segments(n)),
+        lambda n: formulas.ring(n, world_size, INSIDE, GAMMA),
         1e3,
         1e15,
     )
@@ -162,11 +162,11 @@ def test_ring_overtakes_the_double_tree_where_the_formulas_say(world_size: int) 
 @pytest.mark.parametrize(("hosts", "per_host"), [(8, 8), (32, 4), (50, 8), (512, 8), (8192, 8)])
 def test_ring_overtakes_the_ring_tree_where_the_formulas_say(hosts: int, per_host: int) -> None:
     def segments(nbytes: float) -> int:
-        return cost.best_segments(nbytes, hosts, BETWEEN, GAMMA / per_host)
+        return formulas.best_segments(nbytes, hosts, BETWEEN, GAMMA / per_host)
 
-    predicted = cost.crossover(
-        lambda n: cost.two_level(n, per_host, hosts, INSIDE, BETWEEN, GAMMA, segments(n)),
-        lambda n: cost.ring(n, hosts * per_host, BETWEEN, GAMMA),
+    predicted = formulas.crossover(
+        lambda n: formulas.two_level(n, per_host, hosts, INSIDE, BETWEEN, GAMMA, segments(n)),
+        lambda n: formulas.ring(n, hosts * per_host, BETWEEN, GAMMA),
         1e3,
         1e15,
     )

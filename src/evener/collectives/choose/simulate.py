@@ -43,11 +43,6 @@ class Network:
                 f"a network needs at least one uplink and a finite gamma of at least 0, got {self}"
             )
 
-    @classmethod
-    def uniform(cls, link: Link, gamma_seconds_per_byte: float = 0.0) -> Network:
-        """The same link between any two ranks, each with an uplink of its own."""
-        return cls(link, link, gamma_seconds_per_byte, uplinks=1 << 32)
-
 
 def simulate(schedule: Schedule, nbytes: float, network: Network) -> float:
     """Seconds that the all-reduce of a buffer of ``nbytes`` takes; one round of each stretch is looked at.
