@@ -119,7 +119,8 @@ def save_together(first_seconds: float, fault: str) -> float:
 
 
 def test_what_all_ranks_do_together_may_take_longer_than_the_timeout() -> None:
-    assert min(launch(save_together, 7.0, "", processes=2, device="cpu")) > 7
+    """Of 2 s. The ranks do not begin in the same instant, so who waits may see a little less than is slept."""
+    assert min(launch(save_together, 7.0, "", processes=2, device="cpu")) > 6
 
 
 @pytest.mark.parametrize("fault", ["elsewhere", "stopped"])
