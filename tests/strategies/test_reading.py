@@ -222,6 +222,11 @@ def test_shares_of_the_users_own_are_refused(ranks: Any) -> None:
         ranks(3).run(train, SIZES, balance="3,2,1")
 
 
+def test_settings_about_shares_are_refused(ranks: Any) -> None:
+    with pytest.raises(AssertionError, match="balance 'auto' and caps would do nothing: the data are partitioned"):
+        ranks(3).run(train, SIZES, balance="auto", caps="9,9,9")
+
+
 def test_a_task_names_a_partition_that_there_is() -> None:
     with pytest.raises(
         TaskError, match=r"Task.partition is 'dimension', not 'batch' or 'sample'; .*strategy='dimension'"
