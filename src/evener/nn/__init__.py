@@ -1,8 +1,18 @@
-"""Layers whose result does not depend on how the batch was divided among ranks."""
+"""Layers whose result does not depend on how the batch was divided among ranks, and collectives for more of them."""
 
 from __future__ import annotations
 
 from evener.nn.batch_norm import BatchNorm, exact_batch_norm
+from evener.nn.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    enter,
+    reduce_scatter,
+    shift,
+    split,
+)
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 
@@ -12,8 +22,16 @@ __all__ = [
     "Dropout1d",
     "Dropout2d",
     "FeatureParallelLinear",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
     "divide_features",
+    "enter",
     "exact_batch_norm",
     "exact_dropout",
     "name_dropouts",
+    "reduce_scatter",
+    "shift",
+    "split",
 ]

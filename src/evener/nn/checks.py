@@ -1,0 +1,113 @@
+"""What must fit before a collective sends anything, and what is found by asking the other ranks.
+
+What a rank can see by itself it raises alone; its launcher then ends the others. What it is told is told to all, so
+that all raise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from evener.errors import ConfigurationError
+from evener.nn.messages import Description, descriptions
+
+
+def several(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group, or None for this rank alone.
+
+    Raises:
+        ConfigurationError: If this rank is not in it, for which ``torch.distributed`` has an object of another kind.
+    """
+    if group is None:
+        return None
+    if not isinstance(group, ProcessGroup) or group.rank() < 0:
+        raise ConfigurationError(
+            f"this rank is not in the group ({group!r}); call collectives on its members only, or give None for "
+            "this rank alone"
+        )
+    return group if group.size() > 1 else None
+
+
+def dimension(who: str, x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ConfigurationError(f"{who}: a tensor of shape {tuple(x.shape)} has no dimension {dim}")
+    return dim % x.dim()
+
+
+def lengths_of(who: str, sizes: Sequence[int], group: ProcessGroup | None) -> list[int]:
+    degree = group.size() if group else 1
+    lengths = [int(size) for size in sizes]
+    if len(lengths) != degree or min(lengths) < 0:
+        raise ConfigurationError(
+            f"{who}: {lengths} are not the lengths of {degree} pieces; give one for each rank, 0 or more"
+        )
+    return lengths
+
+
+def pieces_of(
+    who: str, x: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup | None
+) -> list[int]:
+    """The lengths of the pieces into which ``x`` is cut."""
+    length, degree = x.shape[dim], group.size() if group else 1
+    if sizes is None:
+        return [length // degree + (index < length % degree) for index in range(degree)]
+    lengths = lengths_of(who, sizes, group)
+    if sum(lengths) != length:
+        raise ConfigurationError(
+            f"{who}: pieces of {lengths} come to {sum(lengths)}, but dimension {dim} of the tensor, of shape "
+            f"{tuple(x.shape)}, has {length}"
+        )
+    return lengths
+
+
+def check_own_length(who: str, x: Tensor, dim: int, length: int) -> None:
+    if x.shape[dim] != length:
+        raise ConfigurationError(
+            f"{who}: this rank's length is said to be {length}, but dimension {dim} of its tensor, of shape "
+            f"{tuple(x.shape)}, has {x.shape[dim]}"
+        )
+
+
+def agreed(who: str, x: Tensor, dim: int, group: ProcessGroup) -> list[int]:
+    """The lengths of all ranks' tensors along ``dim``."""
+    return [each.shape[dim] for each in alike(who, x, dim, group)]
+
+
+def alike(
+    who: str, x: Tensor, dim: int, group: ProcessGroup, numbers: Sequence[int] = ()
+) -> list[Description]:
+    """What all ranks say of their tensors.
+
+    Raises:
+        ConfigurationError: On all ranks, if their tensors differ in more than their length along ``dim``.
+    """
+    told = described(who, x, group, numbers)
+    if len({(*each.shape[:dim], -1, *each.shape[dim + 1 :]) for each in told}) > 1:
+        raise ConfigurationError(
+            f"{who}: the tensors may differ along dimension {dim} only, and are {_listed(told)}"
+        )
+    return told
+
+
+def described(who: str, x: Tensor, group: ProcessGroup, numbers: Sequence[int] = ()) -> list[Description]:
+    """What all ranks say of their tensors.
+
+    Raises:
+        ConfigurationError: On all ranks, if their types differ, or some need a gradient and others do not.
+    """
+    told = descriptions(x, group, numbers)
+    if len({each.dtype for each in told}) > 1:
+        raise ConfigurationError(f"{who}: the tensors are of different types: {_listed(told)}")
+    if len({each.trained for each in told}) > 1:
+        raise ConfigurationError(
+            f"{who}: backward needs all ranks, so all of their tensors must require a gradient or none: "
+            f"{_listed(told)}. Call requires_grad_() on the others, or detach() on these"
+        )
+    return told
+
+
+def _listed(told: Sequence[Description]) -> str:
+    return "; ".join(f"{each} on rank {rank}" for rank, each in enumerate(told))
