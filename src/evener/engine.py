@@ -45,7 +45,6 @@ from evener.strategies.base import set_up
 from evener.strategies.build import build_scheduler
 from evener.strategies.learner import Learner
 from evener.strategies.names import strategy_called
-from evener.strategies.replica import micro_scope
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
 from evener.types import Tree
@@ -160,7 +159,7 @@ class Engine:
                 taken = self.steps_done
                 with (
                     self._by_hand.pace.step(taken),
-                    micro_scope(batch.micro_batches[0], taken, self.learner.settings),
+                    self.learner.micro_scope(batch.micro_batches[0], taken),
                 ):
                     yield batch
                 self._current = None

@@ -22,7 +22,6 @@ from evener.given import check_dataset
 from evener.losses import Accumulator, metric
 from evener.strategies.learner import Learner
 from evener.strategies.reading import Reading
-from evener.strategies.replica import micro_scope
 from evener.types import Tree
 
 
@@ -61,8 +60,9 @@ def evaluate(
         for micro in _micro_batches(learner, dataset, options):
             outputs = learner.outputs(micro)
             samples += micro.size
-            if micro.weight and _speaks(learner):
-                for accumulator in accumulators.values():
+            if _speaks(learner):
+                # What a placeholder comes to counts for nothing, but other ranks may wait for it.
+                for accumulator in (accumulators if micro.weight else _accumulators(learner)).values():
                     accumulator.update(outputs, micro.targets)
     own = samples, [accumulator.state() for accumulator in accumulators.values()]
     told = learner.data.of_parts(learner.session.control.gather_objects(own))
@@ -138,7 +138,7 @@ def _micro_batches(
     with loader:
         for batch in loader:
             for micro in learner.place(batch).micro_batches:
-                with micro_scope(micro, 0, learner.settings):
+                with learner.micro_scope(micro, 0):
                     yield micro
 
 

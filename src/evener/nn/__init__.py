@@ -15,6 +15,7 @@ from evener.nn.collectives import (
 )
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
+from evener.nn.scope import data_group, without_placeholder
 
 __all__ = [
     "BatchNorm",
@@ -26,6 +27,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "data_group",
     "divide_features",
     "enter",
     "exact_batch_norm",
@@ -34,4 +36,5 @@ __all__ = [
     "reduce_scatter",
     "shift",
     "split",
+    "without_placeholder",
 ]

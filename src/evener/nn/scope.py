@@ -11,7 +11,7 @@ neither.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,6 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
+
+GroupMaker = Callable[[], ProcessGroup | None]
+
+
+def _no_group() -> None:
+    """Of a rank alone."""
 
 
 @dataclass(eq=False)
@@ -32,14 +38,14 @@ class Scope:
         seed: The seed of the run.
         weight: 0 if the micro-batch is a placeholder, computed only so that this rank joins the collectives
             of the others, that must count for nothing; else 1.
-        group: The ranks that compute this step's other parts; None on a single device.
+        group: Gives the ranks that compute this step's other parts, None on a single device. They call it together.
     """
 
     samples: Tensor
     step: int
     seed: int
     weight: int = 1
-    group: ProcessGroup | None = None
+    group: GroupMaker = _no_group
     keys: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     """What :mod:`evener.nn.dropout` derived from ``samples``, once a device."""
     _order: dict[Hashable, int] = field(default_factory=dict, repr=False)
@@ -83,9 +89,26 @@ def current() -> Scope | None:
     return _current
 
 
+def data_group() -> ProcessGroup | None:
+    """The ranks that compute the other parts of the micro-batch at hand, for a loss or a layer that looks at all of it.
+
+    None on a single device, and outside of Evener's training step and evaluation: this rank is alone then. The group is
+    made with the first call, which all of its ranks make together, and serves nothing else.
+    """
+    return None if _current is None else _current.group()
+
+
+def without_placeholder(rows: Tensor) -> Tensor:
+    """``rows`` (samples, ...) of the micro-batch at hand, or none of them if it is a placeholder.
+
+    A rank without samples computes a sample that counts for nothing. This keeps it away from the other ranks' samples.
+    """
+    return rows[:0] if _current is not None and _current.weight == 0 else rows
+
+
 @contextmanager
 def scope(
-    samples: Tensor, step: int, seed: int, weight: int = 1, group: ProcessGroup | None = None
+    samples: Tensor, step: int, seed: int, weight: int = 1, group: GroupMaker = _no_group
 ) -> Iterator[Scope]:
     """Makes a new :class:`Scope` the current one, and the one before it again at the end."""
     global _current

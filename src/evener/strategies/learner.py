@@ -7,23 +7,27 @@ tensors of a divided model, and its state by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from evener.borrowed.module_tensors import own_buffers, own_parameters
 from evener.borrowed.version import version
+from evener.collectives.execute.subgroup import destroy, subgroup
 from evener.data.batch import Batch, MicroBatch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout, read
-from evener.hardware.stopwatch import stopwatch
+from evener.hardware.stopwatch import stopwatch, waiting
 from evener.nn.batch_norm import BatchNorm
 from evener.nn.names import clean_name
-from evener.runtime.mesh import DataAxis, Mesh
+from evener.nn.scope import Scope, scope
+from evener.runtime.mesh import DIVIDING_SAMPLES, DataAxis, Mesh
 from evener.runtime.session import Session
+from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Settings, Stepper, Synchronizer
@@ -87,6 +91,26 @@ class Learner:
     def outputs(self, micro: MicroBatch) -> Tree:
         """The model's outputs, in evaluation."""
         return self.stepper.outputs(micro)
+
+    def micro_scope(self, micro: MicroBatch, step: int) -> AbstractContextManager[Scope]:
+        """Tells the modules of :mod:`evener.nn` which samples are being computed, and by whom the others."""
+        return scope(micro.samples, step, self.settings.seed, micro.weight, lambda: self.data_group)
+
+    @cached_property
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that compute the parts of a batch, for what a loss or a layer of the user's own sends.
+
+        A group of its own: what backward sends in it may come before or after a bucket of gradients. It is made by
+        these ranks together when it is first asked for; None where that is this rank alone.
+        """
+        ranks = self.mesh.group(*DIVIDING_SAMPLES)
+        if ranks is None:
+            return None
+        with waiting(), marked("start of a process group"):
+            made = subgroup(ranks, range(ranks.size()), self.session.group_timeout.total_seconds())
+        assert made is not None
+        self.mesh.own(partial(destroy, made))
+        return made
 
     # The update
 

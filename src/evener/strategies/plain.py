@@ -8,7 +8,6 @@ from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout, read
 from evener.strategies.learner import Learner
 from evener.strategies.parts import StepOutcome, Stepper
-from evener.strategies.replica import micro_scope
 from evener.types import Tree
 
 
@@ -25,7 +24,7 @@ class Plain(Stepper):
         with learner.pace.step(step):
             for micro in batch.micro_batches:
                 with (
-                    micro_scope(micro, step, learner.settings) as current,
+                    learner.micro_scope(micro, step) as current,
                     synchronizer.micro_batch(micro is last),
                 ):
                     term = replica(micro)

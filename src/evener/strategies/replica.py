@@ -1,16 +1,12 @@
-"""The model and its loss as one module, and what its layers are told of the micro-batch that it computes."""
+"""The model and its loss as one module."""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
 from evener.data.batch import MicroBatch
 from evener.errors import LossError
 from evener.losses import Loss
-from evener.nn.scope import Scope, scope
-from evener.strategies.parts import Settings
 from evener.types import Forward
 
 
@@ -33,8 +29,3 @@ class Replica(nn.Module):
             shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
             raise LossError(f"the loss's total is {shape}; it must be one number, the sum over the samples")
         return total if micro.weight else total * 0
-
-
-def micro_scope(micro: MicroBatch, step: int, settings: Settings) -> AbstractContextManager[Scope]:
-    """Tells the modules of :mod:`evener.nn` which samples are being computed."""
-    return scope(micro.samples, step, settings.seed, micro.weight)
