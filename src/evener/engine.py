@@ -45,6 +45,7 @@ from evener.strategies.base import set_up
 from evener.strategies.build import build_scheduler
 from evener.strategies.learner import Learner
 from evener.strategies.names import strategy_called
+from evener.strategies.state import check_form
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
 from evener.types import Tree
@@ -332,12 +333,7 @@ class Engine:
         Raises:
             ConfigurationError: If it is of another model or optimizer, or the order of samples would be another one.
         """
-        lacking = [name for name in ("progress", "model", "optimizer") if name not in state]
-        if lacking:
-            raise ConfigurationError(
-                f"this is no state of an engine, which has {', '.join(lacking)} too: plain weights are loaded into the "
-                "model that Task.model returns"
-            )
+        check_form(state)
         progress = self._feed.sample_order().resumed(state["progress"])
         self.learner.load_state_dict(state)
         self._go_on(progress, state)

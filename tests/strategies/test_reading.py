@@ -223,7 +223,9 @@ def test_shares_of_the_users_own_are_refused(ranks: Any) -> None:
 
 
 def test_settings_about_shares_are_refused(ranks: Any) -> None:
-    with pytest.raises(AssertionError, match="balance 'auto' and caps would do nothing: the data are partitioned"):
+    with pytest.raises(
+        AssertionError, match="balance 'auto' and caps would do nothing: the data are partitioned"
+    ):
         ranks(3).run(train, SIZES, balance="auto", caps="9,9,9")
 
 

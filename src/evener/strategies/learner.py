@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from evener.borrowed.module_tensors import own_buffers, own_parameters
 from evener.borrowed.version import version
-from evener.collectives.execute.subgroup import destroy, subgroup
+from evener.collectives.execute.subgroup import subgroup
 from evener.data.batch import Batch, MicroBatch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout, read
@@ -25,6 +25,7 @@ from evener.hardware.stopwatch import stopwatch, waiting
 from evener.nn.batch_norm import BatchNorm
 from evener.nn.names import clean_name
 from evener.nn.scope import Scope, scope
+from evener.runtime.hosts import destroy
 from evener.runtime.mesh import DIVIDING_SAMPLES, DataAxis, Mesh
 from evener.runtime.session import Session
 from evener.runtime.watchdog import marked

@@ -197,6 +197,18 @@ def _check_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
 
 
+def check_form(found: Mapping[str, Any]) -> None:
+    """Raises:
+    ConfigurationError: If it is not what an engine's ``state_dict`` gives.
+    """
+    lacking = [part for part in ("progress", "model", "optimizer") if part not in found]
+    if lacking:
+        raise ConfigurationError(
+            f"this is no state of an engine, which has {', '.join(lacking)} too: plain weights are loaded into the "
+            "model that Task.model returns"
+        )
+
+
 def _few(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return f"{shown}, ... ({len(names)} in all)" if len(names) > 3 else shown or "nothing"
