@@ -1,7 +1,9 @@
-"""The battery finds every broken promise, and names it and the input."""
+"""The battery finds every broken promise, and names it and the input, on all ranks together."""
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
@@ -12,8 +14,7 @@ from torch.futures import Future
 from evener.collectives.base import AllReduce, Done, Work
 from evener.collectives.native import Native
 from evener.errors import ConfigurationError, EvenerError
-from evener.testing import ConformanceError, check_all_reduce
-from evener.testing.all_reduces import MISSING_SECONDS
+from evener.testing import ConformanceError, all_reduces, check_all_reduce
 
 DTYPES = [torch.float32]
 
@@ -108,6 +109,42 @@ class SaysNotWho(Native):
         return Done(tensor)
 
 
+class RaisesOnRankOne(Gloo):
+    """After the first call, so that the others wait for it in the second."""
+
+    calls = 0
+
+    def start(self, tensor: torch.Tensor) -> Work:
+        self.calls += 1
+        if self.world_size > 1 and self.rank == 1 and self.calls == 2:
+            raise KeyError("no luck")
+        return super().start(tensor)
+
+
+class CannotBeMadeOnRankOne(Gloo):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        if self.world_size > 1 and self.rank == 1:
+            raise ConfigurationError("no such cable")
+
+
+class FailsToCloseOnRankOne(Gloo):
+    closed = False
+
+    def close(self) -> None:
+        if self.world_size > 1 and self.rank == 1:
+            raise OSError("the cable is stuck")
+
+
+class NeverComesBack(Gloo):
+    """Not on rank 1, and not before the others have given up."""
+
+    def start(self, tensor: torch.Tensor) -> Work:
+        if self.world_size > 1 and self.rank == 1:
+            time.sleep(5)
+        return super().start(tensor)
+
+
 BROKEN = [
     (Averages, "the sum over the ranks", "1 x torch.float32: 1 elements are wrong, the first at 0"),
     (LosesTheLastOfMany, "the sum over the ranks", "1500007 x torch.float32: 1 elements are wrong"),
@@ -120,9 +157,15 @@ BROKEN = [
 ]
 
 
-def found(kind: type[AllReduce], missing_rank: bool = False) -> str:
-    with pytest.raises(ConformanceError) as raised:
-        check_all_reduce(kind, dtypes=DTYPES, timeout_seconds=20, missing_rank=missing_rank)
+def found(
+    kind: type[AllReduce],
+    missing_rank: bool = False,
+    timeout_seconds: float = 20,
+    error: type[EvenerError] = ConformanceError,
+) -> str:
+    with pytest.raises(error) as raised:
+        check_all_reduce(kind, dtypes=DTYPES, timeout_seconds=timeout_seconds, missing_rank=missing_rank)
+    dist.barrier()  # the ranks' own group goes on working
     return str(raised.value)
 
 
@@ -140,10 +183,57 @@ def test_a_broken_promise_is_named_on_all_ranks(ranks: Any, kind: Any, promise: 
         assert seen in message
 
 
-def test_an_error_that_does_not_say_who_is_missing(ranks: Any) -> None:
-    for message in ranks(2).run(found, SaysNotWho, missing_rank=True):
-        assert "rank 1 did not come, and EvenerError says: somebody is missing" in message
-    assert MISSING_SECONDS < 10
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (SaysNotWho, "EvenerError says: somebody is missing"),
+        (Gloo, "(RuntimeError|DistBackendError) says: .*"),
+    ],
+    ids=["an error of Evener", "the backend's own"],
+)
+def test_an_error_that_does_not_say_who_is_missing(ranks: Any, kind: Any, says: str) -> None:
+    messages = ranks(2).run(found, kind, missing_rank=True)
+    assert messages[0] == messages[1]
+    assert re.search(f"On rank 0 of 2: rank 1 did not come, and {says}", messages[0]), messages[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "seen"),
+    [
+        (
+            RaisesOnRankOne,
+            ConformanceError,
+            "the sum over the ranks, for every dtype and size. On rank 1 of 2: it raised KeyError: 'no luck'",
+        ),
+        (
+            CannotBeMadeOnRankOne,
+            ConfigurationError,
+            "On rank 1 of 2: it raised ConfigurationError: all-reduce 'CannotBeMadeOnRankOne': no such cable",
+        ),
+        (FailsToCloseOnRankOne, ConformanceError, "On rank 1 of 2: it raised OSError: the cable is stuck"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_one_rank_raises_all_ranks_say(ranks: Any, kind: Any, error: Any, seen: str) -> None:
+    """Those that wait for it end by the timeout that was given, not by that of the ranks' own group."""
+    messages = ranks(2).run(found, kind, timeout_seconds=3, error=error)
+    assert messages[0] == messages[1]
+    assert messages[0].endswith(seen), messages[0]
+
+
+def hanging() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_reduces, "BACKSTOP_SECONDS", 1.0)
+        with pytest.raises(ConformanceError) as raised:
+            check_all_reduce(NeverComesBack, dtypes=DTYPES, timeout_seconds=0.5, missing_rank=False)
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_end_the_trial_is_named(ranks: Any) -> None:
+    message = ranks(2).run(hanging)[0]
+    assert "On rank 0: it raised" in message
+    assert "ended without rank 1" in message
 
 
 def test_ranks_are_started_where_there_are_none() -> None:
@@ -154,3 +244,12 @@ def test_ranks_are_started_where_there_are_none() -> None:
 def test_one_rank_is_too_few() -> None:
     with pytest.raises(ConfigurationError, match="at least two ranks, not 1"):
         check_all_reduce("ring", processes=1)
+
+
+def test_one_rank_of_a_group_is_too_few(ranks: Any) -> None:
+    def refused() -> str:
+        with pytest.raises(ConfigurationError) as raised:
+            check_all_reduce("ring")
+        return str(raised.value)
+
+    assert ranks(1).run(refused) == ["an all-reduce is tried on at least two ranks, not 1"]
