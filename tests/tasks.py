@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +12,18 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import evener
 from evener.task import Task
+from evener.testing import tasks as testing_tasks
 
 SAMPLES = 47
+Tokens = testing_tasks.Tokens
 
 
-def _draws(*shape: int, seed: int = 1) -> Tensor:
+def draws(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _classes(n: int, classes: int, seed: int = 2) -> Tensor:
-    return torch.randint(classes, (n,), generator=torch.Generator().manual_seed(seed))
+def classes(n: int, number: int, seed: int = 2) -> Tensor:
+    return torch.randint(number, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -28,7 +31,8 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _task(**parts: Any) -> Task:
-    data = TensorDataset(_draws(SAMPLES, 6), _classes(SAMPLES, 3))
+    """One of 47 samples of six features, but for what ``parts`` say."""
+    data = TensorDataset(draws(SAMPLES, 6), classes(SAMPLES, 3))
     usual: dict[str, Any] = {
         "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
         "loss": nn.CrossEntropyLoss(),
@@ -59,43 +63,12 @@ def batch_norm() -> Task:
     return _task(model=model, batch_size=9)
 
 
-class Tokens(nn.Module):
-    """Scores (N, V, T) of each token, with the embedding tied to the output."""
-
-    def __init__(self, sparse: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8, sparse=sparse)
-        self.mix = nn.Linear(8, 8)
-        self.out = nn.Linear(8, 11, bias=False)
-        if not sparse:
-            self.out.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = torch.tanh(self.mix(self.embedding(tokens))).cumsum(1)
-        scores: Tensor = self.out(hidden)
-        return scores.transpose(1, 2)
-
-
-def _padded() -> TensorDataset:
-    tokens = _classes(SAMPLES * 7, 11).view(SAMPLES, 7)
-    targets = tokens.roll(-1, 1)
-    for row in range(SAMPLES):
-        targets[row, row % 7 :] = -100  # lengths 0 to 6: rows without any term, ranks with few
-    return TensorDataset(tokens, targets)
-
-
 def tokens() -> Task:
-    return _task(model=Tokens, train=_padded(), evaluate=_padded(), metrics={})
+    return replace(testing_tasks.tokens(), epochs=2)
 
 
 def sparse() -> Task:
-    return _task(
-        model=lambda: Tokens(sparse=True),
-        train=_padded(),
-        evaluate=_padded(),
-        metrics={},
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-    )
+    return replace(testing_tasks.sparse(), epochs=2)
 
 
 class Branches(nn.Module):
@@ -125,37 +98,8 @@ def penalty() -> Task:
     )
 
 
-class Several(nn.Module):
-    """Keyword inputs, one of them None; a tuple of outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 4), nn.Linear(2, 4)
-
-    def forward(self, wide: Tensor, pair: list[Tensor], mask: None = None) -> tuple[Tensor, Tensor]:
-        assert mask is None
-        hidden = torch.tanh(self.left(wide) + self.right(torch.stack(pair, 1)))
-        return hidden.sum(1), hidden.square().sum(1)
-
-
-class SeveralData(Dataset[Any]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        draws = _draws(9, seed=index)
-        inputs = {"wide": draws[:6], "pair": [draws[6], draws[7]], "mask": None}
-        return inputs, {"first": draws[8], "second": draws[8].abs()}
-
-
 def several() -> Task:
-    loss = evener.SumLoss(
-        count=lambda targets: len(targets["first"]),
-        total=lambda outputs, targets: (
-            (outputs[0] - targets["first"]).square().sum() + (outputs[1] - targets["second"]).abs().sum()
-        ),
-    )
-    return _task(model=Several, train=SeveralData(), evaluate=SeveralData(), loss=loss, metrics={})
+    return replace(testing_tasks.several(), epochs=2)
 
 
 def dropout() -> Task:
@@ -183,7 +127,7 @@ def summed() -> Task:
 
 def tiny() -> Task:
     """Fewer samples than ranks."""
-    return _task(train=TensorDataset(_draws(2, 6), _classes(2, 3)), batch_size=64)
+    return _task(train=TensorDataset(draws(2, 6), classes(2, 3)), batch_size=64)
 
 
 class Counting(nn.Module):
@@ -214,7 +158,7 @@ class OneBadTarget(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        return _draws(6, seed=index), torch.tensor(float("nan") if index == 20 else 1.0)
+        return draws(6, seed=index), torch.tensor(float("nan") if index == 20 else 1.0)
 
 
 def one_bad_target() -> Task:
@@ -228,7 +172,7 @@ def one_bad_target() -> Task:
 
 
 def no_pairs() -> Task:
-    return _task(train=TensorDataset(_draws(SAMPLES, 6)))
+    return _task(train=TensorDataset(draws(SAMPLES, 6)))
 
 
 def no_count() -> Task:
@@ -248,7 +192,7 @@ def fails_on_rank_one() -> Task:
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        yield from zip(_draws(SAMPLES, 6), _classes(SAMPLES, 3), strict=True)
+        yield from zip(draws(SAMPLES, 6), classes(SAMPLES, 3), strict=True)
 
 
 def stream() -> Task:
@@ -287,7 +231,7 @@ class SkipsEverySecond(SkipsLater):
 
 
 def last_micro_batch_skips() -> Task:
-    return _task(model=SkipsEverySecond, train=TensorDataset(_draws(48, 6), _classes(48, 3)), batch_size=12)
+    return _task(model=SkipsEverySecond, train=TensorDataset(draws(48, 6), classes(48, 3)), batch_size=12)
 
 
 class Layouts(nn.Module):
@@ -296,7 +240,7 @@ class Layouts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(_draws(24, 3).t())
+        self.transposed = nn.Parameter(draws(24, 3).t())
         self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,15 +10,11 @@ import pytest
 import evener
 from evener.config import RunConfig
 from evener.engine import Engine
-from evener.verification import Trajectory, relative_error
+from evener.runtime.environment import Environment
 from tests import tasks
-from tests.test_exactness import ALONE, trajectory
+from tests.test_exactness import apart, trajectory
 
 RANDOM = "tests.balancers:Random"
-
-
-def worst(reference: Trajectory, other: Trajectory) -> float:
-    return max(relative_error(value, other.weights[name]) for name, value in reference.weights.items())
 
 
 @pytest.mark.parametrize(
@@ -36,18 +32,18 @@ def worst(reference: Trajectory, other: Trajectory) -> float:
 def test_weights_do_not_depend_on_shares_that_change_in_every_step(
     ranks: Any, name: str, settings: dict[str, Any]
 ) -> None:
-    reference = trajectory(name, ALONE, **settings)
+    reference = trajectory(name, Environment(), **settings)
     divided = ranks(3).run(trajectory, name, balance=RANDOM, **settings)
-    assert worst(reference, divided[0]) <= 1e-12
+    assert apart(reference, divided[0]) <= 1e-12
     assert divided[0].losses == pytest.approx(reference.losses, rel=1e-12, nan_ok=True)
     assert len({trajectory.digest for trajectory in divided}) == 1, "replicas differ"
 
 
 def test_nor_on_shares_that_are_learned(ranks: Any) -> None:
     settings = {"steps": 40, "throttle_at": ("20:1:0.1",)}
-    reference = trajectory("batch_norm", ALONE, steps=40)
+    reference = trajectory("batch_norm", Environment(), steps=40)
     divided = ranks(2).run(trajectory, "batch_norm", balance="auto", throttle="1,0.3", **settings)
-    assert worst(reference, divided[0]) <= 1e-12
+    assert apart(reference, divided[0]) <= 1e-12
 
 
 class Recorded(NamedTuple):

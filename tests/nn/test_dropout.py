@@ -21,8 +21,6 @@ from evener.runtime.environment import Environment
 from evener.runtime.session import Session
 from tests import tasks
 
-ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", node=0)
-
 
 def named(layer: Dropout, name: str = "layer") -> Dropout:
     layer.layer = name
@@ -415,7 +413,7 @@ def trained(name: str, alone: bool = False, **settings: Any) -> dict[str, Tensor
     """The weights after two epochs, by clean names."""
     config = RunConfig(device="cpu", dtype="float64", **settings)
     with (
-        Session(device="cpu", environment=ALONE if alone else None) as session,
+        Session(device="cpu", environment=Environment() if alone else None) as session,
         Engine(getattr(tasks, name)(), config, session=session) as engine,
     ):
         for batch in engine.batches():

@@ -18,62 +18,23 @@ from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.runtime.environment import Environment
 from evener.task import Task
 from evener.verification import Trajectory, record, relative_error
-
-ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", node=0)
-FEATURES, SAMPLES = 7, 41
-
-
-def draws(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def classes(n: int) -> Tensor:
-    return torch.randint(3, (n,), generator=torch.Generator().manual_seed(2))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
-
-
-def task(model: Any, **parts: Any) -> Task:
-    data = TensorDataset(draws(SAMPLES, FEATURES), classes(SAMPLES))
-    usual = {
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": sgd,
-        "train": data,
-        "evaluate": data,
-        "batch_size": 13,
-    }
-    return Task(**({"model": model, "epochs": 2, "metrics": {"accuracy": evener.accuracy}} | usual | parts))
-
-
-def deep() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 3)
-    )
-
-
-def plain() -> Task:
-    return task(deep)
-
-
-def normalised() -> Task:
-    layers = lambda: nn.Sequential(  # noqa: E731
-        nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), evener.nn.Dropout(0.4), nn.Linear(8, 3)
-    )
-    return task(layers, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+from tests.comparing import worst
+from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module, by name)
+    FEATURES,
+    SAMPLES,
+    deep,
+    normalised,
+    penalised,
+    plain,
+    step_by_hand,
+    task,
+)
+from tests.tasks import classes, draws
 
 
 def plain_dropout() -> Task:
     """All ranks compute the same samples, and so must draw the same."""
     return task(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.4), nn.Linear(8, 3)))
-
-
-def penalised() -> Task:
-    """A norm is no sum over the elements: no rank could tell its part from its slice."""
-    return task(
-        deep, penalty=lambda model: 0.1 * sum((p.norm() for p in model.parameters()), start=torch.zeros(()))
-    )
 
 
 class WideAndDeep(nn.Module):
@@ -135,7 +96,7 @@ def by_columns() -> Task:
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        yield from zip(draws(SAMPLES, FEATURES), classes(SAMPLES), strict=True)
+        yield from zip(draws(SAMPLES, FEATURES), classes(SAMPLES, 3), strict=True)
 
 
 def stream() -> Task:
@@ -146,11 +107,6 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
     usual = {"dtype": "float64", "device": "cpu", "steps": 9, "strategy": "dimension"}
     config = RunConfig(**(usual | settings))
     return record(f"{__name__}:{name}", None, config, environment)
-
-
-def worst(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert reference.keys() == other.keys()
-    return max(relative_error(value, other[name]) for name, value in reference.items())
 
 
 @pytest.mark.parametrize(
@@ -170,7 +126,7 @@ def worst(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     ids=str,
 )
 def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[str, Any]) -> None:
-    reference = trajectory(name, ALONE, **(settings | {"balance": "equal", "strategy": "single"}))
+    reference = trajectory(name, Environment(), **(settings | {"balance": "equal", "strategy": "single"}))
     divided = ranks(3).run(trajectory, name, **settings)
     assert worst(reference.weights, divided[0].weights) <= 1e-12
     assert divided[0].losses == pytest.approx(reference.losses, rel=1e-12)
@@ -218,7 +174,7 @@ def test_any_number_of_ranks_goes_on_from_the_state_of_any(
     half = ranks(first).run(stop_and_go, None, 4, name)[0]
     assert half["model"]["0.weight"].shape == (8, FEATURES)
     gone_on = ranks(then).run(stop_and_go, half, 7, name)[0]
-    reference = ranks(1).run(stop_and_go, None, 7, name)[0]
+    reference = ranks(1).run(stop_and_go, None, 7, name, strategy="single")[0]
     assert worst(reference["model"], gone_on["model"]) <= 1e-12
     for index, kept in reference["optimizer"]["state"].items():
         assert worst(_tensors(kept), _tensors(gone_on["optimizer"]["state"][index])) <= 1e-11
@@ -234,19 +190,14 @@ def by_hand(**settings: Any) -> tuple[list[float], dict[str, float], Tensor, dic
         **({"strategy": "dimension", "device": "cpu", "dtype": "float64", "epochs": 1} | settings)
     )
     with Engine(plain(), config, clip_norm=0.1) as engine:
-        losses = []
-        for batch in engine.batches():
-            micro = batch.micro_batches[0]
-            total = nn.functional.cross_entropy(engine.model(micro.inputs), micro.targets, reduction="sum")
-            losses.append(engine.backward(total, micro.size))
-            engine.update()
+        losses = [step_by_hand(engine, batch) for batch in engine.batches()]
         outputs = engine.predict(plain().train, everywhere=True)
         weights = {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
         return losses, engine.evaluate(), outputs, weights
 
 
 def test_a_loop_of_the_users_own_with_evaluation_and_predictions(ranks: Any) -> None:
-    losses, metrics, outputs, weights = ranks(1).run(by_hand)[0]
+    losses, metrics, outputs, weights = ranks(1).run(by_hand, strategy="single")[0]
     assert len(outputs) == SAMPLES
     for found in ranks(3).run(by_hand):
         assert found[0] == pytest.approx(losses, rel=1e-12)
@@ -296,7 +247,7 @@ def test_replicas_stay_equal_on_devices_that_round_differently(ranks: Any) -> No
 
 
 def too_narrow() -> Task:
-    data = TensorDataset(draws(SAMPLES, 2), classes(SAMPLES))
+    data = TensorDataset(draws(SAMPLES, 2), classes(SAMPLES, 3))
     return task(lambda: nn.Linear(2, 3), train=data)
 
 

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 import evener
 from evener.assembly import check_division
 from evener.config import RunConfig
-from evener.data.batch import Batch
 from evener.engine import Engine
 from evener.errors import ConfigurationError, DivergenceError, EvenerError, RankError, ShareError
 from evener.observer import Observer
@@ -26,56 +25,23 @@ from evener.report.terminal import summary_text
 from evener.runtime.environment import Environment
 from evener.task import Task
 from evener.testing import check_strategy
+from evener.testing.tasks import broken
 from evener.verification import Trajectory, relative_error
 from evener.verification import record as record_steps
+from tests.comparing import worst
+from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module, by name)
+    FEATURES,
+    SAMPLES,
+    data,
+    deep,
+    normalised,
+    penalised,
+    plain,
+    step_by_hand,
+    task,
+)
 
-ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", node=0)
 TWO_AXES = "tests.strategies.two_axes:TwoAxes"
-FEATURES, SAMPLES = 7, 41
-SPEAKERS, OTHERS = (1, 3), (0, 2)
-
-
-def draws(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def data() -> TensorDataset:
-    classes = torch.randint(3, (SAMPLES,), generator=torch.Generator().manual_seed(2))
-    return TensorDataset(draws(SAMPLES, FEATURES), classes)
-
-
-def deep() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def task(model: Any = deep, **parts: Any) -> Task:
-    usual: dict[str, Any] = {
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
-        "train": data(),
-        "evaluate": data(),
-        "batch_size": 13,
-        "epochs": 2,
-        "metrics": {"accuracy": evener.accuracy},
-    }
-    return Task(model, **(usual | parts))
-
-
-def plain() -> Task:
-    return task()
-
-
-def normalised() -> Task:
-    layers = lambda: nn.Sequential(  # noqa: E731
-        nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), evener.nn.Dropout(0.4), nn.Linear(8, 3)
-    )
-    return task(layers, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
-
-
-def penalised() -> Task:
-    return task(
-        penalty=lambda model: 0.1 * sum((p.norm() for p in model.parameters()), start=torch.zeros(()))
-    )
 
 
 class Skipping(nn.Module):
@@ -101,11 +67,6 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
     return record_steps(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
 
 
-def worst(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert reference.keys() == other.keys()
-    return max(relative_error(value, other[name]) for name, value in reference.items())
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -122,7 +83,7 @@ def worst(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     ids=str,
 )
 def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[str, Any]) -> None:
-    reference = trajectory(name, ALONE, **(settings | {"balance": "equal", "strategy": "single"}))
+    reference = trajectory(name, Environment(), **(settings | {"balance": "equal", "strategy": "single"}))
     divided = ranks(4).run(trajectory, name, **settings)
     assert worst(reference.weights, divided[0].weights) <= 1e-11
     assert all(one.losses == pytest.approx(reference.losses, rel=1e-11) for one in divided)
@@ -227,7 +188,7 @@ def stop_and_go(directory: str, first: int, then: int, strategy: str, name: str)
 @pytest.mark.parametrize("name", ["plain", "normalised"])
 @pytest.mark.parametrize("places", [(4, 1), (1, 4), (4, 2), (2, 4)], ids=str)
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, name: str, places: tuple[int, int]) -> None:
-    reference = trajectory(name, ALONE, strategy="single", steps=7)
+    reference = trajectory(name, Environment(), strategy="single", steps=7)
     strategies = {1: "single", 2: "ddp", 4: TWO_AXES}
     with tempfile.TemporaryDirectory() as directory:
         for size, first, then in zip(places, (0, 4), (4, 7), strict=True):
@@ -237,37 +198,11 @@ def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, name: str, places:
         assert worst(weights, state["model"]) <= 1e-11
 
 
-class Faulty(nn.Module):
-    """What goes wrong in the fourth step, on one rank of the world."""
-
-    def __init__(self, rank: int, fault: str) -> None:
-        super().__init__()
-        self.model, self.passes = deep(), 0
-        self.here = torch.distributed.is_initialized() and torch.distributed.get_rank() == rank
-        self.fault = fault
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.model(x)
-        self.passes += self.training
-        if self.passes != 4 or not self.here:
-            return scores
-        if self.fault == "gradient":
-            scores.register_hook(lambda gradient: gradient * math.nan)
-        return scores * math.nan if self.fault == "loss" else scores
-
-
-def step_by_hand(engine: Engine, batch: Batch) -> None:
-    micro = batch.micro_batches[0]
-    outputs = engine.model(micro.inputs)
-    engine.backward(nn.functional.cross_entropy(outputs, micro.targets, reduction="sum"), micro.size)
-    engine.update()
-
-
 def failing(rank: int, fault: str, by_hand: bool = False) -> str:
     """In the last step, after which no rank waits for one that is gone."""
     config = RunConfig(strategy=TWO_AXES, device="cpu", dtype="float64", steps=4, timeout_seconds=60)
     try:
-        with Engine(task(lambda: Faulty(rank, fault)), config) as engine:
+        with Engine(broken(fault, rank), config) as engine:
             for batch in engine.batches():
                 step_by_hand(engine, batch) if by_hand else engine.step(batch)
     except DivergenceError as error:
@@ -307,7 +242,7 @@ def raising() -> Task:
 
 def diverging() -> Task:
     """In the middle of the run: the others wait for rank 2, and are ended."""
-    return task(lambda: Faulty(2, "loss"))
+    return broken("loss", 2)
 
 
 @pytest.mark.slow
@@ -337,13 +272,7 @@ def test_a_rank_with_other_data_is_named(ranks: Any) -> None:
 def by_hand(strategy: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
     config = RunConfig(strategy=strategy, device="cpu", dtype="float64", epochs=1, clip_norm=0.1, **settings)
     with Engine(penalised(), config) as engine:
-        losses = []
-        for batch in engine.batches():
-            micro = batch.micro_batches[0]
-            outputs = engine.model(micro.inputs)
-            total = nn.functional.cross_entropy(outputs, micro.targets, reduction="sum")
-            losses.append(engine.backward(total, micro.size))
-            engine.update()
+        losses = [step_by_hand(engine, batch) for batch in engine.batches()]
         return losses, {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
 
 

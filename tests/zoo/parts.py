@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-
-def draws(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from evener.task import Task
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], seed: int = 2) -> Tensor:
@@ -39,7 +38,13 @@ def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters), lr=0.05, momentum=0.9, weight_decay=4e-5)
 
 
-def quadratic(factor: float) -> Callable[[nn.Module], Tensor] | None:
+def task(model: type[nn.Module], train: Dataset[Any], penalty: float, **parts: Any) -> Task:
+    """Batches of 11, trained by AdamW; ``penalty`` is the factor of the squares of all weights."""
+    usual = {"loss": nn.CrossEntropyLoss(), "optimizer": adamw, "batch_size": 11}
+    return Task(model, train=train, penalty=_quadratic(penalty), **(usual | parts))
+
+
+def _quadratic(factor: float) -> Callable[[nn.Module], Tensor] | None:
     """A penalty of all weights, or none."""
     if not factor:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from evener.task import Task
-from tests.zoo.parts import adamw, init_normal, integers, quadratic
+from tests.zoo.parts import init_normal, integers, task
 
 WORDS, LENGTH, WIDTH, HEADS, SAMPLES = 37, 9, 16, 2, 44
 IGNORED = -100
@@ -94,15 +94,7 @@ class Masked(torch.utils.data.Dataset[Any]):
 
 
 def bert(penalty: float = 0.0) -> Task:
-    return Task(
-        model=Bert,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=adamw,
-        train=Masked(),
-        penalty=quadratic(penalty),
-        batch_size=11,
-        name="bert",
-    )
+    return task(Bert, Masked(), penalty, name="bert")
 
 
 class CausalAttention(nn.Module):
@@ -152,12 +144,4 @@ class Gpt(nn.Module):
 
 def gpt(penalty: float = 0.0) -> Task:
     words = integers(0, WORDS, (SAMPLES, LENGTH + 1))
-    return Task(
-        model=Gpt,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=adamw,
-        train=TensorDataset(words[:, :-1].clone(), words[:, 1:].clone()),
-        penalty=quadratic(penalty),
-        batch_size=11,
-        name="gpt",
-    )
+    return task(Gpt, TensorDataset(words[:, :-1].clone(), words[:, 1:].clone()), penalty, name="gpt")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from evener.task import Task
-from tests.zoo.parts import adamw, draws, integers, momentum, quadratic
+from tests.tasks import draws
+from tests.zoo.parts import integers, momentum, task
 
 CLASSES, SAMPLES, SIDE = 5, 44, 12
 
@@ -66,15 +67,7 @@ class MobileNetV2(nn.Module):
 
 
 def mobilenet(penalty: float = 0.0) -> Task:
-    return Task(
-        model=MobileNetV2,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=momentum,
-        train=images(),
-        penalty=quadratic(penalty),
-        batch_size=11,
-        name="mobilenet",
-    )
+    return task(MobileNetV2, images(), penalty, optimizer=momentum, name="mobilenet")
 
 
 class SqueezeExcite(nn.Module):
@@ -120,14 +113,8 @@ class EfficientNet(nn.Module):
 
 
 def efficientnet(penalty: float = 0.0) -> Task:
-    return Task(
-        model=EfficientNet,
-        loss=nn.CrossEntropyLoss(label_smoothing=0.1),
-        optimizer=adamw,
-        train=images(),
-        penalty=quadratic(penalty),
-        batch_size=11,
-        name="efficientnet",
+    return task(
+        EfficientNet, images(), penalty, loss=nn.CrossEntropyLoss(label_smoothing=0.1), name="efficientnet"
     )
 
 
@@ -169,12 +156,4 @@ class VisionTransformer(nn.Module):
 
 
 def vit(penalty: float = 0.0) -> Task:
-    return Task(
-        model=VisionTransformer,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=adamw,
-        train=images(),
-        penalty=quadratic(penalty),
-        batch_size=11,
-        name="vit",
-    )
+    return task(VisionTransformer, images(), penalty, name="vit")
