@@ -1,4 +1,4 @@
-"""The battery passes Evener's own strategies, and finds every broken promise and names it, the run and the numbers."""
+"""The battery passes Evener's own strategies, and finds the promises that some wrong ones break, each in its run."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def found(name: str, tried: str) -> str:
         ("ClipsLocally", "clip", "clipped by the norm of the sum over all ranks", "clip_norm 0.05"),
         ("PenaltyPerRank", "penalty", "a penalty counts once, and not once for each rank", "is off by"),
         ("KeepsBuffers", "buffers", "buffers that a forward pass writes are the same", "The digests"),
+        ("DropsTheNone", "several", "inputs and outputs may be several, and None", "came as tensor([])"),
         ("Flips", "prediction", "predictions come in the order of the samples", "the predictions is off"),
         ("ForgetsTheOptimizer", "checkpoint", "one device goes on from a checkpoint", "is off by"),
         ("NamesNobody", "error", "names the rank whose gradient is not a number", "On rank 0: "),
@@ -88,11 +89,22 @@ def test_a_refused_task_is_named_with_the_way_out(ranks: Any) -> None:
         assert "left out by `without`; in 'idle' on 2 ranks" in message
 
 
+def test_one_rank_of_a_group_is_too_few(ranks: Any) -> None:
+    def refused() -> str:
+        with pytest.raises(ConfigurationError) as raised:
+            check_strategy("ddp")
+        return str(raised.value)
+
+    assert ranks(1).run(refused) == ["a strategy is tried on at least two ranks, not [1]"]
+
+
 def test_what_cannot_be_tried() -> None:
     with pytest.raises(ConfigurationError, match=r"nothing that is tried is called 'speed'; there are plain"):
         check_strategy("ddp", without=("speed",))
     with pytest.raises(ConfigurationError, match=r"at least two ranks, not \[1\]"):
         check_strategy("ddp", processes=(1,))
+    with pytest.raises(ConfigurationError, match=r"at least two ranks, not \[\]"):
+        check_strategy("ddp", processes=())
     with pytest.raises(ConfigurationError, match="no strategy is called 'dpp'"):
         check_strategy("dpp")
 
@@ -128,5 +140,10 @@ def test_differences_in_words() -> None:
     assert "of shape (1,) in place of (2,)" in str(difference(a, {"weight w": torch.zeros(1)}))
     assert difference(a, {}) == "'weight w' is there only on one device"
     assert difference({}, a) == "'weight w' is there only here"
+    masked = torch.tensor([-torch.inf, torch.nan, 1.0])
+    masked = {"mask": torch.tensor([-torch.inf, torch.nan, 1.0])}
+    assert "element 2 is 2 in place of 1" in str(
+        difference(masked, {"mask": torch.tensor([-torch.inf, torch.nan, 2.0])})
+    )
     same = {"mask": torch.tensor([-torch.inf, torch.nan]), "none": torch.zeros(0)}
     assert difference(same, same) is None

@@ -164,6 +164,16 @@ class OwnBatchNorm(WithDdp):
         return model
 
 
+class DropsTheNone(WithDdp):
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        model.register_forward_pre_hook(_without_none, with_kwargs=True)
+        return super().parallelize(model, mesh, settings)
+
+
+def _without_none(module: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return inputs, {name: torch.empty(0) if value is None else value for name, value in named.items()}
+
+
 class Flips(WithDdp):
     def stepper(self, learner: Learner) -> Stepper:
         return OutOfOrder(learner)

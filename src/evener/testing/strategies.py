@@ -31,6 +31,7 @@ from evener.testing.trials import (
     alone,
     reference_of,
 )
+from evener.verification import relative_error
 
 TOLERANCE = 1e-10
 """Largest difference in float64 that the order of sums explains, relative to the largest number of a tensor."""
@@ -69,8 +70,8 @@ def check_strategy(
             f"nothing that is tried is called {strange[0]!r}; there are {', '.join(NAMES)}"
         )
     in_place = dist.is_initialized() or is_launched()
-    if not in_place and (not processes or min(processes) < 2):
-        raise ConfigurationError(f"a strategy is tried on at least two ranks, not {list(processes)}")
+    if not in_place:
+        _check_number(processes)
     strategy_called(strategy, 2)
     arguments = (strategy, tuple(without), device, timeout_seconds)
     if in_place:
@@ -81,6 +82,11 @@ def check_strategy(
         launch(
             _check, *arguments, references, processes=number, device=device, timeout_seconds=timeout_seconds
         )
+
+
+def _check_number(ranks: Sequence[int]) -> None:
+    if not ranks or min(ranks) < 2:
+        raise ConfigurationError(f"a strategy is tried on at least two ranks, not {list(ranks)}")
 
 
 def _references(without: Sequence[str], device: str, timeout_seconds: float) -> References:
@@ -100,6 +106,7 @@ def _check(
     references: References | None = None,
 ) -> None:
     with Session(device, timeout_seconds) as session:
+        _check_number([session.world_size])
         if references is None:
             own = _references(without, device, timeout_seconds) if session.rank == 0 else None
             references = session.control.broadcast_object(own)
@@ -179,20 +186,17 @@ def difference(reference: Findings, found: Findings) -> str | None:
 
 
 def _relative(reference: Tensor, found: Tensor) -> float:
-    """Where both are the same, an infinity or none at all, they are equal."""
+    """The relative error, infinite where the shapes or a number on one side alone leave none."""
     if reference.shape != found.shape:
         return math.inf
-    same = (reference == found) | (reference.isnan() & found.isnan())
-    apart = (reference - found).abs().masked_fill(same, 0.0)
-    largest = float(apart.max()) if apart.numel() else 0.0
-    scale = float(reference.abs().nan_to_num(0.0, posinf=0.0).max()) if apart.numel() else 0.0
-    error = largest / scale if scale else largest
+    error = relative_error(reference, found)
     return math.inf if math.isnan(error) else error
 
 
 def _numbers(reference: Tensor, found: Tensor) -> str:
     if reference.shape != found.shape:
         return f"it is of shape {tuple(found.shape)} in place of {tuple(reference.shape)}"
-    place = int((reference - found).abs().nan_to_num(math.inf).argmax())
+    same = (reference == found) | (reference.isnan() & found.isnan())  # of equal infinities, too
+    place = int((reference - found).abs().nan_to_num(math.inf).masked_fill(same, 0.0).argmax())
     values = found.flatten()[place].item(), reference.flatten()[place].item()
     return f"element {place} is {values[0]:.17g} in place of {values[1]:.17g}"

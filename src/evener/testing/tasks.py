@@ -209,7 +209,8 @@ class Several(nn.Module):
         super().__init__()
         self.left, self.right = nn.Linear(FEATURES, 4), nn.Linear(2, 4)
 
-    def forward(self, wide: Tensor, pair: list[Tensor], mask: None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, wide: Tensor, pair: list[Tensor], mask: None) -> tuple[Tensor, Tensor]:
+        assert mask is None, f"the input that is None came as {mask!r}"
         hidden = torch.tanh(self.left(wide) + self.right(torch.stack(pair, 1)))
         return hidden.sum(1), hidden.square().sum(1)
 

@@ -149,7 +149,8 @@ def predict(place: Place, trial: Trial) -> Findings:
         everywhere: Any = engine.predict(engine.task.train, everywhere=True)
         given = engine.predict(engine.task.train)
     if (given is not None) != (place.session.rank == 0):
-        raise NotKeptError(f"predict() gave {'nothing' if given is None else 'outputs'} here")
+        gave = "nothing" if given is None else "outputs"
+        raise NotKeptError(f"predict() gave rank {place.session.rank} {gave}; they are for rank 0 alone")
     if given is not None and not torch.equal(given, everywhere):
         raise NotKeptError("predict() gave rank 0 other outputs than it gave all ranks")
     return {"predictions": everywhere.double()}
@@ -291,7 +292,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     Trial(
         "accumulation",
-        "gradients of micro-batches add up, and are exchanged once",
+        "gradients of micro-batches add up, also where a rank has more of them than another",
         train,
         "tied",
         {"balance": "uneven", "micro_batch": 4},
