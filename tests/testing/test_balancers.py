@@ -82,6 +82,22 @@ class IgnoresCaps(AllToTheFirst):
         super().__init__(world_size)
 
 
+class RefusesCaps(Equal):
+    """Names them, and can do with none."""
+
+    def __init__(self, world_size: int, caps: Sequence[int | None] | None) -> None:
+        if caps is not None:
+            raise ShareError("no luck with caps")
+        super().__init__(world_size)
+
+
+class RefusesAQuantum(Equal):
+    def __init__(self, world_size: int, quantum: int) -> None:
+        if quantum > 1:
+            raise ShareError("no luck with a quantum")
+        super().__init__(world_size)
+
+
 class NeverRefuses(Equal):
     def shares(self, step: int, batch_size: int) -> list[int]:
         try:
@@ -96,7 +112,7 @@ class IgnoresTheQuantum(Equal):
 
 
 class ForgetsWhatItLearned(AllToTheFirst):
-    """Goes over to the last rank once it has seen twenty steps."""
+    """Goes over to the last rank once it has seen forty steps."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
@@ -137,6 +153,14 @@ BROKEN = [
     (KeepsNoPlainValues, "through JSON", "no plain values"),
     (DecidesForThePast, "from a later step on", "why not"),
 ]
+
+
+@pytest.mark.parametrize(("kind", "seen"), [(RefusesCaps, "with caps"), (RefusesAQuantum, "with a quantum")])
+@pytest.mark.parametrize("named", [False, True], ids=["class", "name"])
+def test_a_limit_that_is_named_is_tried(kind: type[Balancer], seen: str, named: bool) -> None:
+    """Whatever the constructor makes of it."""
+    with pytest.raises(ConformanceError, match=f"no luck {seen}"):
+        check_balancer(f"{__name__}:{kind.__name__}" if named else kind)
 
 
 def test_what_is_right_passes() -> None:

@@ -85,20 +85,13 @@ class Trial:
 
     @property
     def knows_limits(self) -> set[str]:
-        """Which limits it takes."""
-        if isinstance(self.make, str):
-            return {"caps", "quantum"} if ":" not in self.make else self._limits_of_own(self.make)
-        return names_taken(self.make, _offered(self.world_size)) & {"caps", "quantum"}
-
-    def _limits_of_own(self, name: str) -> set[str]:
-        known = set()
-        for limit, value in (("caps", [None] * self.world_size), ("quantum", 2)):
-            try:
-                make_balancer(name, self.world_size, **{limit: value})  # type: ignore[arg-type]
-            except ShareError:
-                continue
-            known.add(limit)
-        return known
+        """Which limits it names; a balancer of Evener's own takes both."""
+        function: Callable[..., Balancer] | str = self.make
+        if isinstance(function, str):
+            if ":" not in function:
+                return {"caps", "quantum"}
+            function = type(make_balancer(function, self.world_size))
+        return names_taken(function, _offered(self.world_size)) & {"caps", "quantum"}
 
     def made(self, seed: int = 0, **limits: Any) -> Balancer:
         """A fresh one; what it may draw at random it draws from ``seed``."""
@@ -226,14 +219,14 @@ def _check_caps(trial: Trial) -> None:
 def _check_quantum(trial: Trial) -> None:
     if "quantum" not in trial.knows_limits:
         return
-    history = trial.run(trial.made(quantum=4))
+    promise = "shares are multiples of the quantum, but for one"
+    try:
+        history = trial.run(trial.made(quantum=4))
+    except ShareError as error:
+        raise broken(trial.name, promise, f"A quantum of 4: {error}") from error
     for (step, size), shares in history.answers.items():
         if sum(share % 4 != 0 for share in shares) > 1:
-            raise broken(
-                trial.name,
-                "shares are multiples of the quantum, but for one",
-                f"Step {step}, a batch of {size}, a quantum of 4: {shares}",
-            )
+            raise broken(trial.name, promise, f"Step {step}, a batch of {size}, a quantum of 4: {shares}")
 
 
 def _check_state(trial: Trial, history: History) -> None:
