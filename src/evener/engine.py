@@ -345,10 +345,9 @@ class Engine:
             DivergenceError: If weights are not finite, which are never saved.
         """
         self._check_sound()
-        watchdog, session = self.session.watchdog, self.session
-        with watchdog.together("writing a checkpoint", self.steps_done):
+        with self.session.watchdog.together("writing a checkpoint", self.steps_done):
             held = state.held(self.model, self.learner.optimizer)
-            writers = checkpoint.Writers(session.patient_group(), session.rank)
+            writers = checkpoint.Writers(self.session.patient_group(), self.session.rank)
             return checkpoint.save(held, self._rest(), self.steps_done, directory, writers)
 
     def load(self, path: Path) -> None:
