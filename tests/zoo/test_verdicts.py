@@ -110,7 +110,9 @@ def test_a_batch_that_goes_wrong_is_found(
     assert re.search(words.replace("?", r"\?"), found.hint), found.hint
 
 
-@everywhere
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in NORMS else name for name in TASKS]
+)
 @exactly
 def test_a_penalty_once_a_rank_is_found(ranks: Any, name: str, dtype: str) -> None:
     assert verdict(ranks, name, dtype=dtype, penalty=1e-4).passed
