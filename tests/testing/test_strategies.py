@@ -141,6 +141,7 @@ def test_differences_in_words() -> None:
     assert difference(a, {}) == "'weight w' is there only on one device"
     assert difference({}, a) == "'weight w' is there only here"
     masked = torch.tensor([-torch.inf, torch.nan, 1.0])
+    assert "is off by inf" in str(difference(a, {"weight w": torch.tensor([1.0, torch.inf])}))
     masked = {"mask": torch.tensor([-torch.inf, torch.nan, 1.0])}
     assert "element 2 is 2 in place of 1" in str(
         difference(masked, {"mask": torch.tensor([-torch.inf, torch.nan, 2.0])})
