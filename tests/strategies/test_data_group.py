@@ -47,7 +47,7 @@ def task() -> Task:
 def trained(alone: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Losses of all steps, the loss of the evaluation, and the weights."""
     before, config = groups_open() if not alone else 0, RunConfig(dtype="float64", steps=6, **settings)
-    environment = Environment(0, 1, 0, 1, host="localhost", node=0) if alone else None
+    environment = Environment() if alone else None
     with Session("cpu", 60.0, environment) as session, Engine(task(), config, session=session) as engine:
         losses = [engine.step(batch).loss for batch in engine.batches()]
         losses.append(engine.evaluate()["loss"])
@@ -68,7 +68,7 @@ def test_it_is_that_of_one_device(ranks: Any, balance: str, micro_batch: int | N
 
 def by_hand(alone: bool, balance: str) -> dict[str, Tensor]:
     config = RunConfig(dtype="float64", steps=4, balance=balance)
-    environment = Environment(0, 1, 0, 1, host="localhost", node=0) if alone else None
+    environment = Environment() if alone else None
     with Session("cpu", 60.0, environment) as session, Engine(task(), config, session=session) as engine:
         for batch in engine.batches():
             (micro,) = batch.micro_batches
