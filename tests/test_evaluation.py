@@ -126,6 +126,26 @@ def test_an_output_that_is_not_by_sample_is_refused() -> None:
         predicted("mean", 7, True)
 
 
+class Padded(nn.Module):
+    """As many outputs as the largest number among the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), int(x[:, 0].max()) + 1)
+
+
+def test_outputs_of_several_lengths_are_refused() -> None:
+    words = r"samples from 4 on are of shape \(4, 8\), those for the first 4 of shape \(4, 4\)"
+    with (
+        Engine(tasks._task(model=Padded), device="cpu", batch_size=4) as engine,
+        pytest.raises(ConfigurationError, match=words),
+    ):
+        engine.predict(Inputs(8), targets=False)
+
+
 @pytest.mark.parametrize("targets", [True, False])
 def test_a_stream_has_no_order_to_predict_in(targets: bool) -> None:
     with (

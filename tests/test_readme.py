@@ -75,6 +75,7 @@ def carry_out(block: Block, directory: Path) -> None:
     assert done.returncode == 0, f"{block.text}{done.stdout}{done.stderr}"
 
 
+@pytest.mark.slow
 def test_what_the_readme_says_runs(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for block in blocks(README):

@@ -104,6 +104,14 @@ def test_ddp_broadcasts_buffers_through_one_method(monkeypatch: pytest.MonkeyPat
         assert told == [3]
 
 
+@pytest.mark.usefixtures("group")
+def test_ddp_leaves_parameters_alone() -> None:
+    with borrowed("ddp") as names:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        names.leave_out(model, ["1.weight", "1.bias"])
+        assert names.logged(DistributedDataParallel(model))["num_parameter_tensors"] == 2
+
+
 def test_iterators_of_a_data_loader_have_one_class() -> None:
     with borrowed("data_loader") as names:
         assert isinstance(iter(DataLoader(range(3))), names.LoaderIterator)  # type: ignore[arg-type]

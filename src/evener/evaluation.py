@@ -83,7 +83,8 @@ def predict(
     micro-batch of a rank.
 
     Raises:
-        ConfigurationError: If an output's dimension 0 is not the samples, or the dataset has no order.
+        ConfigurationError: If an output's dimension 0 is not the samples, other dimensions differ from batch to batch,
+            or the dataset has no order.
     """
     check_dataset(dataset, "the dataset")
     _check_ordered(dataset)
@@ -193,4 +194,11 @@ def _check_rows(pieces: list[tuple[int, int, Tensor]]) -> None:
             raise ConfigurationError(
                 f"predict: the outputs for the {size} samples from {start} on are of shape {tuple(outputs.shape)}; "
                 "their dimension 0 must be the samples, so that they can be put in order"
+            )
+        other = pieces[0][2]
+        if outputs.shape[1:] != other.shape[1:]:
+            raise ConfigurationError(
+                f"predict: the outputs for the {size} samples from {start} on are of shape {tuple(outputs.shape)}, "
+                f"those for the first {pieces[0][1]} of shape {tuple(other.shape)}, and cannot be joined: have the "
+                "task's collate function pad all samples to one length"
             )

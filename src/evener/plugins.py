@@ -19,6 +19,7 @@ STRATEGIES = {
     "single": "evener.strategies.single:Single",
     "ddp": "evener.strategies.ddp:Ddp",
     "dimension": "evener.strategies.features:FeatureParallel",
+    "experts": "evener.strategies.experts:ExpertParallel",
 }
 """Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
 

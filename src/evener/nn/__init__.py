@@ -14,6 +14,7 @@ from evener.nn.collectives import (
     split,
 )
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
+from evener.nn.experts import Experts, Mixed
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 from evener.nn.scope import data_group, without_placeholder
 
@@ -22,7 +23,9 @@ __all__ = [
     "Dropout",
     "Dropout1d",
     "Dropout2d",
+    "Experts",
     "FeatureParallelLinear",
+    "Mixed",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -36,21 +36,9 @@ from evener.errors import ConfigurationError
 from evener.hardware.readout import is_late
 from evener.hardware.stopwatch import waiting
 from evener.nn.scope import current
+from evener.nn.shared import Shared
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class _Ranks:
-    """The group of a module; a copy of the module shares it, and a pickled one comes back without."""
-
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return self
-
-    def __reduce__(self) -> tuple[type[_Ranks], tuple[()]]:
-        return _Ranks, ()
 
 
 class BatchNorm(AnyBatchNorm):
@@ -63,11 +51,11 @@ class BatchNorm(AnyBatchNorm):
     samples on a placeholder in a scope of weight 0.
     """
 
-    _ranks = _Ranks()
+    _ranks = Shared[ProcessGroup]()
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        group = self._ranks.group
+        group = self._ranks.value
         of_batch = self.training or self.running_mean is None
         if group is None or group.size() == 1 or not of_batch:
             return AnyBatchNorm.forward(self, input)
@@ -141,7 +129,7 @@ def exact_batch_norm(model: M, group: ProcessGroup | None) -> M:
     Raises:
         ConfigurationError: If a lazy module does not know its number of features yet.
     """
-    ranks = _Ranks(group)
+    ranks = Shared(group)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, AnyBatchNorm):
             raise ConfigurationError(

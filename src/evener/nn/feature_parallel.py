@@ -20,22 +20,10 @@ from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
+from evener.nn.shared import Shared
 
 SumOverRanks = Callable[[Tensor], None]
 """Replaces a tensor by its sum over the ranks, in place; afterwards all hold the same bits."""
-
-
-class _Ranks:
-    """How a module sums; a copy of the module shares it, and a pickled one comes back without."""
-
-    def __init__(self, total: SumOverRanks | None = None) -> None:
-        self.total = total
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return self
-
-    def __reduce__(self) -> tuple[type[_Ranks], tuple[()]]:
-        return _Ranks, ()
 
 
 class FeatureParallelLinear(nn.Linear):
@@ -48,19 +36,19 @@ class FeatureParallelLinear(nn.Linear):
 
     columns: range | None = None
     """The features of this rank's slice; None if it holds all."""
-    _ranks = _Ranks()
+    _ranks = Shared[SumOverRanks]()
 
     def forward(self, input: Tensor) -> Tensor:
         if self.columns is None:
             return super().forward(input)
-        if self._ranks.total is None:
+        if self._ranks.value is None:
             raise ConfigurationError(f"{self} was copied to another process; only its state_dict can be")
         if input.shape[-1] != len(self.columns):
             raise ConfigurationError(
                 f"{self} got {input.shape[-1]} features: the layer that reads the features must be the first, and "
                 "nothing before it may change their number"
             )
-        output: Tensor = _Sum.apply(F.linear(input, self.weight), self._ranks.total)  # type: ignore[no-untyped-call]
+        output: Tensor = _Sum.apply(F.linear(input, self.weight), self._ranks.value)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
@@ -87,7 +75,7 @@ def divide_features(linear: nn.Linear, columns: range, total: SumOverRanks) -> F
     assert isinstance(linear, FeatureParallelLinear)
     part = linear.weight.detach()[:, columns.start : columns.stop].clone()
     linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
-    linear.columns, linear._ranks = columns, _Ranks(total)
+    linear.columns, linear._ranks = columns, Shared(total)
     return linear
 
 

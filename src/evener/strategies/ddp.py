@@ -31,7 +31,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.borrowed.ddp import no_buffer_broadcast
+from evener.borrowed.ddp import leave_out, no_buffer_broadcast
 from evener.collectives.base import AllReduce, key_of
 from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
@@ -48,6 +48,7 @@ from evener.strategies.pace import Pace
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.single import Alone
+from evener.strategies.slices import slice_of
 
 
 class Ddp(Strategy):
@@ -91,6 +92,7 @@ class DdpSum(Synchronizer):
     def wrap(self, replica: nn.Module) -> nn.Module:
         for parameter in self._trained():
             parameter.register_post_accumulate_grad_hook(self._filled.add)  # type: ignore[no-untyped-call]
+        leave_out(replica, [name for name, p in replica.named_parameters() if _is_apart(p)])
         self._ddp = DistributedDataParallel(
             replica,
             process_group=self._group,
@@ -104,7 +106,7 @@ class DdpSum(Synchronizer):
         return self._ddp
 
     def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._learner.names if p.requires_grad]
+        return [p for p in self._learner.names if p.requires_grad and not _is_apart(p)]
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -134,12 +136,13 @@ class DdpSum(Synchronizer):
         return missing
 
     def soundness(self) -> tuple[Readout, ...]:
-        return tuple(self._hook.soundness)
+        apart = [p for p in self._learner.names if _is_apart(p)]
+        return (*self._hook.soundness, *([read(gradients.soundness(apart))] if apart else ()))
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         self._check_own(parameters)
         names = self._learner.names
-        named = [(names[p], p) for p in parameters if p.requires_grad]
+        named = [(names[p], p) for p in parameters if p.requires_grad and not _is_apart(p)]
         absent = [name for name, p in named if p.grad is None]
         sound = bool(torch.isfinite(gradients.soundness(p for _, p in named)))
         said = self._learner.session.control.gather_objects((absent, sound))
@@ -187,6 +190,12 @@ class DdpSum(Synchronizer):
         self._ddp = None
         gc.collect()
         self._all_reduce.close()
+
+
+def _is_apart(parameter: nn.Parameter) -> bool:
+    """Whether the ranks over which gradients are summed hold a piece each: its gradient is whole where it is."""
+    piece = slice_of(parameter)
+    return piece is not None and piece.axis in DIVIDING_SAMPLES
 
 
 Send = Callable[[GradBucket], Future[Tensor]]

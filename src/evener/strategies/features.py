@@ -92,7 +92,7 @@ class FeatureParallel(Strategy):
         return Plain(learner)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        _check_optimizer(optimizer)
+        check_elementwise(optimizer, "dimension")
 
     def portion(self, dataset: Any, learner: Learner) -> Any:
         pieces = (slice_of(parameter) for parameter in learner.model.parameters())
@@ -167,10 +167,13 @@ class SameBits(Synchronizer):
             dist.broadcast(tensor, group=self._group, group_src=0)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Raises:
+    ConfigurationError: For an optimizer that needs whole weights, of which a rank of ``strategy`` holds slices.
+    """
     if type(optimizer).__name__ in _NOT_ELEMENTWISE:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} looks at a weight as a whole, but each rank of strategy 'dimension' holds a "
+            f"{type(optimizer).__name__} looks at a weight as a whole, but each rank of strategy {strategy!r} holds a "
             "slice; use an optimizer that treats each element alone, such as SGD or AdamW"
         )
 

@@ -1,0 +1,20 @@
+"""What a module uses and does not own, such as a process group."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Shared(Generic[T]):
+    """A copy of the module shares it, and a pickled one comes back without."""
+
+    def __init__(self, value: T | None = None) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared[T]:
+        return self
+
+    def __reduce__(self) -> tuple[type[Shared[Any]], tuple[()]]:
+        return Shared, ()
