@@ -17,6 +17,8 @@ import pytest
 
 import evener
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 SHOWN = {

@@ -70,5 +70,6 @@ def several_parts() -> None:
         )
 
 
+@pytest.mark.slow
 def test_two_level_takes_a_buffer_in_parts(ranks: Any) -> None:
     ranks(3).run(several_parts)

@@ -133,6 +133,7 @@ def test_a_killed_rank_is_named_with_where_it_stood() -> None:
         launch(work, processes=2, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_and_is_named() -> None:
     def work() -> None:
         with Session(device="cpu", timeout_seconds=3) as session:

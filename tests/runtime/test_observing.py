@@ -49,6 +49,7 @@ def test_the_command_shows_which_rank_is_slow(script: Path, tmp_path: Path) -> N
     assert ranks[0]["compute_seconds"] < 0.05 <= ranks[1]["compute_seconds"]
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_told_about_too(script: Path) -> None:
     ended = run(
         "-m", "evener.cli.main", "run", "--processes", "2", "--device", "cpu", "--observe", script, "3"

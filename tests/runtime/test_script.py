@@ -98,6 +98,7 @@ def test_a_scripts_own_exit_status_is_kept(faults: Path) -> None:
     assert (ended.status, ended.err.strip()) == (3, "RankError rank 1 ended with status 3")
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(faults: Path) -> None:
     ended = drive(faults, "late", timeout_seconds=3)
     assert ended.status == 1
