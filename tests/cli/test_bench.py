@@ -45,6 +45,7 @@ def row(**changes: Any) -> Row:
     return Row(**(values | changes))
 
 
+@pytest.mark.slow
 def test_two_ranks_and_two_sizes(capfd: pytest.CaptureFixture[str]) -> None:
     status = bench(
         *("--processes", "2", "--device", "cpu", "--sizes", "4K,64K", "--type", "int32"),

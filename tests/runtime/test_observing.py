@@ -35,6 +35,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_shows_which_rank_is_slow(script: Path, tmp_path: Path) -> None:
     seen = tmp_path / "seen.json"
     options = ["--processes", "2", "--device", "cpu", "--observe", "--json", seen]

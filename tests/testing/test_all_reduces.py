@@ -236,6 +236,7 @@ def test_a_rank_that_does_not_end_the_trial_is_named(ranks: Any) -> None:
     assert "ended without rank 1" in message
 
 
+@pytest.mark.slow
 def test_ranks_are_started_where_there_are_none() -> None:
     with pytest.raises(ConformanceError, match="Averages breaks its promise: the tensor is the sum over"):
         check_all_reduce(Averages, processes=2, dtypes=DTYPES, missing_rank=False)

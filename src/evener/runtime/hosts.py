@@ -49,6 +49,14 @@ def destroy(group: dist.ProcessGroup | None) -> None:
         dist.destroy_process_group(group)
 
 
+def connected(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The new ``group``, when all of its ranks have come: gloo breaks off a rank that still connects to one which gives
+    the group back at once."""
+    if dist.get_backend(group) == "gloo":
+        dist.barrier(group)
+    return group
+
+
 def hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of ``group`` (counted in the group), by host in order of first rank. A collective call."""
     hosts: dict[tuple[str, ...], list[int]] = {}

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from evener.errors import ConfigurationError
-from evener.runtime.hosts import destroy
+from evener.runtime.hosts import connected, destroy
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 """From the axis whose messages are fewest to the one whose are most: neighbors on the last share a host first."""
@@ -215,7 +215,7 @@ class Mesh:
                 mine = made
         assert isinstance(mine, dist.ProcessGroup)
         self._owned.callback(destroy, mine)
-        return mine
+        return connected(mine)
 
     def own(self, close: Callable[[], None]) -> None:
         """Has ``close`` called when the mesh is closed, before the groups that were made earlier are."""

@@ -28,7 +28,7 @@ from evener.errors import ConfigurationError, RankTimeoutError
 from evener.runtime.agreement import Terms, agree, evener_version
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
-from evener.runtime.hosts import destroy
+from evener.runtime.hosts import connected, destroy
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.watchdog import (
     BACKSTOP_SECONDS,
@@ -247,7 +247,7 @@ class Session:
         """
         if self._patient is None and self.world_size > 1:
             with self.watchdog.wait("start of the patient group"):
-                self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+                self._patient = connected(dist.new_group(backend="gloo", timeout=_PATIENCE))
             self._stack.callback(destroy, self._patient)
             self._stack.callback(setattr, self, "_patient", None)
         return self._patient
@@ -256,7 +256,7 @@ class Session:
         channel: Channel = LocalChannel()
         if self.world is not None and self.world_size > 1:
             with self.watchdog.wait("start of the control channel"):
-                group = dist.new_group(backend="gloo", timeout=self.group_timeout)
+                group = connected(dist.new_group(backend="gloo", timeout=self.group_timeout))
             assert isinstance(group, dist.ProcessGroup)
             channel = GroupChannel(group, self.watchdog)
         stack.callback(channel.close)
