@@ -17,7 +17,7 @@ from evener.errors import ConfigurationError, TaskError
 from evener.nn.experts import STACKED, Experts
 from evener.runtime.mesh import Mesh
 from evener.strategies.ddp import Ddp
-from evener.strategies.features import check_elementwise
+from evener.strategies.features import check_elementwise, check_untied
 from evener.strategies.parts import Settings
 from evener.strategies.slices import Slice, mark
 
@@ -58,16 +58,7 @@ def _expert_layers(model: nn.Module) -> dict[str, Experts]:
             f"strategy 'experts' divides the layers that are evener.nn.Experts; {type(model).__name__} has none: use "
             "strategy 'ddp'"
         )
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for layer in layers.values():
-        for stacked in STACKED:
-            if len(tied := names[layer.get_parameter(stacked)]) > 1:
-                raise TaskError(
-                    f"{' and '.join(tied)} are one weight, of which each rank would hold a slice; give each layer its "
-                    "own"
-                )
+    check_untied(model, [layer.get_parameter(name) for layer in layers.values() for name in STACKED])
     return layers
 
 

@@ -192,7 +192,7 @@ def _feature_layers(model: nn.Module) -> dict[str, nn.Linear]:
             f"strategy 'dimension' divides the first torch.nn.Linear by its features; {type(model).__name__} has none"
         )
     _check_alike(layers)
-    _check_untied(model, layers)
+    check_untied(model, [layer.weight for layer in layers.values()])
     return layers
 
 
@@ -205,13 +205,16 @@ def _check_alike(layers: Mapping[str, nn.Linear]) -> None:
         )
 
 
-def _check_untied(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+def check_untied(model: nn.Module, divided: Iterable[Tensor]) -> None:
+    """Raises:
+    TaskError: If one of the parameters to divide stands under several names in the model.
+    """
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    for layer in layers.values():
-        if len(names[layer.weight]) > 1:
+    for weight in divided:
+        if len(names[weight]) > 1:
             raise TaskError(
-                f"{' and '.join(names[layer.weight])} are one weight, of which each rank would hold a slice; give each "
+                f"{' and '.join(names[weight])} are one weight, of which each rank would hold a slice; give each "
                 "layer its own"
             )
