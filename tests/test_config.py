@@ -81,5 +81,5 @@ def test_the_help_names_every_strategy() -> None:
     help = RunConfig.__dataclass_fields__["strategy"].metadata["help"]
     assert f"auto, {', '.join(STRATEGIES)}, or package.module:Class" in help
     for name, place in STRATEGIES.items():
-        assert strategy_called(name, 1 if name == "single" else 2).name == name
+        assert strategy_called(name).label == name
         assert issubclass(resolve_name(place), Strategy)

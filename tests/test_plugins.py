@@ -33,7 +33,7 @@ DOORS: dict[str, tuple[Callable[[str], Any], type[ConfigurationError]]] = {
     "task": (resolve, TaskError),
     "balancer": (lambda name: make_balancer(name, 2), ShareError),
     "all-reduce": (registry.find, ConfigurationError),
-    "strategy": (lambda name: strategy_called(name, 2), ConfigurationError),
+    "strategy": (strategy_called, ConfigurationError),
 }
 
 
@@ -62,7 +62,7 @@ class WithArguments(Ddp):
 )
 def test_a_strategy_says_all_and_is_made_of_nothing(name: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        strategy_called(f"tests.test_plugins:{name}", 2)
+        strategy_called(f"tests.test_plugins:{name}")
 
 
 @pytest.mark.parametrize("module", BROKEN)

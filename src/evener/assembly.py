@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,8 @@ from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.runtime.mesh import DataAxis
 from evener.strategies.base import Strategy
-from evener.strategies.names import strategy_called
+from evener.strategies.composed import degrees_of, laid
+from evener.strategies.names import strategies_called
 from evener.strategies.parts import Settings
 from evener.strategies.reading import Reading
 
@@ -37,6 +39,39 @@ def balancer_of(config: RunConfig, reading: Reading, lookahead: int) -> Balancer
     )
 
 
+def strategy_of(config: RunConfig, world_size: int) -> Strategy:
+    """The strategy of the settings, laid over so many ranks.
+
+    Raises:
+        ConfigurationError: If there is none of a name or with such options, or it cannot be laid so.
+    """
+    return laid(_named(config), config.mesh, world_size)
+
+
+def _named(config: RunConfig) -> tuple[Strategy, ...]:
+    given = config.strategy
+    if isinstance(given, str):
+        return strategies_called(given, config.strategy_option)
+    if config.strategy_option:
+        raise ConfigurationError(
+            f"strategy_option {', '.join(config.strategy_option)} goes with a strategy's name; {given} has its options "
+            "already: give them to its class"
+        )
+    parts = given if isinstance(given, tuple | list) else (given,)
+    strange = [part for part in parts if not isinstance(part, Strategy)]
+    if strange or not parts:
+        raise ConfigurationError(f"strategy is {given!r}; it must be a name, a Strategy, or a tuple of them")
+    return tuple(part for part in parts if isinstance(part, Strategy))
+
+
+def suggested_processes(config: RunConfig) -> int | None:
+    """The ranks that strategy and mesh need, if they say; None if any number will do."""
+    if any(part.one_process for part in _named(config)):
+        return 1
+    degrees = degrees_of(config.mesh)
+    return math.prod(degrees.values()) if degrees else None
+
+
 def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Settings:
     """What the strategy is told.
 
@@ -52,15 +87,27 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         all_reduce=config.allreduce,
         compression=config.compress,
         bucket_bytes=None if config.bucket_mb is None else round(config.bucket_mb * 2**20),
+        devices=_devices_of(config, strategy),
     )
     data = strategy.layout(world_size, settings).data_axis(0)
     if data.degree == 1 < world_size:
         _refuse_ignored(
-            config, f"with strategy {config.strategy!r} all {world_size} ranks compute every sample"
+            config, f"with strategy {strategy.label!r} all {world_size} ranks compute every sample"
         )
     # Where all ranks compute the same samples, what is divided by weights is the model.
     weights = fixed_weights(config.balance, world_size) if data.degree == 1 else None
     return replace(settings, throttle=_throttle_of(config, data, world_size), weights=weights)
+
+
+def _devices_of(config: RunConfig, strategy: Strategy) -> tuple[str, ...] | None:
+    if config.devices is None:
+        return None
+    if not strategy.one_process:
+        raise ConfigurationError(
+            f"devices {config.devices!r} are those of one process, and strategy {strategy.label!r} has one device for "
+            "each rank: leave devices out, or use strategy data_parallel or layers"
+        )
+    return tuple(config.devices.split(","))
 
 
 def _refuse_ignored(config: RunConfig, why: str) -> None:
@@ -91,7 +138,7 @@ def check_division(config: RunConfig, world_size: int) -> None:
     Raises:
         ConfigurationError, ShareError: As :func:`settings_of`, and for an all-reduce that there is not.
     """
-    strategy = strategy_called(config.strategy, world_size)
+    strategy = strategy_of(config, world_size)
     settings = settings_of(config, strategy, world_size)
     degree = strategy.layout(world_size, settings).data_axis(0).degree
     if config.allreduce is not None:

@@ -24,6 +24,10 @@ def option(default: Any, help: str, *, metavar: str | None = None, choices: tupl
     return field(default=default, metadata={"help": help, "metavar": metavar, "choices": choices})
 
 
+class Recipe:
+    """What ``strategy=`` takes besides a name; the base of :class:`evener.strategies.Strategy`."""
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The settings of a run; ``None`` means "what the task or the machine suggests"."""
@@ -35,8 +39,25 @@ class RunConfig:
         None, "cut each global batch into micro-batches of at most N samples over all ranks", metavar="N"
     )
     seed: int = option(0, "seed of the weights, the order of samples and dropout", metavar="N")
-    strategy: str = option(
-        "auto", f"how a step runs over the ranks: auto, {', '.join(STRATEGIES)}, or package.module:Class"
+    strategy: str | Recipe | tuple[Recipe, ...] = option(
+        "auto",
+        f"how a step runs over the ranks: auto, {', '.join(STRATEGIES)}, or package.module:Class; several with commas, "
+        "over a mesh",
+        metavar="NAME",
+    )
+    strategy_option: tuple[str, ...] = option(
+        (), "an option of the strategy, such as schedule=gpipe; may be repeated", metavar="KEY=VALUE"
+    )
+    mesh: str | None = option(
+        None,
+        "ranks along the axes pipeline, data, shard, context and tensor, such as data=2,tensor=2 (default: all on the "
+        "strategy's own axis)",
+        metavar="AXIS=N,...",
+    )
+    devices: str | None = option(
+        None,
+        "devices of one process, such as cuda:0,cuda:1 or cpu:0,cpu:1, for strategies that use several in one",
+        metavar="D0,D1,...",
     )
     processes: int | None = option(
         None, "ranks on this machine (default: one per GPU, or one per core up to 4)", metavar="N"
@@ -122,10 +143,14 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """The values as JSON can hold them."""
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
+        found = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {name: _as_json(value) for name, value in found.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_as_json(item) for item in value]
+    return str(value) if isinstance(value, Path | Recipe) else value
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

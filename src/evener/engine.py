@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from evener import checkpoint
-from evener.assembly import settings_of
+from evener.assembly import settings_of, strategy_of
 from evener.balance.base import Balancer
 from evener.by_hand import ByHand
 from evener.config import RunConfig
@@ -44,7 +44,6 @@ from evener.strategies import state
 from evener.strategies.base import set_up
 from evener.strategies.build import build_scheduler
 from evener.strategies.learner import Learner
-from evener.strategies.names import strategy_called
 from evener.strategies.state import check_form
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
@@ -101,7 +100,7 @@ class Engine:
     def _learner(self) -> Learner:
         """All ranks make theirs together, after they have found that they are about to train the same."""
         session = self.session
-        strategy = strategy_called(self.config.strategy, session.world_size)
+        strategy = strategy_of(self.config, session.world_size)
 
         def agree(model: nn.Module) -> None:
             check_equal(session.control.gather_objects(facts_of(self.task, self.config, model)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from evener import checkpoint
-from evener.assembly import check_division
+from evener.assembly import check_division, suggested_processes
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import InterruptedRunError
@@ -96,7 +96,8 @@ def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
     """
     device = config.device or default_device()
     launched = detect()
-    processes = launched.local_world_size if is_launched() else config.processes or default_processes(device)
+    suggested = config.processes or suggested_processes(config) or default_processes(device)
+    processes = launched.local_world_size if is_launched() else suggested
     check_processes(processes, device)
     if rendezvous is None:
         check_division(config, launched.world_size if is_launched() else processes)

@@ -126,11 +126,10 @@ class Custom(Single):
 
 
 def test_strategies_by_name() -> None:
-    assert type(strategy_called("auto", 1)) is type(strategy_called("ddp", 1)) is Single
-    assert type(strategy_called("auto", 2)) is type(strategy_called("ddp", 2)) is Ddp
-    assert isinstance(strategy_called(f"{__name__}:Custom", 1), Strategy)
+    assert type(strategy_called("ddp")) is Ddp
+    assert isinstance(strategy_called(f"{__name__}:Custom"), Strategy)
     with pytest.raises(ConfigurationError, match="one rank, not on 2"):
-        strategy_called("single", 2).layout(2, Settings())
+        strategy_called("single").layout(2, Settings())
     for name, words in (
         ("nothing", "no strategy is called 'nothing'; known are auto, single"),
         ("no.module:Class", "there is no module 'no'"),
@@ -138,7 +137,7 @@ def test_strategies_by_name() -> None:
         (f"{__name__}:train", "of type function, not a subclass of"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            strategy_called(name, 2)
+            strategy_called(name)
 
 
 @pytest.mark.parametrize(

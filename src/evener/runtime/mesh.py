@@ -182,7 +182,7 @@ class Mesh:
         self._group_timeout = group_timeout
         self._owned = ExitStack()
         self._place = layout.place(rank)
-        self._groups: dict[frozenset[str], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[str, frozenset[str]], dist.ProcessGroup | None] = {}
 
     def degree(self, axis: str) -> int:
         """Ranks along the axis."""
@@ -196,12 +196,16 @@ class Mesh:
         """The ranks of the world that differ from this one on ``axes`` alone, in order; this one among them."""
         return next(ranks for ranks in self.layout.slices(axes) if self.rank in ranks)
 
-    def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The group of :meth:`ranks`; None where that is this rank alone."""
-        key = frozenset(axis for axis in axes if self.degree(axis) > 1)
+    def group(self, *axes: str, use: str = "") -> dist.ProcessGroup | None:
+        """The group of :meth:`ranks`; None where that is this rank alone.
+
+        Args:
+            use: Those who name one share a group of its own, whose messages never meet those of another.
+        """
+        key = use, frozenset(axis for axis in axes if self.degree(axis) > 1)
         if key not in self._groups:
-            whole = math.prod(map(self.degree, key)) == self.layout.world_size
-            self._groups[key] = self.world if whole else self.new_group(*key)
+            whole = math.prod(map(self.degree, key[1])) == self.layout.world_size
+            self._groups[key] = self.world if whole and not use else self.new_group(*sorted(key[1]))
         return self._groups[key]
 
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:

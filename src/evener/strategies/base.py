@@ -19,14 +19,17 @@ The gradients that the update finds are those of ``sum of total / divisor`` over
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from evener.config import Recipe
+from evener.plugins import STRATEGIES
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.session import Session
 from evener.strategies import model
@@ -36,13 +39,43 @@ from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.task import Task
 
 
-class Strategy(ABC):
-    """A recipe for setting up a :class:`~evener.strategies.learner.Learner`; made without arguments, and stateless."""
+class Strategy(Recipe, ABC):
+    """A recipe for setting up a :class:`~evener.strategies.learner.Learner`; stateless.
 
-    name: str = ""
-    """What records call it; the class's name if empty."""
-    divides_model: bool = False
+    One with options is a frozen dataclass whose fields have defaults: numbers and words, as a command line has them.
+    """
+
+    name: ClassVar[str] = ""
+    """What records call it; if empty, the short name that it has in Evener, or the class's name."""
+    divides_model: ClassVar[bool] = False
     """Whether ranks hold parts of the model, which is then built on the meta device where it can be."""
+    axis: ClassVar[str] = "data"
+    """The axis of the mesh that is its own."""
+    combines: ClassVar[tuple[str, ...]] = ()
+    """Further axes that a mesh may have with it, over which other strategies are laid."""
+    sums_in_backward: ClassVar[bool] = True
+    """Whether DistributedDataParallel can sum gradients while its stepper goes backward."""
+    one_process: ClassVar[bool] = False
+    """Whether it uses several devices in one process."""
+
+    @property
+    def label(self) -> str:
+        """What records call it."""
+        kind = type(self)
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        short = next((short for short, known in STRATEGIES.items() if known == path), "")
+        return self.name or short or kind.__name__.lower()
+
+    def __str__(self) -> str:
+        """The label, and the options that are not as usual."""
+        set_ = [f"{name}={value}" for name, value in self._set_options()]
+        return f"{self.label}({', '.join(set_)})" if set_ else self.label
+
+    def _set_options(self) -> Iterator[tuple[str, Any]]:
+        options: Any = self  # of a subclass, which mypy cannot know to be a dataclass
+        for entry in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
+            if getattr(self, entry.name) != entry.default:
+                yield entry.name, getattr(self, entry.name)
 
     @abstractmethod
     def layout(self, world_size: int, settings: Settings) -> Layout:
@@ -58,13 +91,18 @@ class Strategy(ABC):
 
     @abstractmethod
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        """What is summed when."""
+        """What is summed when, where the strategy is alone on the mesh."""
+
+    def around(self, learner: Learner, inner: Synchronizer) -> Synchronizer:
+        """``inner``, which sums over the axes that divide the batch, with what the strategy's own axis needs besides;
+        asked for where other strategies are laid over the mesh too."""
+        return inner
 
     @abstractmethod
     def stepper(self, learner: Learner) -> Stepper:
         """Who runs which micro-batch when."""
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (most can have any)
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigurationError for an optimizer that the strategy cannot have."""
 
     def portion(self, dataset: Any, learner: Learner) -> Any:
@@ -84,8 +122,7 @@ def set_up(
     Args:
         agree: Called with the model before any tensor travels, to compare it with that of other ranks.
     """
-    name = strategy.name or type(strategy).__name__.lower()
-    learner = Learner(name, task, session, settings, strategy.portion)
+    learner = Learner(strategy.label, task, session, settings, strategy.portion)
     with ExitStack() as undo:
         undo.callback(learner.close)
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))

@@ -18,7 +18,7 @@ the order in which rank 0's gradients came, and reads that order from the device
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -32,15 +32,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.borrowed.ddp import leave_out, no_buffer_broadcast
-from evener.collectives.base import AllReduce, key_of
+from evener.collectives.base import AllReduce
 from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
-from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.readout import Readout, read
 from evener.hardware.stopwatch import waiting
-from evener.runtime.mesh import DIVIDING_SAMPLES, Layout, Mesh
+from evener.runtime.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
 from evener.strategies import gradients
+from evener.strategies.afterwards import Afterwards, is_apart, zeros_of
 from evener.strategies.base import Strategy
 from evener.strategies.learner import Learner
 from evener.strategies.normalize import normalize_together
@@ -48,11 +48,12 @@ from evener.strategies.pace import Pace
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.single import Alone
-from evener.strategies.slices import slice_of
 
 
 class Ddp(Strategy):
     """Every rank holds the whole model; gradients are summed while backward runs."""
+
+    combines = AXES
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         return Layout({"data": world_size})
@@ -68,21 +69,24 @@ class Ddp(Strategy):
 
 
 def summing(learner: Learner) -> Synchronizer:
-    """Sums gradients over the ranks that divide the samples of a batch, if there are several."""
-    group = learner.mesh.group(*DIVIDING_SAMPLES)
+    """Sums gradients over the ranks that divide the terms of a batch, if there are several."""
+    group = learner.mesh.group(*DIVIDING_TERMS)
     return Alone(learner) if group is None else DdpSum(learner, group)
 
 
-class DdpSum(Synchronizer):
+class DdpSum(Afterwards):
     """Sums gradients over the ranks of ``group`` through PyTorch's DistributedDataParallel."""
 
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
-        self._learner, self._group = learner, group
-        self._all_reduce, self._send = _sender(group, learner)
-        self._hook = GradientSum(self._send, learner.pace)
-        self._sparse = set(_sparse_parameters(learner.model))
+        super().__init__(learner, group)
+        self._hook = GradientSum(_send(learner, group, self._all_reduce), learner.pace)
         self._filled: set[Tensor] = set()
         self._ddp: DistributedDataParallel | None = None
+
+    def _summed_by(self) -> AllReduce:
+        settings, timeout_seconds = self._learner.settings, self._learner.session.timeout_seconds
+        compression = None if settings.compression == "powersgd" else settings.compression
+        return make(settings.all_reduce, self._group, timeout_seconds, compression)
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -92,7 +96,7 @@ class DdpSum(Synchronizer):
     def wrap(self, replica: nn.Module) -> nn.Module:
         for parameter in self._trained():
             parameter.register_post_accumulate_grad_hook(self._filled.add)  # type: ignore[no-untyped-call]
-        leave_out(replica, [name for name, p in replica.named_parameters() if _is_apart(p)])
+        leave_out(replica, [name for name, p in replica.named_parameters() if is_apart(p)])
         self._ddp = DistributedDataParallel(
             replica,
             process_group=self._group,
@@ -104,9 +108,6 @@ class DdpSum(Synchronizer):
         # Without annotations, which DDP compares with the classes themselves and not with their names.
         self._ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
         return self._ddp
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._learner.names if p.requires_grad and not _is_apart(p)]
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -136,54 +137,8 @@ class DdpSum(Synchronizer):
         return missing
 
     def soundness(self) -> tuple[Readout, ...]:
-        apart = [p for p in self._learner.names if _is_apart(p)]
+        apart = [p for p in self._learner.names if is_apart(p)]
         return (*self._hook.soundness, *([read(gradients.soundness(apart))] if apart else ()))
-
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._check_own(parameters)
-        names = self._learner.names
-        named = [(names[p], p) for p in parameters if p.requires_grad and not _is_apart(p)]
-        absent = [name for name, p in named if p.grad is None]
-        sound = bool(torch.isfinite(gradients.soundness(p for _, p in named)))
-        said = self._learner.session.control.gather_objects((absent, sound))
-        self._check_sound([sound for _, sound in said])
-        everywhere = set.intersection(*(set(absent) for absent, _ in self._learner.data.of_parts(said)))
-        present = [p for name, p in named if name not in everywhere]
-        for parameter in present:
-            if parameter.grad is None:
-                parameter.grad = _zeros(parameter, parameter in self._sparse)
-        for bucket in _buckets(present, self.bucket_bytes):
-            self._sum_together(bucket)
-
-    def _check_sound(self, sound: Sequence[bool]) -> None:
-        if not all(sound):
-            raise DivergenceError(
-                f"a gradient is not finite on rank {sound.index(False)}; the run stops here"
-            )
-
-    def _check_own(self, parameters: Sequence[nn.Parameter]) -> None:
-        strangers = [tuple(p.shape) for p in parameters if p not in self._learner.names]
-        if strangers:
-            raise ConfigurationError(
-                f"{len(strangers)} parameters of the optimizer, the first of shape {strangers[0]}, are not of the "
-                "task's model, so that every rank has its own: have Task.model return one module that holds all that "
-                "is trained"
-            )
-
-    def _sum_together(self, parameters: list[nn.Parameter]) -> None:
-        found = [p.grad for p in parameters if p.grad is not None]
-        if found[0].is_sparse:
-            for gradient in found:
-                self._all_reduce(gradient).wait()
-            return
-        flat = torch.cat([gradient.reshape(-1) for gradient in found])
-        self._all_reduce(flat, key_of(parameters)).wait()
-        for gradient, part in zip(found, torch.split(flat, [g.numel() for g in found]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
-        for buffer in buffers:
-            dist.broadcast(buffer, group=self._group, group_src=part)
 
     def close(self) -> None:
         # The reducer must be gone before its process group is.
@@ -192,24 +147,15 @@ class DdpSum(Synchronizer):
         self._all_reduce.close()
 
 
-def _is_apart(parameter: nn.Parameter) -> bool:
-    """Whether the ranks over which gradients are summed hold a piece each: its gradient is whole where it is."""
-    piece = slice_of(parameter)
-    return piece is not None and piece.axis in DIVIDING_SAMPLES
-
-
 Send = Callable[[GradBucket], Future[Tensor]]
 """Starts to sum a bucket over the ranks."""
 
 
-def _sender(group: dist.ProcessGroup, learner: Learner) -> tuple[AllReduce, Send]:
-    """The all-reduce of the settings, and how it sends a bucket."""
-    settings, timeout_seconds = learner.settings, learner.session.timeout_seconds
-    compression = None if settings.compression == "powersgd" else settings.compression
-    all_reduce = make(settings.all_reduce, group, timeout_seconds, compression)
-    if settings.compression == "powersgd":
-        return all_reduce, partial(power_sgd_hook, power_sgd_state(group))
-    return all_reduce, partial(hook, all_reduce)
+def _send(learner: Learner, group: dist.ProcessGroup, all_reduce: AllReduce) -> Send:
+    """How a bucket is sent."""
+    if learner.settings.compression == "powersgd":
+        return partial(power_sgd_hook, power_sgd_state(group))
+    return partial(hook, all_reduce)
 
 
 class GradientSum:
@@ -246,36 +192,4 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(_zeros(parameter, sparse) for parameter, sparse in ctx.parameters))
-
-
-def _zeros(parameter: Tensor, sparse: bool) -> Tensor:
-    if not sparse:
-        return torch.zeros_like(parameter)
-    shape = parameter.shape
-    indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(
-        indices, parameter.new_zeros((0, *shape[1:])), shape, check_invariants=False
-    )
-
-
-def _sparse_parameters(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            yield module.weight
-
-
-def _buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> Iterator[list[nn.Parameter]]:
-    """Those with gradients of one layout, type and device together, until these reach ``nbytes``."""
-    open_buckets: dict[Any, list[nn.Parameter]] = {}
-    sizes: dict[Any, int] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None
-        key = (gradient.is_sparse, gradient.dtype, gradient.device)
-        open_buckets.setdefault(key, []).append(parameter)
-        sizes[key] = sizes.get(key, 0) + (0 if gradient.is_sparse else gradient.nbytes)
-        if sizes[key] >= nbytes:
-            sizes[key] = 0
-            yield open_buckets.pop(key)
-    yield from open_buckets.values()
+        return (None, *(zeros_of(parameter, sparse) for parameter, sparse in ctx.parameters))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evener.borrowed.sparse_values import stored_values
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
-from evener.strategies.slices import by_axis
+from evener.strategies.slices import by_axes
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> None:
@@ -27,13 +27,13 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Non
 
 def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients together; a collective call where some are divided. No host waits for it."""
-    groups = by_axis(parameters)
-    whole = norm(groups.pop(None))
+    groups = by_axes(parameters)
+    whole = norm(groups.pop(()))
     if not groups:
         return whole
     square = whole.double().square()
-    for axis in sorted(str(axis) for axis in groups):
-        square = square + _summed(norm(groups[axis]).double().square(), mesh, axis)
+    for axes in sorted(groups):
+        square = square + _summed(norm(groups[axes]).double().square(), mesh, axes)
     return square.sqrt()
 
 
@@ -78,8 +78,8 @@ def _with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
-def _summed(value: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    group = mesh.group(axis)
+def _summed(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    group = mesh.group(*axes)
     if group is None:
         return value
     total = value.reshape(1).clone()

@@ -15,4 +15,4 @@ def normalize_together(model: nn.Module, mesh: Mesh) -> nn.Module:
     if not several or not any(isinstance(module, AnyBatchNorm) for module in model.modules()):
         return model
     # A group of its own, so that its messages in backward never meet those of the buckets.
-    return exact_batch_norm(model, mesh.new_group(*DIVIDING_SAMPLES))
+    return exact_batch_norm(model, mesh.group(*DIVIDING_SAMPLES, use="normalization"))

@@ -37,6 +37,8 @@ class Settings:
     """Emulation of unequal devices, by rank; None for none."""
     weights: Sequence[float] | None = None
     """Parts of the ranks, where the user fixed them: a strategy that divides the model divides it so."""
+    devices: tuple[str, ...] | None = None
+    """Devices of this process, for a strategy that uses several in one; None for those that there are."""
 
 
 @dataclass(frozen=True)

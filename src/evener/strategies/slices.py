@@ -39,6 +39,8 @@ class Slice:
     """What each rank of the axis holds, in order and without gaps; they may be of unequal length."""
     index: int
     """This rank's place on the axis."""
+    within: Slice | None = None
+    """Of another axis, if what is cut here is itself a piece of the whole."""
 
     def __post_init__(self) -> None:
         edges = [0, *(piece.stop for piece in self.pieces)]
@@ -51,6 +53,13 @@ class Slice:
             raise ConfigurationError(
                 f"piece {self.index} of axis {self.axis!r}: there are {len(self.pieces)}"
             )
+        if self.within is not None and self.axis in self.within.axes:
+            raise ConfigurationError(f"a tensor is cut twice over axis {self.axis!r}")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which the whole is divided, the outer ones last."""
+        return (self.axis, *(self.within.axes if self.within else ()))
 
     @property
     def own(self) -> range:
@@ -59,26 +68,32 @@ class Slice:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's piece of ``whole``, as a copy."""
-        return whole.narrow(self.dim, self.own.start, len(self.own)).clone()
+        given = self.within.part(whole) if self.within else whole
+        return given.narrow(self.dim, self.own.start, len(self.own)).clone()
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole tensor, from that of a piece."""
         shape = list(part)
         shape[self.dim] = self.pieces[-1].stop
-        return tuple(shape)
+        return self.within.whole_shape(shape) if self.within else tuple(shape)
 
     def offsets(self, ndim: int) -> tuple[int, ...]:
         """Where this rank's piece begins in the whole tensor."""
-        return tuple(self.own.start if dim == self.dim else 0 for dim in range(ndim))
+        outer = self.within.offsets(ndim) if self.within else (0,) * ndim
+        return tuple(start + (self.own.start if dim == self.dim else 0) for dim, start in enumerate(outer))
 
     def gather(self, part: Tensor, mesh: Mesh) -> Tensor:
         """The pieces of all ranks side by side. A collective call."""
+        found = self._side_by_side(part.detach(), mesh)
+        return self.within.gather(found, mesh) if self.within else found
+
+    def _side_by_side(self, part: Tensor, mesh: Mesh) -> Tensor:
         group, pieces = mesh.group(self.axis), list[Tensor]()
         if group is None:
-            return part.detach()
+            return part
         for index, piece in enumerate(self.pieces):
             shape = [*part.shape[: self.dim], len(piece), *part.shape[self.dim + 1 :]]
-            held = part.detach().contiguous() if index == self.index else part.new_empty(shape)
+            held = part.contiguous() if index == self.index else part.new_empty(shape)
             with waiting():
                 dist.broadcast(held, group=group, group_src=index)
             pieces.append(held)
@@ -106,12 +121,12 @@ def slice_of(tensor: Tensor) -> Slice | None:
     return found
 
 
-def by_axis(parameters: Iterable[nn.Parameter]) -> dict[str | None, list[nn.Parameter]]:
-    """The parameters by the axis that they are divided over; under None those that are whole, always there."""
-    found: dict[str | None, list[nn.Parameter]] = {None: []}
+def by_axes(parameters: Iterable[nn.Parameter]) -> dict[tuple[str, ...], list[nn.Parameter]]:
+    """The parameters by the axes that they are divided over; those that are whole under no axis, always there."""
+    found: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
     for parameter in parameters:
         piece = slice_of(parameter)
-        found.setdefault(piece.axis if piece else None, []).append(parameter)
+        found.setdefault(tuple(sorted(piece.axes)) if piece else (), []).append(parameter)
     return found
 
 

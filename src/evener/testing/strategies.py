@@ -14,16 +14,18 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.assembly import strategy_of
 from evener.checkpoint import weights_digest
+from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.session import Session
-from evener.strategies.names import strategy_called
 from evener.strategies.parts import Settings
 from evener.testing.promises import ConformanceError, broken
 from evener.testing.trials import (
     NAMES,
     TRIALS,
+    Chosen,
     Findings,
     NotKeptError,
     Place,
@@ -40,9 +42,10 @@ References = dict[int, Findings]
 
 
 def check_strategy(
-    strategy: str,
+    strategy: Chosen,
     processes: Sequence[int] = (2, 3),
     *,
+    mesh: str | None = None,
     without: Sequence[str] = (),
     device: str = "cpu",
     timeout_seconds: float = 60.0,
@@ -53,8 +56,10 @@ def check_strategy(
     once for each of ``processes``.
 
     Args:
-        strategy: As ``--strategy`` takes it: ``ddp``, or ``package.module:Class``.
+        strategy: As ``--strategy`` takes it, ``ddp`` or ``package.module:Class``; or a strategy with its options, or
+            a tuple of them.
         processes: Numbers of ranks, at least 2 each.
+        mesh: As ``--mesh`` takes it; None for the strategy's own layout.
         without: What the strategy does not claim to do, by the names of ``evener.testing.trials.NAMES``.
         device: Of the ranks.
         timeout_seconds: The longest wait.
@@ -71,8 +76,10 @@ def check_strategy(
     in_place = dist.is_initialized() or is_launched()
     if not in_place:
         _check_number(processes)
-    strategy_called(strategy, 2)
-    arguments = (strategy, tuple(without), device, timeout_seconds)
+    config = RunConfig(strategy=strategy, mesh=mesh)
+    for number in () if in_place else processes:
+        strategy_of(config, number)
+    arguments = (config, tuple(without), device, timeout_seconds)
     if in_place:
         _check(*arguments)
         return
@@ -98,7 +105,7 @@ def _references(without: Sequence[str], device: str, timeout_seconds: float) -> 
 
 
 def _check(
-    strategy: str,
+    config: RunConfig,
     without: Sequence[str],
     device: str,
     timeout_seconds: float,
@@ -109,7 +116,7 @@ def _check(
         if references is None:
             own = _references(without, device, timeout_seconds) if session.rank == 0 else None
             references = session.control.broadcast_object(own)
-        place = Place(strategy, session, _parts(strategy, session.world_size))
+        place = Place(config.strategy, session, _parts(config, session.world_size), config.mesh)
         with _little_garbage():
             for number, trial in enumerate(TRIALS):
                 if trial.name not in without:
@@ -126,9 +133,9 @@ def _little_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _parts(strategy: str, world_size: int) -> int:
+def _parts(config: RunConfig, world_size: int) -> int:
     """How many weights divide the work: of the samples, or where all ranks have all of these, of the model."""
-    layout = strategy_called(strategy, world_size).layout(world_size, Settings())
+    layout = strategy_of(config, world_size).layout(world_size, Settings())
     degree = layout.data_axis(0).degree
     return degree if degree > 1 else world_size
 
@@ -166,7 +173,8 @@ def _attempt(place: Place, trial: Trial, reference: Findings | None) -> tuple[st
 
 def _broken(place: Place, trial: Trial, promise: str, seen: str) -> ConformanceError:
     where = f"{trial.name!r} on {place.session.world_size} ranks ({trial.words})"
-    return broken(f"strategy {place.strategy!r}", promise, f"{seen}; in {where}")
+    mesh = f" over {place.mesh}" if place.mesh else ""
+    return broken(f"strategy '{place.words}'{mesh}", promise, f"{seen}; in {where}")
 
 
 def difference(reference: Findings, found: Findings) -> str | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from evener.borrowed.named_group import groups_open
-from evener.config import RunConfig
+from evener.config import Recipe, RunConfig
 from evener.engine import Engine
 from evener.errors import DivergenceError
 from evener.runtime.environment import Environment
@@ -30,6 +30,8 @@ from evener.runtime.session import Session
 from evener.task import Task
 from evener.testing import tasks
 
+Chosen = str | Recipe | tuple[Recipe, ...]
+"""A strategy, or several that are laid over a mesh together."""
 Findings = dict[str, Tensor]
 """What a run came to: ``weight NAME`` and ``loss of step N``, and more, in float64 on the CPU."""
 
@@ -45,16 +47,23 @@ class NotKeptError(Exception):
 class Place:
     """Where a trial runs."""
 
-    strategy: str
+    strategy: Chosen
     session: Session
     parts: int = 1
     """How many parts weights of ``balance`` are for."""
+    mesh: str | None = None
+
+    @property
+    def words(self) -> str:
+        """The strategy, for messages."""
+        return ",".join(map(str, self.strategy)) if isinstance(self.strategy, tuple) else str(self.strategy)
 
     def engine(self, task: Task, **settings: Any) -> Engine:
         """Of a task in float64; of ``balance``, the words ``uneven`` and ``idle`` become weights."""
         if "balance" in settings:
             settings["balance"] = self._weights(settings["balance"])
-        config = RunConfig(strategy=self.strategy, dtype="float64", **({"steps": STEPS} | settings))
+        usual = {"steps": STEPS, "strategy": self.strategy, "mesh": self.mesh, "dtype": "float64"}
+        config = RunConfig(**(usual | settings))
         return Engine(task, config, session=self.session)
 
     def _weights(self, how: str) -> str:

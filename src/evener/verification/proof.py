@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from evener.assembly import strategy_of
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.fitting import check_plan
@@ -69,7 +70,7 @@ def verify(
         )
     build = resolve(task, BUILT_IN, options)
     processes = check_plan(config)
-    if processes < 2:
+    if processes < 2 and strategy_of(config, processes).label == "single":
         raise ConfigurationError("there is nothing to verify with 1 process: give at least --processes 2")
     built = build()
     _check_partition(built)
@@ -96,6 +97,7 @@ def alone(config: RunConfig) -> RunConfig:
     """The same run on one device."""
     alike: dict[str, Any] = {"balance": "equal", "caps": None, "quantum": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
+    alike |= {"strategy_option": (), "mesh": None, "devices": None}
     return config.replace(strategy="single", processes=1, **alike)
 
 

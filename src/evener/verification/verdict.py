@@ -119,7 +119,7 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
     evidence = Evidence(reference, runs.divided, measured.times, LIMIT, runs.reordered, runs.own_loss)
     return Verification(
         task=name,
-        strategy=config.strategy,
+        strategy=str(config.strategy),
         processes=len(runs.divided),
         shares=config.balance,
         dtype=str(config.dtype),

@@ -1,0 +1,176 @@
+"""Gradients summed over the ranks when backward is over.
+
+Where DistributedDataParallel sums while backward runs, it is the better (:mod:`evener.strategies.ddp`). Its hooks want
+one forward and one backward of the whole model in turn; a schedule that runs several micro-batches through parts of a
+model, now forward, now backward, has no such thing, and neither has a loop of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.collectives.base import AllReduce, key_of
+from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
+from evener.collectives.registry import make
+from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware.readout import Readout, read
+from evener.hardware.stopwatch import waiting
+from evener.runtime.mesh import DIVIDING_TERMS
+from evener.strategies import gradients
+from evener.strategies.learner import Learner
+from evener.strategies.parts import Synchronizer
+from evener.strategies.single import Alone
+from evener.strategies.slices import slice_of
+
+
+def summing_afterwards(learner: Learner) -> Synchronizer:
+    """Sums gradients over the ranks that divide the terms of a batch, if there are several."""
+    group = learner.mesh.group(*DIVIDING_TERMS)
+    return Alone(learner) if group is None else Afterwards(learner, group)
+
+
+class Afterwards(Synchronizer):
+    """Sums gradients over the ranks of ``group`` in buckets, one after the other.
+
+    Raises:
+        ConfigurationError: For a compression that is one of DistributedDataParallel's own.
+    """
+
+    def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
+        self._learner, self._group = learner, group
+        self._all_reduce = self._summed_by()
+        self._sparse = set(_sparse_parameters(learner.model))
+        self._own: Readout | None = None
+
+    def _summed_by(self) -> AllReduce:
+        settings = self._learner.settings
+        if settings.compression == "powersgd":
+            raise ConfigurationError(
+                f"strategy {self._learner.name!r} cannot compress with 'powersgd', which goes with 'ddp' alone; leave "
+                "compress out, or use another"
+            )
+        timeout_seconds = self._learner.session.timeout_seconds
+        return make(settings.all_reduce, self._group, timeout_seconds, settings.compression)
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return self._all_reduce.words
+
+    @property
+    def bucket_bytes(self) -> int:
+        """That of the settings, or a usual one."""
+        return self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
+
+    def complete(self) -> tuple[str, ...]:
+        trained = self._trained()
+        missing = tuple(self._learner.names[p] for p in trained if p.grad is None and p.numel())
+        self._own = read(gradients.soundness(self._learner.names))
+        self._learner.pace.work_done()
+        self._sum(trained)
+        return missing
+
+    def soundness(self) -> tuple[Readout, ...]:
+        return () if self._own is None else (self._own,)
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._check_own(parameters)
+        names = self._learner.names
+        named = [(names[p], p) for p in parameters if p.requires_grad and not is_apart(p)]
+        absent = [name for name, p in named if p.grad is None]
+        sound = bool(torch.isfinite(gradients.soundness(p for _, p in named)))
+        said = self._learner.session.control.gather_objects((absent, sound))
+        self._check_sound([sound for _, sound in said])
+        same = [said[rank] for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
+        everywhere = set.intersection(*(set(absent) for absent, _ in same))
+        self._sum([p for name, p in named if name not in everywhere])
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        source = part * self._learner.mesh.degree("context")
+        for buffer in buffers:
+            dist.broadcast(buffer, group=self._group, group_src=source)
+
+    def close(self) -> None:
+        self._all_reduce.close()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._learner.names if p.requires_grad and not is_apart(p)]
+
+    def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A rank that has no gradient adds zeros."""
+        present = [p for p in parameters if p.numel()]
+        for parameter in present:
+            if parameter.grad is None:
+                parameter.grad = zeros_of(parameter, parameter in self._sparse)
+        with waiting():
+            for bucket in _buckets(present, self.bucket_bytes):
+                self._sum_together(bucket)
+
+    def _sum_together(self, parameters: list[nn.Parameter]) -> None:
+        found = [p.grad for p in parameters if p.grad is not None]
+        if found[0].is_sparse:
+            for gradient in found:
+                self._all_reduce(gradient).wait()
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in found])
+        self._all_reduce(flat, key_of(parameters)).wait()
+        for gradient, part in zip(found, torch.split(flat, [g.numel() for g in found]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def _check_sound(self, sound: Sequence[bool]) -> None:
+        if not all(sound):
+            raise DivergenceError(
+                f"a gradient is not finite on rank {sound.index(False)}; the run stops here"
+            )
+
+    def _check_own(self, parameters: Sequence[nn.Parameter]) -> None:
+        strangers = [tuple(p.shape) for p in parameters if p not in self._learner.names]
+        if strangers:
+            raise ConfigurationError(
+                f"{len(strangers)} parameters of the optimizer, the first of shape {strangers[0]}, are not of the "
+                "task's model, so that every rank has its own: have Task.model return one module that holds all that "
+                "is trained"
+            )
+
+
+def is_apart(parameter: nn.Parameter) -> bool:
+    """Whether the ranks over which gradients are summed hold a piece each: its gradient is whole where it is."""
+    piece = slice_of(parameter)
+    return piece is not None and any(axis in DIVIDING_TERMS for axis in piece.axes)
+
+
+def zeros_of(parameter: Tensor, sparse: bool) -> Tensor:
+    """What a rank without a gradient adds to the sum."""
+    if not sparse:
+        return torch.zeros_like(parameter)
+    shape = parameter.shape
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(
+        indices, parameter.new_zeros((0, *shape[1:])), shape, check_invariants=False
+    )
+
+
+def _sparse_parameters(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield module.weight
+
+
+def _buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> Iterator[list[nn.Parameter]]:
+    """Those with gradients of one layout, type and device together, until these reach ``nbytes``."""
+    open_buckets: dict[Any, list[nn.Parameter]] = {}
+    sizes: dict[Any, int] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        key = (gradient.is_sparse, gradient.dtype, gradient.device)
+        open_buckets.setdefault(key, []).append(parameter)
+        sizes[key] = sizes.get(key, 0) + (0 if gradient.is_sparse else gradient.nbytes)
+        if sizes[key] >= nbytes:
+            sizes[key] = 0
+            yield open_buckets.pop(key)
+    yield from open_buckets.values()

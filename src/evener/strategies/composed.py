@@ -1,0 +1,206 @@
+"""Several strategies over one mesh, each along its own axis.
+
+::
+
+    --mesh data=2,tensor=2      ddp along data, tensor along tensor
+
+                 tensor 0   tensor 1
+    data 0       rank 0     rank 1         the model divided between 0 and 1, as between 2 and 3
+    data 1       rank 2     rank 3         its gradients summed between 0 and 2, as between 1 and 3
+
+The model goes through the hands of all of them, from the axis whose messages are most to the one whose are fewest.
+Gradients are summed over the axes that divide the batch, by the strategy of the axis ``shard`` where there is one;
+around that each does what its own axis needs besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evener.errors import ConfigurationError
+from evener.runtime.mesh import AXES, Layout, Mesh
+from evener.strategies.afterwards import summing_afterwards
+from evener.strategies.base import Strategy
+from evener.strategies.ddp import Ddp, summing
+from evener.strategies.learner import Learner
+from evener.strategies.names import strategy_called
+from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.single import Single
+
+USUAL = {"pipeline": "pipeline", "shard": "sharded", "context": "context", "tensor": "tensor", "data": "ddp"}
+"""The strategy of an axis for which none is named."""
+_DIVIDING = ("tensor", "context", "pipeline", "shard", "data")
+"""The order in which the model is divided."""
+_STEPPING = ("pipeline", "context", "shard", "tensor", "data")
+"""Whose stepper it is, of the first that there is."""
+
+
+def laid(parts: Sequence[Strategy], mesh: str | None, world_size: int) -> Strategy:
+    """One strategy of all of them, over the axes of ``mesh``.
+
+    Args:
+        parts: Those that were named; other axes of the mesh get their usual ones, and without a mesh none is ``ddp``.
+        mesh: As ``--mesh`` has it. Ranks that it leaves over are on the axis of the first part that is not in it, or
+            on ``data``. None leaves one strategy the layout of its own.
+        world_size: Ranks.
+
+    Raises:
+        ConfigurationError: If the strategies cannot be laid over such a mesh, with the reason.
+    """
+    if world_size == 1 and all(map(_is_of_evener, parts)) and not any(part.one_process for part in parts):
+        _check_product(degrees_of(mesh), 1)
+        return Single()
+    if mesh is None and len(parts) < 2:
+        return parts[0] if parts else Ddp()
+    if mesh is None:
+        axes = " and ".join(part.axis for part in parts)
+        raise ConfigurationError(
+            f"{' and '.join(part.label for part in parts)} together need a mesh that says how many ranks there are "
+            f"along {axes}: give mesh"
+        )
+    degrees = _completed(degrees_of(mesh), parts, world_size)
+    found = _one_for_each(degrees, parts)
+    if len(found) == 1 and found[0].layout(world_size, Settings()).degrees == degrees:
+        return found[0]
+    return Composed(found, degrees)
+
+
+def degrees_of(mesh: str | None) -> dict[str, int]:
+    """The ranks along each axis that ``data=2,tensor=2`` names.
+
+    Raises:
+        ConfigurationError: If it is not of that form, or there is no such axis.
+    """
+    degrees: dict[str, int] = {}
+    for item in mesh.split(",") if mesh else ():
+        axis, _, degree = item.partition("=")
+        if not degree.isdecimal() or axis in degrees:
+            raise ConfigurationError(
+                f"mesh {mesh!r}: {item!r} is not of the form AXIS=N, each axis once, as in data=2,tensor=2"
+            )
+        degrees[axis] = int(degree)
+    Layout(degrees)
+    return degrees
+
+
+def _completed(degrees: Mapping[str, int], parts: Sequence[Strategy], world_size: int) -> dict[str, int]:
+    """With the ranks that are left over on an axis that is not named."""
+    free = next((part.axis for part in parts if part.axis not in degrees), "data")
+    product = math.prod(degrees.values())
+    given = dict(degrees)
+    if free not in degrees and world_size % product == 0:
+        given[free] = world_size // product
+    _check_product(given, world_size)
+    return {axis: given[axis] for axis in AXES if given.get(axis, 1) > 1}
+
+
+def _check_product(degrees: Mapping[str, int], world_size: int) -> None:
+    if degrees and math.prod(degrees.values()) != world_size:
+        words = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        raise ConfigurationError(
+            f"a mesh of {words} has {math.prod(degrees.values())} places, and there are {world_size} ranks: let the "
+            "degrees multiply to that, or leave out one axis, which then has the rest"
+        )
+
+
+def _one_for_each(degrees: Mapping[str, int], parts: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """A strategy for each axis, in the order in which they divide the model."""
+    of_axis: dict[str, Strategy] = {}
+    for part in parts:
+        if part.axis in of_axis:
+            raise ConfigurationError(
+                f"{of_axis[part.axis].label} and {part.label} both want the axis {part.axis!r}: name one of them"
+            )
+        of_axis[part.axis] = part
+    idle = [part for axis, part in of_axis.items() if axis not in degrees]
+    if idle:
+        raise ConfigurationError(
+            f"strategy {idle[0].label!r} divides over the axis {idle[0].axis!r}, of which the mesh has one rank: give "
+            f"mesh {idle[0].axis}=2 or more, or leave the strategy out"
+        )
+    found = [of_axis.get(axis) or strategy_called(USUAL[axis]) for axis in _DIVIDING if axis in degrees]
+    for part in found:
+        _check_combination(part, degrees)
+    return tuple(found)
+
+
+def _check_combination(part: Strategy, degrees: Mapping[str, int]) -> None:
+    strange = [axis for axis in degrees if axis != part.axis and axis not in part.combines]
+    if strange:
+        others = ", ".join(repr(axis) for axis in part.combines) or "no other"
+        raise ConfigurationError(
+            f"strategy {part.label!r} cannot be laid over a mesh that has the axis {strange[0]!r} too; with its own, "
+            f"{part.axis!r}, it goes together with {others}"
+        )
+
+
+def _is_of_evener(part: Strategy) -> bool:
+    return type(part).__module__.startswith("evener.")
+
+
+class Composed(Strategy):
+    """Strategies that divide a step together.
+
+    Args:
+        parts: One for each axis, in the order in which they divide the model.
+        degrees: Ranks along each axis.
+    """
+
+    def __init__(self, parts: Sequence[Strategy], degrees: Mapping[str, int]) -> None:
+        self._parts, self._degrees = tuple(parts), dict(degrees)
+
+    @property
+    def divides_model(self) -> bool:  # type: ignore[override]
+        return any(part.divides_model for part in self._parts)
+
+    @property
+    def label(self) -> str:
+        return " x ".join(f"{part.label} {self._degrees[part.axis]}" for part in reversed(self._parts))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{part} {self._degrees[part.axis]}" for part in reversed(self._parts))
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        _check_product(self._degrees, world_size)
+        for part in self._parts:
+            part.layout(self._degrees[part.axis], settings)
+        return Layout(self._degrees)
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        for part in self._parts:
+            model = part.parallelize(model, mesh, settings)
+        return model
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        found = self._summing(learner)
+        for part in self._parts:
+            found = part.around(learner, found)
+        return found
+
+    def _summing(self, learner: Learner) -> Synchronizer:
+        sharding = self._of("shard")
+        if sharding is not None:
+            return sharding.synchronizer(learner)
+        plain = all(part.sums_in_backward for part in self._parts)
+        return summing(learner) if plain else summing_afterwards(learner)
+
+    def stepper(self, learner: Learner) -> Stepper:
+        leading = next(part for axis in _STEPPING if (part := self._of(axis)) is not None)
+        return leading.stepper(learner)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for part in self._parts:
+            part.check_optimizer(optimizer)
+
+    def portion(self, dataset: Any, learner: Learner) -> Any:
+        for part in self._parts:
+            dataset = part.portion(dataset, learner)
+        return dataset
+
+    def _of(self, axis: str) -> Strategy | None:
+        return next((part for part in self._parts if part.axis == axis), None)
