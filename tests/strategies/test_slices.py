@@ -60,3 +60,45 @@ def test_an_axis_of_one_rank_is_not_the_world(ranks: Any) -> None:
     for rank, (norm, whole) in enumerate(ranks(2).run(of_an_axis_of_one_rank)):
         assert norm == 2.0
         assert whole.tolist() == [rank] * 4
+
+
+def nested(index: int, inner: int) -> Slice:
+    """Rows 3 to 8 of ten for index 1; of these five rows the last two for inner 1."""
+    outer = Slice("tensor", 0, (range(3), range(3, 8), range(8, 10)), index)
+    return Slice("shard", 0, (range(3), range(3, 5)), inner, within=outer)
+
+
+def test_a_piece_of_a_piece() -> None:
+    whole = torch.arange(20.0).view(10, 2)
+    piece = nested(1, 1)
+    part = piece.part(whole)
+    assert part.tolist() == whole[6:8].tolist()
+    assert piece.whole_shape(part.shape) == (10, 2)
+    assert piece.offsets(2) == (6, 0)
+    assert piece.axes == ("shard", "tensor")
+    columns = Slice("data", 1, (range(1), range(1, 2)), 1, within=piece)
+    assert columns.part(whole).tolist() == whole[6:8, 1:].tolist()
+    assert columns.offsets(2) == (6, 1)
+
+
+def test_an_axis_cuts_once() -> None:
+    with pytest.raises(ConfigurationError, match="cut twice over axis 'tensor'"):
+        Slice("tensor", 1, (range(2),), 0, within=Slice("tensor", 0, (range(2),), 0))
+
+
+def of_two_axes() -> tuple[torch.Tensor, float]:
+    with Session("cpu", 60) as session:
+        mesh = session.lay(Layout({"shard": 2, "tensor": 2}))
+        outer = Slice("tensor", 0, (range(3), range(3, 8)), mesh.index("tensor"))
+        rows = len(outer.own)
+        piece = Slice("shard", 0, (range(1), range(1, rows)), mesh.index("shard"), within=outer)
+        whole = torch.arange(8.0)
+        parameter = mark(nn.Parameter(piece.part(whole)), piece)
+        parameter.grad = parameter.detach().clone()
+        return piece.gather(parameter, mesh), float(gradients.norm_over([parameter], mesh))
+
+
+def test_what_is_cut_over_two_axes_is_put_together(ranks: Any) -> None:
+    for whole, norm in ranks(4).run(of_two_axes):
+        assert whole.tolist() == list(range(8))
+        assert norm == pytest.approx(140**0.5)

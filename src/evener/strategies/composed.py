@@ -9,8 +9,8 @@
     data 1       rank 2     rank 3         its gradients summed between 0 and 2, as between 1 and 3
 
 The model goes through the hands of all of them, from the axis whose messages are most to the one whose are fewest.
-Gradients are summed over the axes that divide the batch, by the strategy of the axis ``shard`` where there is one;
-around that each does what its own axis needs besides.
+Gradients are summed over the axes that divide the batch by the strategy of ``shard``, or where there is none by that of
+``data``; around that each does what its own axis needs besides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from evener.errors import ConfigurationError
 from evener.runtime.mesh import AXES, Layout, Mesh
 from evener.strategies.afterwards import summing_afterwards
 from evener.strategies.base import Strategy
-from evener.strategies.ddp import Ddp, summing
+from evener.strategies.ddp import Ddp
 from evener.strategies.learner import Learner
 from evener.strategies.names import strategy_called
 from evener.strategies.parts import Settings, Stepper, Synchronizer
@@ -183,11 +183,11 @@ class Composed(Strategy):
         return found
 
     def _summing(self, learner: Learner) -> Synchronizer:
-        sharding = self._of("shard")
-        if sharding is not None:
-            return sharding.synchronizer(learner)
-        plain = all(part.sums_in_backward for part in self._parts)
-        return summing(learner) if plain else summing_afterwards(learner)
+        """Of the axes that divide the batch."""
+        dividing = self._of("shard") or self._of("data") or Ddp()
+        if type(dividing) is Ddp and not all(part.sums_in_backward for part in self._parts):
+            return summing_afterwards(learner)
+        return dividing.synchronizer(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
         leading = next(part for axis in _STEPPING if (part := self._of(axis)) is not None)

@@ -21,7 +21,7 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ from evener.strategies.single import Alone
 class Ddp(Strategy):
     """Every rank holds the whole model; gradients are summed while backward runs."""
 
-    combines = AXES
+    combines: ClassVar[tuple[str, ...]] = AXES
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         return Layout({"data": world_size})

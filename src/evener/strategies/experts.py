@@ -34,6 +34,7 @@ class ExpertParallel(Ddp):
     """
 
     divides_model = True
+    combines = ()
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         layers = _expert_layers(model)

@@ -54,8 +54,8 @@ class FeatureParallel(Strategy):
     """The features divided over the ranks: a slice of the first layer each, and a replica of all else.
 
     The layers that read the features are the model's :class:`~evener.nn.FeatureParallelLinear`, or if it has none its
-    first ``nn.Linear``. Fixed weights of ``balance`` are the ranks' parts of the features; else these are equal. A
-    subclass whose layout has a data axis too divides the samples over that.
+    first ``nn.Linear``. Fixed weights of ``balance`` are the ranks' parts of the features; else these are equal. Over
+    a mesh that has a data axis too the samples are divided over that.
 
     Raises:
         TaskError: If no layer can be divided, or its weight is also another layer's.
@@ -63,6 +63,8 @@ class FeatureParallel(Strategy):
     """
 
     divides_model = True
+    axis = AXIS
+    combines = ("data",)
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         if settings.compression is not None:
@@ -86,7 +88,10 @@ class FeatureParallel(Strategy):
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return SameBits(learner, AXIS, summing(learner))
+        return self.around(learner, summing(learner))
+
+    def around(self, learner: Learner, inner: Synchronizer) -> Synchronizer:
+        return SameBits(learner, AXIS, inner)
 
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)

@@ -90,9 +90,8 @@ def _fields(kind: Kind) -> dict[str, dataclasses.Field[Any]]:
 
 def _owner(kinds: dict[str, Kind], key: str) -> tuple[str, dataclasses.Field[Any]]:
     """Whose option it is."""
-    of, _, rest = key.partition(".")
-    asked = {of: kinds[of]} if of in kinds and rest else kinds
-    field = rest if asked is not kinds else key
+    of, _, field = key.rpartition(".")
+    asked = kinds if not of else {of: kinds[of]} if of in kinds else {}
     owners = [name for name, kind in asked.items() if field in _fields(kind)]
     if len(owners) == 1:
         return owners[0], _fields(kinds[owners[0]])[field]
