@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.engine import Engine
-from evener.errors import ConfigurationError, InterruptedRunError
+from evener.errors import ConfigurationError, InterruptedRunError, TaskError
 from evener.runtime.environment import Environment
 from evener.runtime.interrupt import raising
-from evener.strategies.model import build_on_meta, settle_on
+from evener.strategies.model import build_model, build_on_meta, settle_on
 from evener.verification import record
 from evener.verification.floor import Kind, Place
 from evener.verification.verdict import Apart
@@ -98,3 +98,9 @@ def test_a_signal_says_nothing_of_the_model() -> None:
         raising([signal.SIGTERM], lambda: "the start"),
     ):
         build_on_meta(tasks._task(model=interrupted), 0)
+
+
+def test_a_model_whose_shapes_are_not_known_is_refused_by_name() -> None:
+    lazy = tasks._task(model=lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+    with pytest.raises(TaskError, match="1 is a LazyLinear that has seen no input yet"):
+        build_model(lazy, 0)

@@ -36,6 +36,7 @@ from evener.strategies import model
 from evener.strategies.build import build_optimizer, check_trainable
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.room import check_room
 from evener.task import Task
 
 
@@ -128,6 +129,8 @@ def set_up(
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
         built, source = _build(strategy, task, session, settings)
         agree(built)
+        if not strategy.divides_model:
+            check_room(built, session)
         _draw_apart(settings.seed, learner.data.index)
         placed = model.settle_on(
             strategy.parallelize(built, learner.mesh, settings), session.device, settings.dtype

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from evener.borrowed.module_tensors import own_buffers, own_parameters
 from evener.errors import ConfigurationError, TaskError
@@ -36,14 +37,24 @@ def build_model(task: Task, seed: int) -> nn.Module:
     """The task's model as its function makes it, drawn from ``seed``.
 
     Raises:
-        TaskError: If it makes something else.
+        TaskError: If it makes something else, or a module whose shapes are not known yet.
     """
     torch.manual_seed(seed % 2**63)
     with explaining_model_errors(task):
         model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"Task.model returned {type(model).__name__}; it must return a torch.nn.Module")
+    _check_shapes(model)
     return name_dropouts(model)
+
+
+def _check_shapes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise TaskError(
+                f"{name or 'the model'} is a {type(module).__name__} that has seen no input yet, so that its weights "
+                "have no shape: call the model once on a sample in Task.model"
+            )
 
 
 def build_on_meta(task: Task, seed: int) -> nn.Module | None:
