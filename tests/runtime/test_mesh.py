@@ -242,3 +242,20 @@ def test_a_rank_alone_has_no_groups() -> None:
         assert mesh.group("data") is None
         assert mesh.group(*AXES) is None
         assert mesh.ranks("data") == (0,)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks_of_a_host", "across"),
+    [
+        ({"data": 2, "tensor": 4}, 4, []),
+        ({"data": 4, "tensor": 3}, 4, ["tensor"]),
+        ({"data": 4, "tensor": 3}, 12, []),
+        ({"context": 4, "tensor": 2}, 4, ["context"]),
+        ({"tensor": 8}, 4, []),
+        ({"data": 8}, 4, []),
+    ],
+    ids=str,
+)
+def test_busy_axes_stay_on_a_host(degrees: dict[str, int], ranks_of_a_host: int, across: list[str]) -> None:
+    """Eight ranks on one axis cannot, on hosts of four; three could."""
+    assert Layout(degrees).across_hosts(ranks_of_a_host) == across

@@ -138,6 +138,16 @@ class Layout:
             found.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
+    def across_hosts(self, ranks_of_a_host: int) -> list[str]:
+        """The busy axes, ``tensor`` and ``context``, of whose groups some have ranks on several hosts that could do
+        with one."""
+        return [
+            axis
+            for axis in ("tensor", "context")
+            if 1 < self.degree(axis) <= ranks_of_a_host
+            and any(len({rank // ranks_of_a_host for rank in ranks}) > 1 for ranks in self.slices([axis]))
+        ]
+
     def data_axis(self, rank: int) -> DataAxis:
         """Who computes which part of a batch, as ``rank`` sees it."""
         teams = self.slices([axis for axis in AXES if axis not in DIVIDING_SAMPLES])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import warnings
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -218,8 +219,18 @@ class Session:
             raise ConfigurationError(
                 f"a mesh of {dict(layout.degrees)} has {layout.world_size} ranks, the run has {self.world_size}"
             )
+        self._warn_of_hosts(layout)
         self.mesh = self._mesh(layout)
         return self.mesh
+
+    def _warn_of_hosts(self, layout: Layout) -> None:
+        ranks = self.environment.local_world_size
+        for axis in layout.across_hosts(ranks) if self.rank == 0 else ():
+            warnings.warn(
+                f"the {layout.degree(axis)} ranks of axis {axis!r}, which send the most, are not all on one host of "
+                f"{ranks} ranks: let the degrees of context and tensor divide {ranks}",
+                stacklevel=3,
+            )
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on these axes of the mesh alone; None where that is this rank alone."""
