@@ -1,0 +1,71 @@
+"""Every strategy, over meshes of one to three axes, with every kind of model: one device's training, or a refusal.
+
+A cell is six steps of uneven batches in micro-batches, clipped by the global norm, then an evaluation in which each
+sample counts once, predictions in order, and the whole state of model and optimizer: all of it that of one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from evener.plugins import STRATEGIES
+from tests.comparing import worst
+from tests.conformance.models import MODELS
+from tests.conformance.runs import Outcome, run
+
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy on a mesh."""
+
+    ranks: int
+    how: dict[str, Any]
+    refused: dict[str, str] = field(default_factory=dict)
+    """By model, the words of the refusal."""
+    slow: bool = True
+
+
+NO_EXPERTS = dict.fromkeys(MODELS, "TaskError: .* evener.nn.Experts; .* has none")
+
+ROWS = {
+    "ddp": Row(3, {"strategy": "ddp", "balance": "3,0,1"}, slow=False),
+    "experts": Row(2, {"strategy": "experts"}, NO_EXPERTS),
+}
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(row, model, id=f"{row}-{model}", marks=[pytest.mark.slow] * ROWS[row].slow)
+        for row in ROWS
+        for model in MODELS
+    ]
+
+
+@functools.cache
+def reference(model: str) -> Outcome:
+    found = run(model, {"strategy": "single"}, alone=True)
+    assert not found.refused
+    return found
+
+
+@pytest.mark.parametrize(("row", "model"), cells())
+def test_it_is_the_training_of_one_device_or_refused(ranks: Any, row: str, model: str) -> None:
+    expected, found = ROWS[row].refused.get(model), ranks(ROWS[row].ranks).run(run, model, ROWS[row].how)
+    for outcome in found:
+        if expected is not None:
+            assert re.search(expected, outcome.refused), outcome.refused or "it ran"
+        else:
+            assert not outcome.refused
+            assert worst(reference(model).numbers, outcome.numbers) <= TOLERANCE
+
+
+def test_every_strategy_has_a_row() -> None:
+    named = {name for row in ROWS.values() for name in re.findall(r"[a-z_]+", str(row.how))}
+    assert not STRATEGIES.keys() - named - {"single"}
