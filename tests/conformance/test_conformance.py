@@ -33,10 +33,21 @@ class Row:
 
 
 NO_EXPERTS = dict.fromkeys(MODELS, "TaskError: .* evener.nn.Experts; .* has none")
+NO_FEATURES = {
+    "convolution": "DataError: no tensor among the inputs, .* has the 5 features of the divided layer",
+    "transformer": "ConfigurationError: .* cannot be divided by features",
+    "recurrent": "DataError: no tensor among the inputs, .* has the 8 features",
+    "recommender": "TaskError: .* divides the first torch.nn.Linear by its features; Factors has none",
+    "dictionary": "DataError: no tensor among the inputs, .* has the 8 features",
+}
 
 ROWS = {
     "ddp": Row(3, {"strategy": "ddp", "balance": "3,0,1"}, slow=False),
     "experts": Row(2, {"strategy": "experts"}, NO_EXPERTS),
+    "dimension": Row(2, {"strategy": "dimension"}, NO_FEATURES),
+    "data x dimension": Row(
+        4, {"strategy": "dimension", "mesh": "data=2,tensor=2", "balance": "2,1"}, NO_FEATURES
+    ),
 }
 
 
