@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from evener.errors import ConfigurationError
 from evener.runtime.mesh import Layout
 from evener.runtime.session import Session
 from evener.strategies import gradients
-from evener.strategies.slices import Slice, mark
+from evener.strategies.slices import Box, Slice, mark
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,34 @@ def test_a_piece_of_a_piece() -> None:
     part = piece.part(whole)
     assert part.tolist() == whole[6:8].tolist()
     assert piece.whole_shape(part.shape) == (10, 2)
-    assert piece.offsets(2) == (6, 0)
+    assert piece.boxes(part.shape) == [Box((6, 0), (0, 0), (2, 2))]
     assert piece.axes == ("shard", "tensor")
     columns = Slice("data", 1, (range(1), range(1, 2)), 1, within=piece)
     assert columns.part(whole).tolist() == whole[6:8, 1:].tolist()
-    assert columns.offsets(2) == (6, 1)
+    assert columns.boxes((2, 1)) == [Box((6, 1), (0, 0), (2, 1))]
+
+
+@given(blocks=st.integers(1, 3), first=st.integers(0, 3), second=st.integers(0, 3), cut=st.integers(0, 9))
+def test_a_piece_of_blocks_and_what_is_cut_of_it(blocks: int, first: int, second: int, cut: int) -> None:
+    """Boxes say where everything is: they put the whole together from what all ranks hold."""
+    whole = torch.arange(float(blocks * (first + second) * 2)).view(-1, 2) + 1
+    put_together = torch.zeros_like(whole)
+    for index in range(2):
+        pieces = (range(first), range(first, first + second))
+        outer = Slice("tensor", 0, pieces, index, blocks=blocks)
+        middle = min(cut, outer.length)
+        for inner in range(2):
+            piece = Slice("shard", 0, (range(middle), range(middle, outer.length)), inner, within=outer)
+            part = piece.part(whole)
+            assert part.shape[0] == piece.length
+            assert piece.whole_shape(part.shape) == whole.shape
+            for box in piece.boxes(part.shape):
+                there, here = (
+                    tuple(slice(a, a + n) for a, n in zip(starts, box.shape, strict=True))
+                    for starts in (box.whole, box.held)
+                )
+                put_together[there] += part[here]
+    assert torch.equal(put_together, whole)
 
 
 def test_an_axis_cuts_once() -> None:

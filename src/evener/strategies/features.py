@@ -140,7 +140,7 @@ class SameBits(Synchronizer):
 
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
         self._inner.share_buffers(buffers, part)
-        self._share(buffers)
+        self._share(buffer for buffer in buffers if slice_of(buffer) is None)
 
     def close(self) -> None:
         self._inner.close()

@@ -155,15 +155,17 @@ class Learner:
     def _undivided(self) -> Iterator[None]:
         """The model holds its whole weights, of which a penalty may be any function and not only a sum over elements;
         afterwards the slices again, and their part of the gradients."""
-        held = list(divided(self.model))
+        held, wholes = list(divided(self.model)), dict[nn.Parameter, nn.Parameter]()
         for module, name, part, piece in held:
-            own_parameters(module)[name] = nn.Parameter(piece.gather(part, self.mesh), part.requires_grad)
+            if part not in wholes:  # else one weight under several names
+                wholes[part] = nn.Parameter(piece.gather(part, self.mesh), part.requires_grad)
+            own_parameters(module)[name] = wholes[part]
         try:
             yield
         finally:
             for module, name, part, piece in held:
-                whole = own_parameters(module)[name]
                 own_parameters(module)[name] = part
+                whole = wholes.pop(part, None)
                 if whole is not None and whole.grad is not None:
                     _add_gradient(part, piece.part(whole.grad))
 

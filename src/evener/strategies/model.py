@@ -107,10 +107,27 @@ def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None)
                 if tensor is not None and tensor.is_meta:
                     made.setdefault(id(tensor), _with_memory(tensor, device))
                     held[name] = made[id(tensor)]  # type: ignore[assignment]
-    if dtype is None:
-        return model.to(device=device)
-    with _complex_kept(model, device, dtype):
-        return model.to(device=device, dtype=dtype)
+    with _marks_kept(model):
+        if dtype is None:
+            return model.to(device=device)
+        with _complex_kept(model, device, dtype):
+            return model.to(device=device, dtype=dtype)
+
+
+@contextmanager
+def _marks_kept(model: nn.Module) -> Iterator[None]:
+    """``Module.to`` changes a parameter in its place, and puts another tensor in that of a buffer."""
+    marked = [
+        (held, name, piece)
+        for held in map(own_buffers, model.modules())
+        for name, tensor in held.items()
+        if tensor is not None and (piece := slice_of(tensor))
+    ]
+    yield
+    for held, name, piece in marked:
+        tensor = held[name]
+        assert tensor is not None
+        mark(tensor, piece)
 
 
 @contextmanager
@@ -157,11 +174,11 @@ _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, tor
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return torch.empty_like(tensor, device=device)
-    parameter = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
+    made = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
     piece = slice_of(tensor)
-    return mark(parameter, piece) if piece else parameter
+    return mark(made, piece) if piece else made
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from evener.strategies.slices import Slice
+from evener.strategies.slices import Box, Slice
 from evener.strategies.state import Held
 
 
@@ -31,7 +31,9 @@ class Piece:
     def __init__(self, held: Tensor, piece: Slice) -> None:
         self.held = held.detach()
         self._whole = torch.Size(piece.whole_shape(held.shape))
-        self._chunk = ChunkStorageMetadata(torch.Size(piece.offsets(held.ndim)), held.shape)
+        self._parts = dict(
+            zip(piece.offsets(held.ndim), self.held.chunk(piece.blocks, piece.dim), strict=True)
+        )
 
     @classmethod
     def of(cls, value: Tensor, piece: Slice | None) -> Piece | Tensor:
@@ -57,13 +59,29 @@ class Piece:
         return self._whole
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        data = TensorWriteData(
-            chunk=self._chunk, properties=TensorProperties.create_from_tensor(self.held), size=self._whole
-        )
-        return [WriteItem(MetadataIndex(fqn, self._chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties.create_from_tensor(self.held)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk]
+        return [ChunkStorageMetadata(torch.Size(start), part.shape) for start, part in self._parts.items()]
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        """The part that begins there."""
+        assert index.offset is not None
+        return self._parts[tuple(index.offset)]
+
+
+def _view(held: Tensor, box: Box) -> Tensor:
+    return held[
+        tuple(slice(start, start + length) for start, length in zip(box.held, box.shape, strict=True))
+    ]
 
 
 class PieceSaver(DefaultSavePlanner):
@@ -77,7 +95,7 @@ class PieceSaver(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.held if isinstance(found, Piece) else super().lookup_object(index)
+        return found.at(index) if isinstance(found, Piece) else super().lookup_object(index)
 
 
 class PieceLoader(DefaultLoadPlanner):
@@ -94,4 +112,4 @@ class PieceLoader(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]
-        return found.held if isinstance(found, Piece) else super().lookup_tensor(index)
+        return found.at(index) if isinstance(found, Piece) else super().lookup_tensor(index)

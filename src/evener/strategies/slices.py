@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,18 @@ from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
 
 _MARK = "evener_slice"
+
+T = TypeVar("T", bound=Tensor)
+
+
+class Box(NamedTuple):
+    """Elements that lie side by side both in a whole tensor and in what a rank holds of it."""
+
+    whole: tuple[int, ...]
+    """Where it begins in the whole."""
+    held: tuple[int, ...]
+    """Where it begins in what is held."""
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,9 @@ class Slice:
     """This rank's place on the axis."""
     within: Slice | None = None
     """Of another axis, if what is cut here is itself a piece of the whole."""
+    blocks: int = 1
+    """The dimension is so many blocks of one length side by side, and the pieces are those of each block: as the rows
+    of a projection to queries, keys and values are, of which a rank holds those of its heads."""
 
     def __post_init__(self) -> None:
         edges = [0, *(piece.stop for piece in self.pieces)]
@@ -66,21 +82,47 @@ class Slice:
         """What this rank holds."""
         return self.pieces[self.index]
 
+    @property
+    def length(self) -> int:
+        """Of what this rank holds, along the dimension."""
+        return self.blocks * len(self.own)
+
     def part(self, whole: Tensor) -> Tensor:
         """This rank's piece of ``whole``, as a copy."""
         given = self.within.part(whole) if self.within else whole
-        return given.narrow(self.dim, self.own.start, len(self.own)).clone()
+        own = self._in_blocks(given).narrow(self.dim + 1, self.own.start, len(self.own))
+        return own.flatten(self.dim, self.dim + 1).clone()
+
+    def _in_blocks(self, tensor: Tensor) -> Tensor:
+        """With the blocks on a dimension of their own, before that of the pieces."""
+        shape = tensor.shape
+        blocks = (self.blocks, shape[self.dim] // self.blocks)
+        return tensor.reshape(*shape[: self.dim], *blocks, *shape[self.dim + 1 :])
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole tensor, from that of a piece."""
-        shape = list(part)
-        shape[self.dim] = self.pieces[-1].stop
+        shape = self._given_shape(part)
         return self.within.whole_shape(shape) if self.within else tuple(shape)
 
-    def offsets(self, ndim: int) -> tuple[int, ...]:
-        """Where this rank's piece begins in the whole tensor."""
-        outer = self.within.offsets(ndim) if self.within else (0,) * ndim
-        return tuple(start + (self.own.start if dim == self.dim else 0) for dim, start in enumerate(outer))
+    def _given_shape(self, part: Sequence[int]) -> list[int]:
+        """Of what is cut here."""
+        return [*part[: self.dim], self.blocks * self.pieces[-1].stop, *part[self.dim + 1 :]]
+
+    def boxes(self, part: Sequence[int]) -> list[Box]:
+        """How a piece of the shape ``part`` lies in the whole tensor: in one box, or one for each block."""
+        block, own = self.pieces[-1].stop, len(self.own)
+        shape = (*part[: self.dim], own, *part[self.dim + 1 :])
+        found = [
+            Box(self._at(number * block + self.own.start, part), self._at(number * own, part), shape)
+            for number in range(self.blocks)
+        ]
+        if self.within is None:
+            return found
+        outer = self.within.boxes(self._given_shape(part))
+        return [both for box in found for other in outer if (both := _overlap(box, other))]
+
+    def _at(self, place: int, part: Sequence[int]) -> tuple[int, ...]:
+        return tuple(place if dim == self.dim else 0 for dim in range(len(part)))
 
     def gather(self, part: Tensor, mesh: Mesh) -> Tensor:
         """The pieces of all ranks side by side. A collective call."""
@@ -91,25 +133,41 @@ class Slice:
         group, pieces = mesh.group(self.axis), list[Tensor]()
         if group is None:
             return part
+        own = self._in_blocks(part)
         for index, piece in enumerate(self.pieces):
-            shape = [*part.shape[: self.dim], len(piece), *part.shape[self.dim + 1 :]]
-            held = part.contiguous() if index == self.index else part.new_empty(shape)
+            shape = [*own.shape[: self.dim + 1], len(piece), *own.shape[self.dim + 2 :]]
+            held = own.contiguous() if index == self.index else part.new_empty(shape)
             with waiting():
                 dist.broadcast(held, group=group, group_src=index)
             pieces.append(held)
-        return torch.cat(pieces, self.dim)
+        return torch.cat(pieces, self.dim + 1).flatten(self.dim, self.dim + 1)
 
 
-def mark(parameter: nn.Parameter, piece: Slice) -> nn.Parameter:
-    """Says that ``parameter`` is a piece of a divided one.
+def _overlap(piece: Box, outer: Box) -> Box | None:
+    """Of a piece that lies in what ``outer`` holds: the part that is in that box, where it is in the whole."""
+    starts = [max(a, b) for a, b in zip(piece.whole, outer.held, strict=True)]
+    stops = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(piece.whole, piece.shape, outer.held, outer.shape, strict=True)
+    ]
+    shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    if min(shape, default=1) <= 0:
+        return None
+    in_piece = tuple(h + s - w for h, s, w in zip(piece.held, starts, piece.whole, strict=True))
+    in_whole = tuple(w + s - h for w, s, h in zip(outer.whole, starts, outer.held, strict=True))
+    return Box(in_whole, in_piece, shape)
+
+
+def mark(parameter: T, piece: Slice) -> T:
+    """Says that ``parameter``, or a buffer, is a piece of a divided one.
 
     Raises:
         ConfigurationError: If it is not as long as the piece along its dimension.
     """
     shape = tuple(parameter.shape)
-    if not 0 <= piece.dim < len(shape) or shape[piece.dim] != len(piece.own):
+    if not 0 <= piece.dim < len(shape) or shape[piece.dim] != piece.length:
         raise ConfigurationError(
-            f"a parameter of shape {shape} is not {piece.own}, {len(piece.own)} long, of dimension {piece.dim}"
+            f"a parameter of shape {shape} is not {piece.own}, {piece.length} long, of dimension {piece.dim}"
         )
     setattr(parameter, _MARK, piece)
     return parameter

@@ -29,6 +29,7 @@ from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 from evener.nn.names import clean_name
 from evener.runtime.mesh import Mesh
+from evener.strategies.model import named_tensors
 from evener.strategies.slices import Slice, slice_of
 
 Cut = Callable[[Tensor, Slice], Tensor]
@@ -42,7 +43,7 @@ class Held:
     model: dict[str, Any]
     optimizer: dict[str, Any]
     slices: dict[str, Slice]
-    """The divided parameters."""
+    """Of the divided parameters and buffers."""
 
     def slice_of(self, name: str, value: Any) -> Slice | None:
         """The slice that ``value``, the parameter ``name`` or an optimizer's state of it, is; None if it is whole."""
@@ -75,7 +76,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
         {**{key: value for key, value in group.items() if key != "params"}, "params": _listed(group, names)}
         for group in optimizer.param_groups
     ]
-    slices = {name: piece for p, name in names.items() if (piece := slice_of(p))}
+    slices = {name: piece for name, tensor in named_tensors(model).items() if (piece := slice_of(tensor))}
     return Held(of_model, {"class": type(optimizer).__name__, "state": state, "groups": groups}, slices)
 
 
