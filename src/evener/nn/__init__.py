@@ -17,6 +17,7 @@ from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, exact_dropout, name
 from evener.nn.experts import Experts, Mixed
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 from evener.nn.scope import data_group, without_placeholder
+from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy, vocabulary_parallel_cross_entropy
 
 __all__ = [
     "BatchNorm",
@@ -26,6 +27,7 @@ __all__ = [
     "Experts",
     "FeatureParallelLinear",
     "Mixed",
+    "VocabularyParallelCrossEntropy",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -39,5 +41,6 @@ __all__ = [
     "reduce_scatter",
     "shift",
     "split",
+    "vocabulary_parallel_cross_entropy",
     "without_placeholder",
 ]

@@ -57,6 +57,9 @@ class Dropout(nn.Dropout):
     (:func:`name_dropouts`).
     """
     batch_dim: int = 0
+    part: tuple[int, int, range] | None = None
+    """Where the input is a part of the features, as between divided layers: their dimension, counted from the end, how
+    many there are, and which these are. Their mask is that part of the mask of all."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False, batch_dim: int = 0) -> None:
         super().__init__(p, inplace)
@@ -80,14 +83,19 @@ class Dropout(nn.Dropout):
     def _exact(self, input: Tensor, scope: Scope) -> Tensor:
         rows_first = input.movedim(self.batch_dim, 0)
         caller = self if self.layer is None else self.layer
-        factor = _factor(rows_first, self._mask_shape(rows_first), self.p, caller, self.batch_dim, scope)
-        return self._scaled(input, factor)
+        shape = list(self._mask_shape(rows_first))
+        if self.part is None:
+            return self._scaled(input, _factor(rows_first, shape, self.p, caller, self.batch_dim, scope))
+        dim, shape[dim], own = self.part
+        whole = _factor(rows_first, shape, self.p, caller, self.batch_dim, scope)
+        return self._scaled(input, whole.narrow(dim, own.start, len(own)))
 
     def _compiled(self, input: Tensor) -> Tensor:
-        """The same as a node of a graph, which asks for the scope when it runs; a layer without a name breaks it."""
-        if self.layer is None:
-            unnamed: Tensor = self._uncompiled(input)
-            return unnamed
+        """The same as a node of a graph, which asks for the scope when it runs; a layer without a
+        name breaks it, and so does one between divided layers, which break it themselves."""
+        if self.layer is None or self.part is not None:
+            uncompiled: Tensor = self._uncompiled(input)
+            return uncompiled
         rows_first = input.movedim(self.batch_dim, 0)
         factor: Tensor = _factor_node(
             rows_first.detach(), _TURN, self._mask_shape(rows_first), self.p, self.layer, self.batch_dim

@@ -63,6 +63,14 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     return moved.to(x.device)
 
 
+def largest(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The largest of the ranks' numbers, each for itself."""
+    moved = _sent(x, group)
+    with _wait("all_reduce"):
+        dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
+    return moved.to(x.device)
+
+
 def gathered(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """The pieces of all ranks, of the lengths ``sizes``, side by side along ``dim``."""
     own = _sent(x.movedim(dim, 0), group)

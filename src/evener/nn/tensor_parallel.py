@@ -1,0 +1,286 @@
+"""Layers whose weights are divided over ranks that compute the same samples.
+
+A region of divided layers begins with one that makes some of its outputs (columns, in the words of ``x W``) and ends
+with one that reads some of its inputs (rows). In between each rank has its own part of every sample's features::
+
+                        W_1                            W_2
+    x ─ enter ─┬─▶ columns 0 1 2 ─▶ activation ─▶ rows 0 1 2 ─┬─ sum ─▶ + bias        rank 0
+               └─▶ columns 3 4   ─▶ activation ─▶ rows 3 4   ─┘                       rank 1
+
+One message forward, where the region ends, and one backward, where it begins: the operators *f* and *g* of Shoeybi et
+al., "Megatron-LM", 2019. An embedding holds some of the words, and ends its region by itself.
+
+A layer is divided in its place: its class changes, and names, hooks and references to it stay. PyTorch's DTensor is not
+what stands below, for it refuses widths that do not divide, computes convolutions wrong without an error, and does not
+mix with plain parameters in foreach optimizers, clipping and DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from evener.borrowed.module_tensors import own_parameters
+from evener.errors import ConfigurationError, TaskError
+from evener.nn.collectives import all_gather, all_reduce, enter, split
+from evener.nn.scope import current
+from evener.nn.shared import Shared
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a length is divided over the ranks of a group."""
+
+    group: ProcessGroup
+    pieces: tuple[range, ...]
+    """Of all ranks, in order and without gaps, none empty."""
+    index: int
+    """This rank's."""
+
+    @property
+    def own(self) -> range:
+        return self.pieces[self.index]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(piece) for piece in self.pieces]
+
+    @property
+    def whole(self) -> int:
+        """The length that is divided."""
+        return self.pieces[-1].stop
+
+
+class Divided(nn.Module):
+    """A layer of which this rank holds a part, made by :func:`divide_layer`.
+
+    A part that another module reads, as in ``F.linear(x, embedding.weight)``, would be taken for the whole. So it is
+    kept to the layer itself while a micro-batch is computed.
+    """
+
+    held: ClassVar[dict[str, int]]
+    """The parameters that are divided, and along which dimension."""
+    layer: str = ""
+    """Its qualified name in the model."""
+    _parts = Shared[Parts]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and current() is not None:
+            raise TaskError(
+                f"{self.layer} is divided over ranks, and its weight is read from outside of it in a forward pass, "
+                "where it would be taken for the whole: call the layer, or leave it out of the plan"
+            )
+        return super().__getattr__(name)
+
+    @property
+    def parts(self) -> Parts:
+        """How it is divided.
+
+        Raises:
+            ConfigurationError: In another process, which is none of these ranks.
+        """
+        if self._parts.value is None:
+            raise ConfigurationError(f"{self} was copied to another process; only its state_dict can be")
+        return self._parts.value
+
+    def own(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter."""
+        return own_parameters(self)[name]
+
+    def extra_repr(self) -> str:
+        parts = self._parts.value
+        held = "" if parts is None else f", part={parts.own.start}:{parts.own.stop}"
+        return super().extra_repr() + held
+
+
+Compute = Callable[[Any, Tensor, Any, Any], Tensor]
+"""From a layer, its input, weight and bias, the output."""
+
+
+class _Columns(Divided):
+    held: ClassVar = {"weight": 0, "bias": 0}
+    compute: ClassVar[Compute]
+
+    def forward(self, input: Tensor) -> Tensor:
+        entered = enter(input, self.parts.group)
+        return type(self).compute(self, entered, self.own("weight"), self.own("bias"))
+
+
+class _Rows(Divided):
+    held: ClassVar = {"weight": 1}
+    features: ClassVar[int] = -1
+    """The dimension of the features, or channels."""
+    compute: ClassVar[Compute]
+
+    def forward(self, input: Tensor) -> Tensor:
+        parts = self.parts
+        if input.shape[self.features] == parts.whole:
+            input = split(input, parts.group, self.features, parts.sizes)
+        elif input.shape[self.features] != len(parts.own):
+            raise TaskError(
+                f"{self.layer} reads {len(parts.own)} of {parts.whole} features on this rank and got "
+                f"{input.shape[self.features]}: the colwise layers before it must make as many, in runs of one length"
+            )
+        partial = type(self).compute(self, input, self.own("weight"), None)
+        output = all_reduce(partial, parts.group, replicated=True)
+        bias = self.own("bias")
+        return output if bias is None else output + bias.view(-1, *[1] * (-1 - self.features))
+
+
+def _multiplied(layer: nn.Linear, input: Tensor, weight: Any, bias: Any) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+class ColumnLinear(_Columns, nn.Linear):
+    """``nn.Linear`` that makes some of its output features: from (..., in_features), alike on all ranks, the part
+    (..., own features)."""
+
+    compute = _multiplied
+
+
+class RowLinear(_Rows, nn.Linear):
+    """``nn.Linear`` that reads some of its input features: from (..., own features), the sum over the ranks (...,
+    out_features), alike on all. An input that has all features is cut."""
+
+    compute = _multiplied
+
+
+class VocabularyLinear(ColumnLinear):
+    """:class:`ColumnLinear` of scores, one for each word, which are gathered, so that all ranks have all scores.
+
+    In training they stay apart where the loss does without the others:
+    :class:`~evener.nn.VocabularyParallelCrossEntropy`.
+    """
+
+    stays_divided = False
+    """Whether the scores of other words are left to their ranks in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scores = super().forward(input)
+        if self.stays_divided and self.training:
+            return scores
+        return all_gather(scores, self.parts.group, -1, self.parts.sizes, replicated=True)
+
+
+class VocabularyEmbedding(Divided, nn.Embedding):
+    """``nn.Embedding`` that holds some of the words: each rank looks up its own, and the sum over the ranks has all."""
+
+    held: ClassVar = {"weight": 0}
+
+    def forward(self, input: Tensor) -> Tensor:
+        parts, weight = self.parts, self.own("weight")
+        assert weight is not None
+        local = input - parts.own.start
+        outside = (local < 0) | (local >= len(parts.own))
+        lookup = self._sparsely if self.sparse else self._densely
+        return all_reduce(lookup(local, outside, weight), parts.group, replicated=True)
+
+    def _densely(self, local: Tensor, outside: Tensor, weight: Tensor) -> Tensor:
+        found = F.embedding(local.masked_fill(outside, 0), weight, self._own_padding)
+        return found.masked_fill(outside[..., None], 0)
+
+    def _sparsely(self, local: Tensor, outside: Tensor, weight: Tensor) -> Tensor:
+        """The gradient names the rows that were looked up, also where it is zero: no rows but these may be."""
+        found = F.embedding(local[~outside], weight, self._own_padding, sparse=True)
+        return found.new_zeros(*local.shape, found.shape[-1]).masked_scatter(~outside[..., None], found)
+
+    @property
+    def _own_padding(self) -> int | None:
+        padding, own = self.padding_idx, self.parts.own
+        return padding - own.start if padding is not None and padding in own else None
+
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def _convolved(layer: Convolution, input: Tensor, weight: Any, bias: Any) -> Tensor:
+    function = _CONVOLVE[len(layer.kernel_size)]
+    return function(input, weight, bias, layer.stride, layer.padding, layer.dilation)
+
+
+class ColumnConv1d(_Columns, nn.Conv1d):
+    """``nn.Conv1d`` that makes some of its output channels."""
+
+    compute = _convolved
+
+
+class ColumnConv2d(_Columns, nn.Conv2d):
+    """``nn.Conv2d`` that makes some of its output channels."""
+
+    compute = _convolved
+
+
+class ColumnConv3d(_Columns, nn.Conv3d):
+    """``nn.Conv3d`` that makes some of its output channels."""
+
+    compute = _convolved
+
+
+class RowConv1d(_Rows, nn.Conv1d):
+    """``nn.Conv1d`` that reads some of its input channels."""
+
+    features: ClassVar = -2
+    compute = _convolved
+
+
+class RowConv2d(_Rows, nn.Conv2d):
+    """``nn.Conv2d`` that reads some of its input channels."""
+
+    features: ClassVar = -3
+    compute = _convolved
+
+
+class RowConv3d(_Rows, nn.Conv3d):
+    """``nn.Conv3d`` that reads some of its input channels."""
+
+    features: ClassVar = -4
+    compute = _convolved
+
+
+COLUMNS: dict[type[nn.Module], type[Divided]] = {
+    nn.Linear: ColumnLinear,
+    nn.Conv1d: ColumnConv1d,
+    nn.Conv2d: ColumnConv2d,
+    nn.Conv3d: ColumnConv3d,
+}
+ROWS: dict[type[nn.Module], type[Divided]] = {
+    nn.Linear: RowLinear,
+    nn.Conv1d: RowConv1d,
+    nn.Conv2d: RowConv2d,
+    nn.Conv3d: RowConv3d,
+}
+VOCABULARY: dict[type[nn.Module], type[Divided]] = {
+    nn.Linear: VocabularyLinear,
+    nn.Embedding: VocabularyEmbedding,
+}
+
+
+def divide_layer(
+    layer: nn.Module, kinds: dict[type[nn.Module], type[Divided]], parts: Parts, name: str
+) -> Divided:
+    """Makes ``layer`` compute with a part of its parameters, which whoever calls this cuts.
+
+    Args:
+        layer: Of a class of ``torch.nn``, alike on all ranks; changed in place.
+        kinds: ``COLUMNS``, ``ROWS`` or ``VOCABULARY``.
+        parts: Of the length that is divided.
+        name: For messages.
+
+    Raises:
+        ConfigurationError: For a layer of another class.
+    """
+    if type(layer) not in kinds:
+        known = ", ".join(kind.__name__ for kind in kinds)
+        raise ConfigurationError(
+            f"{name}, a {type(layer).__name__}, cannot be divided so; it must be one of {known}"
+        )
+    layer.__class__ = kinds[type(layer)]
+    assert isinstance(layer, Divided)
+    layer.layer, layer._parts = name, Shared(parts)
+    return layer
