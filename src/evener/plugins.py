@@ -20,6 +20,7 @@ STRATEGIES = {
     "ddp": "evener.strategies.ddp:Ddp",
     "dimension": "evener.strategies.features:FeatureParallel",
     "experts": "evener.strategies.experts:ExpertParallel",
+    "tensor": "evener.strategies.tensor:TensorParallel",
 }
 """Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
 

@@ -41,6 +41,8 @@ NO_FEATURES = {
     "dictionary": "DataError: no tensor among the inputs, .* has the 8 features",
 }
 
+NO_PAIRS = {"several": "TaskError: strategy 'tensor' looked in Several for pairs of linear layers"}
+
 ROWS = {
     "ddp": Row(3, {"strategy": "ddp", "balance": "3,0,1"}, slow=False),
     "experts": Row(2, {"strategy": "experts"}, NO_EXPERTS),
@@ -48,6 +50,8 @@ ROWS = {
     "data x dimension": Row(
         4, {"strategy": "dimension", "mesh": "data=2,tensor=2", "balance": "2,1"}, NO_FEATURES
     ),
+    "tensor": Row(3, {"strategy": "tensor"}, NO_PAIRS),
+    "data x tensor": Row(4, {"strategy": "tensor", "mesh": "data=2,tensor=2", "balance": "2,1"}, NO_PAIRS),
 }
 
 

@@ -35,8 +35,9 @@ def test_evener_keeps_its_own_promises(
 
 
 def test_every_strategy_for_several_ranks_is_tried() -> None:
-    """Of ``experts`` the battery's tasks have none; tests/strategies/test_experts.py has its own."""
-    assert STRATEGIES.keys() - {"single", "experts"} == {"ddp", "dimension"}
+    """Of ``experts`` the battery's tasks have none; tests/strategies/test_experts.py has its own. ``tensor`` is tried
+    in tests/strategies/test_tensor.py."""
+    assert STRATEGIES.keys() - {"single", "experts", "tensor"} == {"ddp", "dimension"}
 
 
 def found(name: str, tried: str) -> str:

@@ -19,9 +19,9 @@ Buffers, too, are rank 0's. Only the sum in the first layer moves activations: s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.slices import Slice, mark, slice_of
+
+T = TypeVar("T", bound=Tensor)
 
 AXIS = "tensor"
 """The axis of the mesh over which features are divided."""
@@ -113,7 +115,7 @@ class SameBits(Synchronizer):
     """
 
     def __init__(self, learner: Learner, axis: str, inner: Synchronizer) -> None:
-        self._learner, self._inner = learner, inner
+        self._learner, self._axis, self._inner = learner, axis, inner
         self._group = learner.mesh.group(axis)
 
     @property
@@ -140,14 +142,20 @@ class SameBits(Synchronizer):
 
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
         self._inner.share_buffers(buffers, part)
-        self._share(buffer for buffer in buffers if slice_of(buffer) is None)
+        self._share(self._whole(buffers))
 
     def close(self) -> None:
         self._inner.close()
 
     def _share_whole(self, parameters: Iterable[nn.Parameter]) -> None:
-        whole = (p for p in parameters if p.grad is not None and slice_of(p) is None)
-        self._share(gradients.values(parameter) for parameter in whole)
+        self._share(gradients.values(p) for p in self._whole(parameters) if p.grad is not None)
+
+    def _whole(self, tensors: Iterable[T]) -> Iterator[T]:
+        """Those that are not divided over the axis."""
+        for tensor in tensors:
+            piece = slice_of(tensor)
+            if piece is None or self._axis not in piece.axes:
+                yield tensor
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Gives all ranks the values of the first: of small tensors of one type together, of large ones alone."""

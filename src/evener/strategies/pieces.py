@@ -31,9 +31,7 @@ class Piece:
     def __init__(self, held: Tensor, piece: Slice) -> None:
         self.held = held.detach()
         self._whole = torch.Size(piece.whole_shape(held.shape))
-        self._parts = dict(
-            zip(piece.offsets(held.ndim), self.held.chunk(piece.blocks, piece.dim), strict=True)
-        )
+        self._parts = {box.whole: _view(self.held, box) for box in piece.boxes(held.shape)}
 
     @classmethod
     def of(cls, value: Tensor, piece: Slice | None) -> Piece | Tensor:
