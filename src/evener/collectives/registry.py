@@ -23,9 +23,11 @@ from evener.collectives.choose.measure import device_of
 from evener.collectives.compress import Half, Int8, TopK
 from evener.collectives.execute.executor import SEGMENT_NBYTES, Scheduled
 from evener.collectives.native import Native
+from evener.collectives.owners import NativeOwners, Owners
 from evener.collectives.schedules.algorithms import ALGORITHMS, usable_on
 from evener.collectives.schedules.schedule import Topology
 from evener.collectives.shared_memory.all_reduce import SharedMemory
+from evener.collectives.shared_memory.owners import SharedOwners
 from evener.collectives.shared_memory.two_level import MakeAllReduce, two_level
 from evener.errors import ConfigurationError
 from evener.runtime.hosts import all_gather, hosts_of
@@ -185,3 +187,26 @@ def default(group: dist.ProcessGroup, timeout_seconds: float = TIMEOUT_SECONDS) 
         native = Native(group, timeout_seconds)
         native.note = str(error)
         return native
+
+
+def make_owners(name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> Owners:
+    """What sums to the owners of ranges: ``native``, ``shared-memory``, or if None the better that there is.
+
+    A collective call.
+
+    Raises:
+        ConfigurationError: There is none of that name, or the group's ranks cannot use it.
+    """
+    if name not in (None, "native", "shared-memory"):
+        raise ConfigurationError(
+            f"all-reduce {name!r} brings the sum to all ranks; to the owners of ranges 'native' and 'shared-memory' "
+            "bring it"
+        )
+    if name == "native" or device_of(group).type != "cpu":
+        return NativeOwners(group)
+    try:
+        return SharedOwners(group, timeout_seconds)
+    except ConfigurationError:  # raised on every rank alike
+        if name is not None:
+            raise
+        return NativeOwners(group)

@@ -149,7 +149,7 @@ class SharedMemory(AllReduce):
         slots.publish(ENTERED, chunk + 1)
         slots.wait(ENTERED, chunk + 1)
         slots.check(chunk, tag)
-        _add(terms, flat)
+        add_terms(terms, flat)
         # REDUCED is passed over: counts only grow, and the next chunk in two shots lifts it beyond this one.
         slots.publish(LEFT, chunk + 1)
 
@@ -191,7 +191,7 @@ class SharedMemory(AllReduce):
         terms = views.terms[chunk % _SLOTS].copy()
         terms[self.rank] = mine
         slots.wait(ENTERED, chunk + 1)
-        _add(terms, result)
+        add_terms(terms, result)
         slots.publish(REDUCED, chunk + 1)  # before the own copy, for which nobody else need wait
         mine.copy_(result)
 
@@ -255,7 +255,7 @@ def _make_views(slots: Slots, rank: int, world_size: int, dtype: torch.dtype, co
     )
 
 
-def _add(terms: list[Tensor], out: Tensor) -> None:
+def add_terms(terms: list[Tensor], out: Tensor) -> None:
     """``out`` = the sum of two or more terms from left to right; ``out`` may be none behind the second."""
     if len(terms) > 2 and out.dtype in _HALF:
         total = terms[0].float()

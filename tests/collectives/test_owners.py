@@ -1,0 +1,81 @@
+"""Sums that go to the owners of ranges, and ranges that come from them, of unequal lengths."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.collectives.owners import NativeOwners, Owners
+from evener.collectives.registry import make_owners
+from evener.collectives.shared_memory.owners import SharedOwners
+from evener.errors import ConfigurationError
+from evener.runtime import slots
+
+SIZES = ([3, 2, 1], [0, 5, 0], [0, 0, 0], [7, 0, 400_000], [300_001, 299_999, 1], [64, 64, 64])
+
+
+def opened(kind: str) -> Owners:
+    assert dist.group.WORLD is not None
+    return NativeOwners(dist.group.WORLD) if kind == "native" else SharedOwners(dist.group.WORLD, 60)
+
+
+def term(rank: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-9, 9, (sum(sizes),), generator=generator).to(dtype)
+
+
+def summed_and_gathered(kind: str, dtype: torch.dtype) -> bool:
+    rank = dist.get_rank()
+    with closing(opened(kind)) as owners:
+        for sizes in SIZES:
+            terms = [term(of, sizes, dtype) for of in range(3)]
+            expected = torch.stack(terms).sum(0, dtype=dtype)
+            waits = [owners.summed(terms[rank], sizes) for _ in range(2)]
+            for wait in waits:
+                assert torch.equal(wait(), expected.split(sizes)[rank])
+            flat = torch.full_like(expected, 100)
+            flat.split(sizes)[rank].copy_(expected.split(sizes)[rank])
+            owners.gather(flat, sizes)
+            assert torch.equal(flat, expected)
+    return True
+
+
+def kinds() -> list[str]:
+    """What is made for each name, also where memory cannot be shared."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for name in (None, "native", "shared-memory"):
+        with closing(make_owners(name, group, 60)) as owners:
+            found.append(owners.words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "_ORDERED_MACHINES", ())
+        with closing(make_owners(None, group, 60)) as owners:
+            found.append(owners.words)
+        with pytest.raises(ConfigurationError, match="no exchange with owners through shared memory"):
+            make_owners("shared-memory", group, 60)
+    with pytest.raises(ConfigurationError, match="'ring' brings the sum to all ranks"):
+        make_owners("ring", group, 60)
+    closed = opened("shared")
+    closed.close()
+    with pytest.raises(ConfigurationError, match="has been closed"):
+        closed.gather(torch.ones(2), [1, 1])
+    with closing(opened("shared")) as owners, pytest.raises(ConfigurationError, match="carries CPU tensors"):
+        owners.gather(torch.ones(2, device="meta"), [1, 1])
+    return found
+
+
+def test_memory_is_shared_where_it_can_be(ranks: Any) -> None:
+    for found in ranks(2).run(kinds):
+        assert found == ["shared-memory", "native", "shared-memory", "native"]
+
+
+@pytest.mark.parametrize("kind", ["native", "shared"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_ranges_of_any_lengths(ranks: Any, kind: str, dtype: torch.dtype) -> None:
+    assert all(ranks(3).run(summed_and_gathered, kind, dtype))
