@@ -42,7 +42,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
-from evener.strategies.slices import Slice, mark, slice_of
+from evener.strategies.slices import Slice, mark, slice_over
 
 T = TypeVar("T", bound=Tensor)
 
@@ -66,7 +66,7 @@ class FeatureParallel(Strategy):
 
     divides_model = True
     axis = AXIS
-    combines = ("data",)
+    combines = ("data", "shard")
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         if settings.compression is not None:
@@ -102,7 +102,7 @@ class FeatureParallel(Strategy):
         check_elementwise(optimizer, "dimension")
 
     def portion(self, dataset: Any, learner: Learner) -> Any:
-        pieces = (slice_of(parameter) for parameter in learner.model.parameters())
+        pieces = (slice_over(parameter, AXIS) for parameter in learner.model.parameters())
         piece = next((piece for piece in pieces if piece), None)
         return dataset if piece is None else columns_of(dataset, piece.own, piece.pieces[-1].stop)
 
@@ -124,6 +124,9 @@ class SameBits(Synchronizer):
 
     def wrap(self, replica: nn.Module) -> nn.Module:
         return self._inner.wrap(replica)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return self._inner.forward()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return self._inner.micro_batch(last)
@@ -152,10 +155,7 @@ class SameBits(Synchronizer):
 
     def _whole(self, tensors: Iterable[T]) -> Iterator[T]:
         """Those that are not divided over the axis."""
-        for tensor in tensors:
-            piece = slice_of(tensor)
-            if piece is None or self._axis not in piece.axes:
-                yield tensor
+        return (tensor for tensor in tensors if slice_over(tensor, self._axis) is None)
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Gives all ranks the values of the first: of small tensors of one type together, of large ones alone."""

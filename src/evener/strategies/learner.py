@@ -91,7 +91,8 @@ class Learner:
 
     def outputs(self, micro: MicroBatch) -> Tree:
         """The model's outputs, in evaluation."""
-        return self.stepper.outputs(micro)
+        with self.synchronizer.forward():
+            return self.stepper.outputs(micro)
 
     def micro_scope(self, micro: MicroBatch, step: int) -> AbstractContextManager[Scope]:
         """Tells the modules of :mod:`evener.nn` which samples are being computed, and by whom the others."""

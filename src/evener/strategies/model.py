@@ -29,7 +29,7 @@ from evener.nn.dropout import name_dropouts
 from evener.nn.names import clean_name
 from evener.runtime import interrupt
 from evener.strategies.build import explaining_model_errors
-from evener.strategies.slices import mark, slice_of
+from evener.strategies.slices import slice_of
 from evener.task import Task
 
 
@@ -177,8 +177,8 @@ def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
-    piece = slice_of(tensor)
-    return mark(made, piece) if piece else made
+    vars(made).update(vars(tensor))  # which slice it is, and what the user says of it
+    return made
 
 
 @torch.no_grad()

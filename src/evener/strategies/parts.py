@@ -90,6 +90,10 @@ class Synchronizer:
         """What is called in place of ``replica``, which goes from a micro-batch to the total of its terms."""
         return replica
 
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around a forward pass that is not followed by backward."""
+        return nullcontext()
+
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch; gradients are exchanged with the ``last`` one."""
         return nullcontext()

@@ -68,7 +68,12 @@ class Piece:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(start), part.shape) for start, part in self._parts.items()]
+        """Not of an empty piece, which begins where another rank's does and would be taken for that."""
+        return [
+            ChunkStorageMetadata(torch.Size(start), part.shape)
+            for start, part in self._parts.items()
+            if part.numel()
+        ]
 
     def at(self, index: MetadataIndex) -> Tensor:
         """The part that begins there."""

@@ -179,6 +179,14 @@ def slice_of(tensor: Tensor) -> Slice | None:
     return found
 
 
+def slice_over(tensor: Tensor, axis: str) -> Slice | None:
+    """Which piece over ``axis`` a parameter is, or is a piece of; None if it is not divided over that."""
+    piece = slice_of(tensor)
+    while piece is not None and piece.axis != axis:
+        piece = piece.within
+    return piece
+
+
 def by_axes(parameters: Iterable[nn.Parameter]) -> dict[tuple[str, ...], list[nn.Parameter]]:
     """The parameters by the axes that they are divided over; those that are whole under no axis, always there."""
     found: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
