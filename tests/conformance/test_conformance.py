@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from evener.plugins import STRATEGIES
+from evener.strategies.features import FeatureParallel
+from evener.strategies.zero import Zero
 from tests.comparing import worst
 from tests.conformance.models import MODELS
 from tests.conformance.runs import Outcome, run
@@ -52,6 +54,12 @@ ROWS = {
     ),
     "tensor": Row(3, {"strategy": "tensor"}, NO_PAIRS),
     "data x tensor": Row(4, {"strategy": "tensor", "mesh": "data=2,tensor=2", "balance": "2,1"}, NO_PAIRS),
+    "zero 1": Row(3, {"strategy": Zero(stage=1, owns="2,1,1"), "balance": "3,0,1"}),
+    "zero 2": Row(3, {"strategy": Zero(owns="3,0,1"), "balance": "1,2,0"}),
+    "data x zero": Row(4, {"strategy": Zero(owns="2,1"), "mesh": "data=2,shard=2", "balance": "2,0,1,1"}),
+    "zero x dimension": Row(
+        4, {"strategy": (Zero(owns="2,1"), FeatureParallel()), "mesh": "shard=2,tensor=2"}, NO_FEATURES
+    ),
 }
 
 

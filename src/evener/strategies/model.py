@@ -29,7 +29,7 @@ from evener.nn.dropout import name_dropouts
 from evener.nn.names import clean_name
 from evener.runtime import interrupt
 from evener.strategies.build import explaining_model_errors
-from evener.strategies.slices import slice_of
+from evener.strategies.slices import mark, slice_of
 from evener.task import Task
 
 

@@ -1,0 +1,159 @@
+"""The samples divided over the ranks, and who keeps what of gradients and optimizer: ZeRO stages 1 and 2.
+
+Every rank holds whole weights and computes with them, as with ``ddp``. But of each weight it *owns* some rows only. The
+sum of a gradient goes to the owner of the row, the owner alone updates it, and the rows are gathered back::
+
+    stage 2                   rank 0 owns rows a b               rank 1 owns row c
+    forward, backward         gradient  a b c                    gradient  a b c
+    sums go to owners                   a b  <── sum ──>                       c
+    update                    rows      a b                      rows          c
+    gathered                            a b c                                  a b c
+
+So the state of the optimizer, and with stage 2 the sum of the gradients, is in memory once and not once a rank. Who
+owns how much is one thing and who computes how many samples another: ``owns`` goes by the memory of the ranks, shares
+by their speed (Cephalo, ICS 2025, https://arxiv.org/abs/2411.01075). The stages are those of ZeRO (Rajbhandari and
+others, SC 2020, https://arxiv.org/abs/1910.02054).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import warn_if_has_hooks
+
+from evener.balance.shares import parse_shares
+from evener.borrowed.module_tensors import own_parameters
+from evener.errors import ConfigurationError, ShareError, TaskError
+from evener.runtime.mesh import Layout, Mesh
+from evener.strategies.base import Strategy
+from evener.strategies.ddp import summing
+from evener.strategies.features import check_elementwise
+from evener.strategies.learner import Learner
+from evener.strategies.normalize import normalize_together
+from evener.strategies.ownership import divide_rows
+from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.plain import Plain
+from evener.strategies.slices import Slice, mark, slice_of
+from evener.strategies.zero_sum import ZeroSum
+from evener.strategies.zero_weights import AXIS, sparse_weights
+
+
+@dataclass(frozen=True)
+class Zero(Strategy):
+    """Whole weights on every rank; gradients and optimizer in parts.
+
+    Raises:
+        ConfigurationError: For a stage that there is not, or parts that are no list of numbers.
+    """
+
+    stage: int = 2
+    """1 divides the optimizer's state, 2 the sum of the gradients too."""
+    owns: str | None = None
+    """The part of each rank, such as ``2,1``; equal parts if None."""
+
+    axis: ClassVar[str] = AXIS
+    combines: ClassVar[tuple[str, ...]] = ("data", "tensor")
+    divides_model: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2):
+            raise ConfigurationError(
+                f"there is no stage {self.stage!r} of strategy 'zero'; there are 1 and 2"
+            )
+        if self.owns is not None:
+            self._parts(self.owns.count(",") + 1)
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        self._parts(world_size)
+        if settings.compression is not None and (self.stage == 2 or settings.compression == "powersgd"):
+            raise ConfigurationError(
+                f"stage {self.stage} of strategy 'zero' cannot compress with {settings.compression!r}: leave compress "
+                "out, or use strategy 'ddp'"
+            )
+        return Layout({AXIS: world_size})
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        if mesh.degree(AXIS) > 1:
+            _cut(model, self._parts(mesh.degree(AXIS)), mesh.index(AXIS))
+        return normalize_together(model, mesh)
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        return ZeroSum(learner, self.stage) if learner.mesh.degree(AXIS) > 1 else summing(learner)
+
+    def stepper(self, learner: Learner) -> Stepper:
+        return Plain(learner)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_elementwise(optimizer, "zero")
+
+    def _parts(self, degree: int) -> list[float]:
+        if self.owns is None:
+            return [1 / degree] * degree
+        try:
+            return parse_shares(self.owns, degree)
+        except ShareError as error:
+            raise ConfigurationError(f"owns={self.owns!r} of strategy 'zero': {error}") from error
+
+
+def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
+    """Puts this rank's piece in the place of every weight that is trained.
+
+    Raises:
+        TaskError: If somebody waits for the gradient of a whole weight.
+    """
+    _refuse_hooks(model)
+    sparse = set(sparse_weights(model))
+    cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
+    tables = [(parameter.shape[dim], _nbytes_of_row(parameter, dim)) for parameter, dim in cut.items()]
+    pieces = {
+        parameter: _piece(parameter, dim, rows, index)
+        for (parameter, dim), rows in zip(cut.items(), divide_rows(tables, parts), strict=True)
+    }
+    for module in model.modules():
+        held = own_parameters(module)
+        for name, parameter in held.items():
+            if parameter is not None and parameter in pieces:
+                held[name] = pieces[parameter]
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    hooked = [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]
+    if hooked:
+        raise TaskError(
+            f"the model registers a hook on the gradient of {hooked[0]}, of which strategy 'zero' gives a rank some "
+            "rows only; change gradients in the model's forward instead, by a hook on what the weight is multiplied "
+            "with, or use strategy 'ddp'"
+        )
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """By the warning that PyTorch has for those that cannot go where the parameter goes."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_if_has_hooks(parameter)
+    return bool(told)
+
+
+def _divisible(model: nn.Module) -> Iterator[nn.Parameter]:
+    """A number alone has no rows: every rank keeps it, as it does what is not trained."""
+    return (p for p in model.parameters() if p.requires_grad and p.ndim and p.numel())
+
+
+def _dim(parameter: nn.Parameter, sparse: bool) -> int:
+    """The first that has more than one row, so that a piece is one stretch of memory."""
+    return 0 if sparse else next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
+
+
+def _nbytes_of_row(parameter: nn.Parameter, dim: int) -> int:
+    return parameter.nbytes // parameter.shape[dim]
+
+
+def _piece(parameter: nn.Parameter, dim: int, rows: tuple[range, ...], index: int) -> nn.Parameter:
+    own = nn.Parameter(parameter.detach().narrow(dim, rows[index].start, len(rows[index])).clone())
+    vars(own).update(vars(parameter))
+    return mark(own, Slice(AXIS, dim, rows, index, within=slice_of(parameter)))

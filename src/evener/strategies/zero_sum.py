@@ -1,0 +1,223 @@
+"""Sums gradients to the owners of rows, and gathers the rows when their owners have updated them.
+
+::
+
+    stage 1   every bucket once a step       all ranks get the sum, and keep their own rows of it
+    stage 2   every bucket a micro-batch     the owner gets the sum, and adds it to what it has
+
+With stage 2 no rank ever has more of the gradients than its rows and a few buckets, also where a step has several
+micro-batches. On a mesh that has the axes ``data`` or ``context`` too, owners then sum their rows over these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
+from evener.collectives.registry import make
+from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware.readout import Readout, is_late, read
+from evener.hardware.stopwatch import waiting
+from evener.runtime.mesh import DIVIDING_TERMS
+from evener.strategies import gradients
+from evener.strategies.learner import Learner
+from evener.strategies.parts import Synchronizer
+from evener.strategies.slices import slice_of
+from evener.strategies.zero_buckets import Bucket, Round, buckets_of
+from evener.strategies.zero_ways import ToAll, ToOwners, Way
+from evener.strategies.zero_weights import AXIS, Weight, sparse_weights
+from evener.strategies.zero_wholes import Wholes
+
+
+class ZeroSum(Synchronizer):
+    """Sums to owners in the way of ``stage`` 1 or 2, and gathers from them."""
+
+    def __init__(self, learner: Learner, stage: int) -> None:
+        self._learner, mesh = learner, learner.mesh
+        everyone = mesh.group(*DIVIDING_TERMS)
+        assert everyone is not None
+        self._everyone = everyone
+        self._weights = {weight.piece: weight for weight in _weights(learner)}
+        self._way: Way = (ToAll if stage == 1 else ToOwners)(learner)
+        self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
+        self._round = Round(self._buckets(self._dense(self._all)), self._way.start, self._work_done)
+        self._wholes = Wholes(learner.model, self._all, self._buckets(self._all), self._way.owners)
+        self._sound: list[Readout] = []
+        self._stepping = self._sending = self._last = False
+        self._over = True
+        for weight in self._all:
+            weight.watch(self._arrived)
+        self._wholes.refresh()
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return self._way.words
+
+    @property
+    def _all(self) -> list[Weight]:
+        return list(self._weights.values())
+
+    def _dense(self, weights: Iterable[Weight]) -> list[Weight]:
+        return [weight for weight in weights if not weight.sparse]
+
+    def _buckets(self, weights: Iterable[Weight]) -> list[Bucket]:
+        mesh, nbytes = self._learner.mesh, self._learner.settings.bucket_bytes
+        return buckets_of(weights, nbytes or DEFAULT_BUCKET_NBYTES, mesh.degree(AXIS), mesh.index(AXIS))
+
+    # A step
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        replica.register_forward_hook(self._told)
+        return replica
+
+    def _told(self, replica: nn.Module, args: object, total: Tensor) -> None:
+        self._round.total = total.detach()
+
+    def forward(self) -> AbstractContextManager[None]:
+        return self._wholes.shown()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self._begin()
+        self._last, summed_now = last, last or self._way.each_micro_batch
+        with self._wholes.shown():
+            self._stepping, self._sending = True, summed_now
+            try:
+                yield
+            finally:
+                self._stepping = self._sending = False
+        if summed_now and not last:
+            self._round.finish()
+
+    def _begin(self) -> None:
+        """A step begins, unless it has."""
+        if self._over:
+            self._round.forget()
+            self._over = False
+
+    def _arrived(self, weight: Weight) -> None:
+        """Backward has left the gradient of this rank's samples in the whole weight."""
+        if self._sending and not weight.sparse:
+            self._round.arrived(weight)
+        elif not self._stepping:
+            weight.show()
+
+    def _work_done(self) -> None:
+        if self._last:
+            self._learner.pace.work_done()
+
+    def complete(self) -> tuple[str, ...]:
+        self._begin()
+        self._last = True
+        sparse = [weight for weight in self._all if weight.sparse]
+        given = {weight for weight in sparse if weight.whole.grad is not None}
+        self._sound = [read(gradients.soundness(weight.whole for weight in sparse))] if sparse else []
+        self._round.finish()
+        if not self._round.buckets:
+            self._work_done()
+        told = [*self._hand_out(self._round), *self._sum_sparse(sparse)]
+        self._over = True
+        if not self._all_sound(told):
+            return tuple(
+                weight.name for weight in self._all
+            )  # asks who it was: an error that names the rank follows
+        return tuple(weight.name for weight in self._all if weight not in self._round.given | given)
+
+    def _all_sound(self, told: Iterable[Tensor]) -> bool:
+        """Whether what all ranks have summed is finite, as far as the host need not wait for that."""
+        return is_late(self._learner.session.device) or all(bool(torch.isfinite(one)) for one in told)
+
+    def soundness(self) -> tuple[Readout, ...]:
+        return (*self._round.soundness, *self._sound)
+
+    def updated(self, step: int) -> None:
+        self._round.forget()
+        self._wholes.refresh(always=True)
+
+    def _hand_out(self, done: Round) -> Iterator[Tensor]:
+        """Gives the pieces their rows of the sums; what each bucket tells of all ranks."""
+        for number, own in done.sums.items():
+            bucket = done.buckets[number]
+            with waiting():
+                self._way.end(bucket, own)
+            *rows, tells = bucket.own(own)
+            for weight, gradient in zip(bucket.weights, rows, strict=True):
+                weight.hide()
+                weight.piece.grad = gradient
+            yield tells
+
+    def _sum_sparse(self, weights: Iterable[Weight]) -> Iterator[Tensor]:
+        """All ranks get the sum of few rows, and keep their own; a number that tells of them."""
+        for weight in weights:
+            gradient = weight.taken()
+            with waiting():
+                self._sparse_sum(gradient).wait()
+            weight.piece.grad = weight.own_of_sparse(gradient)
+            yield gradients.sum_of(gradient)
+
+    # A loop of the user's own
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._check_own(parameters)
+        weights = [self._weights[p] for p in parameters if p in self._weights]
+        for weight in weights:
+            weight.check()
+            weight.hide()
+        found = self._present(weights)
+        self._last = False
+        done = Round(self._buckets(self._dense(found)), self._way.start, self._work_done)
+        done.finish()
+        list(self._hand_out(done))
+        list(self._sum_sparse(weight for weight in found if weight.sparse))
+        self._wholes.expire()
+
+    def _present(self, weights: Sequence[Weight]) -> list[Weight]:
+        """Those to which some rank gave a gradient."""
+        absent = [weight.name for weight in weights if weight.whole.grad is None]
+        sound = bool(torch.isfinite(gradients.soundness(weight.whole for weight in weights)))
+        said = self._learner.session.control.gather_objects((absent, sound))
+        if not all(sound for _, sound in said):
+            rank = [sound for _, sound in said].index(False)
+            raise DivergenceError(f"a gradient is not finite on rank {rank}; the run stops here")
+        same = [said[rank] for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
+        everywhere = set.intersection(*(set(absent) for absent, _ in same))
+        return [weight for weight in weights if weight.name not in everywhere]
+
+    def _check_own(self, parameters: Sequence[nn.Parameter]) -> None:
+        strangers = [tuple(p.shape) for p in parameters if p not in self._learner.names]
+        if strangers:
+            raise ConfigurationError(
+                f"{len(strangers)} parameters of the optimizer, the first of shape {strangers[0]}, are not of the "
+                "task's model between steps, in which each rank has its own rows: build the optimizer outside of the "
+                "model's forward, from engine.model.parameters()"
+            )
+
+    # Others
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        source = part * self._learner.mesh.degree("context")
+        for buffer in buffers:
+            dist.broadcast(buffer, group=self._everyone, group_src=source)
+
+    def close(self) -> None:
+        self._wholes.close()
+        for weight in self._all:
+            weight.close()
+        self._way.close()
+        self._sparse_sum.close()
+
+
+def _weights(learner: Learner) -> Iterator[Weight]:
+    """All that is trained."""
+    sparse = set(sparse_weights(learner.model))
+    for parameter, name in learner.names.items():
+        piece = slice_of(parameter)
+        if piece is not None and piece.axis == AXIS:
+            yield Weight(name, parameter, piece, parameter in sparse)
+        elif parameter.requires_grad and parameter.numel():
+            yield Weight(name, parameter, None, parameter in sparse)
