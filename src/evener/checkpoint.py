@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from evener.errors import ConfigurationError, DataError
+from evener.strategies.local import local
 from evener.strategies.model import named_tensors
 from evener.strategies.pieces import Piece, PieceLoader, PieceSaver
 from evener.strategies.state import Held
@@ -53,7 +54,7 @@ def weights_digest(weights: nn.Module | Mapping[str, Tensor]) -> str:
     named = named_tensors(weights) if isinstance(weights, nn.Module) else weights
     digest = hashlib.sha256()
     for name in sorted(named):
-        tensor = named[name].detach().cpu()
+        tensor = local(named[name]).detach().cpu()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         for dense in _dense(tensor):
             digest.update(_bytes(dense.contiguous()))

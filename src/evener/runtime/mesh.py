@@ -176,6 +176,7 @@ class Mesh:
         world: The group of all ranks; None for one rank alone.
         timeout_seconds: How long to wait for a rank.
         group_timeout: Of the groups that are made.
+        device_type: Of the ranks' devices.
     """
 
     def __init__(
@@ -185,8 +186,10 @@ class Mesh:
         world: dist.ProcessGroup | None,
         timeout_seconds: float,
         group_timeout: timedelta,
+        device_type: str = "cpu",
     ) -> None:
         self.layout, self.rank, self.world = layout, rank, world
+        self.device_type = device_type
         self.timeout_seconds = timeout_seconds
         self.data = layout.data_axis(rank)
         self._group_timeout = group_timeout

@@ -237,7 +237,7 @@ class Session:
         return self.mesh.group(*axes)
 
     def _mesh(self, layout: Layout) -> Mesh:
-        mesh = Mesh(layout, self.rank, self.world, self.timeout_seconds, self.group_timeout)
+        mesh = Mesh(layout, self.rank, self.world, self.timeout_seconds, self.group_timeout, self._kind)
         self._stack.callback(mesh.close)
         return mesh
 

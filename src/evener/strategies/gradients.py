@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from evener.borrowed.sparse_values import stored_values
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
+from evener.strategies.local import local
 from evener.strategies.slices import by_axes
 
 
@@ -45,10 +46,10 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def values(parameter: nn.Parameter) -> Tensor:
-    """The numbers of a parameter's gradient, each place counted once."""
+    """The numbers of a parameter's gradient that this rank holds, each place counted once."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
-        return parameter.grad
+        return local(parameter.grad)
     parameter.grad = parameter.grad.coalesce()
     return parameter.grad.values()
 
@@ -64,7 +65,7 @@ def sum_of(gradient: Tensor) -> Tensor:
 
     No norm, whose squares may overflow where the gradient does not; nor in half precision, where a sum may.
     """
-    numbers = stored_values(gradient) if gradient.is_sparse else gradient
+    numbers = stored_values(gradient) if gradient.is_sparse else local(gradient)
     numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
     return numbers.sum(dtype=torch.promote_types(numbers.dtype, torch.float32))
 

@@ -30,6 +30,7 @@ from evener.runtime.mesh import DIVIDING_SAMPLES, DataAxis, Mesh
 from evener.runtime.session import Session
 from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
+from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.replica import Replica
@@ -168,14 +169,15 @@ class Learner:
                 own_parameters(module)[name] = part
                 whole = wholes.pop(part, None)
                 if whole is not None and whole.grad is not None:
-                    _add_gradient(part, piece.part(whole.grad))
+                    _add_gradient(part, as_held(piece.part(whole.grad), part))
 
     def check_weights(self, steps: int) -> None:
         """Raises DivergenceError if a trained weight is not finite: such weights are never saved or reported."""
-        trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
-        for parameter in trained:
+        for trained, name in self.names.items():
+            parameter = local(trained.detach())
+            if not trained.requires_grad:
+                continue
             if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):
-                name = next(name for p, name in self.names.items() if p.data_ptr() == parameter.data_ptr())
                 raise DivergenceError(
                     f"after step {steps - 1} the weight {name} is not finite on rank {self.session.rank}, though its "
                     "gradient was: the update went too far. Nothing of it was saved. Try a lower learning rate or "

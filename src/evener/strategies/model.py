@@ -29,6 +29,7 @@ from evener.nn.dropout import name_dropouts
 from evener.nn.names import clean_name
 from evener.runtime import interrupt
 from evener.strategies.build import explaining_model_errors
+from evener.strategies.local import local
 from evener.strategies.slices import mark, slice_of
 from evener.task import Task
 
@@ -108,18 +109,25 @@ def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None)
                     made.setdefault(id(tensor), _with_memory(tensor, device))
                     held[name] = made[id(tensor)]  # type: ignore[assignment]
     with _marks_kept(model):
-        if dtype is None:
-            return model.to(device=device)
-        with _complex_kept(model, device, dtype):
-            return model.to(device=device, dtype=dtype)
+        return convert(model, device, dtype)
+
+
+def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model on ``device``, complex numbers in the type of the precision of ``dtype``."""
+    if dtype is None:
+        return model.to(device=device)
+    with _complex_kept(model, device, dtype):
+        return model.to(device=device, dtype=dtype)
 
 
 @contextmanager
 def _marks_kept(model: nn.Module) -> Iterator[None]:
-    """``Module.to`` changes a parameter in its place, and puts another tensor in that of a buffer."""
+    """``Module.to`` puts another tensor in the place of a buffer, and exchanges the inner part of a DTensor for one
+    without a mark."""
     marked = [
         (held, name, piece)
-        for held in map(own_buffers, model.modules())
+        for module in model.modules()
+        for held in (own_parameters(module), own_buffers(module))
         for name, tensor in held.items()
         if tensor is not None and (piece := slice_of(tensor))
     ]
@@ -211,7 +219,7 @@ def _share(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> No
         _share_sparse(tensor, given, group)
         return
     piece = slice_of(tensor)
-    shape = piece.whole_shape(tensor.shape) if piece else tensor.shape
+    shape = piece.whole_shape(local(tensor).shape) if piece else tensor.shape
     if given is None:
         whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     else:
@@ -230,4 +238,4 @@ def _share_sparse(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup
 
 def _keep(tensor: Tensor, whole: Tensor) -> None:
     piece = slice_of(tensor)
-    tensor.copy_(piece.part(whole) if piece else whole)
+    local(tensor).copy_(piece.part(whole) if piece else whole)

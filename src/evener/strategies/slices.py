@@ -20,6 +20,7 @@ from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
+from evener.strategies.local import local
 
 _MARK = "evener_slice"
 
@@ -126,7 +127,7 @@ class Slice:
 
     def gather(self, part: Tensor, mesh: Mesh) -> Tensor:
         """The pieces of all ranks side by side. A collective call."""
-        found = self._side_by_side(part.detach(), mesh)
+        found = self._side_by_side(local(part.detach()), mesh)
         return self.within.gather(found, mesh) if self.within else found
 
     def _side_by_side(self, part: Tensor, mesh: Mesh) -> Tensor:
@@ -164,7 +165,7 @@ def mark(parameter: T, piece: Slice) -> T:
     Raises:
         ConfigurationError: If it is not as long as the piece along its dimension.
     """
-    shape = tuple(parameter.shape)
+    shape = tuple(local(parameter).shape)
     if not 0 <= piece.dim < len(shape) or shape[piece.dim] != piece.length:
         raise ConfigurationError(
             f"a parameter of shape {shape} is not {piece.own}, {piece.length} long, of dimension {piece.dim}"

@@ -29,6 +29,7 @@ from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 from evener.nn.names import clean_name
 from evener.runtime.mesh import Mesh
+from evener.strategies.local import as_held, local
 from evener.strategies.model import named_tensors
 from evener.strategies.slices import Slice, slice_of
 
@@ -70,8 +71,12 @@ def _is_dense(value: Any) -> bool:
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
     """The state of both, as this rank holds it."""
     names = _names(model)
-    of_model: dict[str, Any] = dict(get_model_state_dict(model))
-    state = {names[p]: dict(entries) for p, entries in optimizer.state.items() if p in names}
+    of_model: dict[str, Any] = {name: _held(value) for name, value in get_model_state_dict(model).items()}
+    state = {
+        names[p]: {key: _held(value) for key, value in entries.items()}
+        for p, entries in optimizer.state.items()
+        if p in names
+    }
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": _listed(group, names)}
         for group in optimizer.param_groups
@@ -80,8 +85,16 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
     return Held(of_model, {"class": type(optimizer).__name__, "state": state, "groups": groups}, slices)
 
 
+def _held(value: Any) -> Any:
+    return local(value) if isinstance(value, Tensor) else value
+
+
 def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+
+
+def _under_all_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _listed(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str]:
@@ -133,10 +146,16 @@ def take(
             return value
         return cut(value, part) if tuple(value.shape) == part.whole_shape(like.shape) else value
 
-    weights = {name: piece(name, value, own.model[name]) for name, value in found["model"].items()}
+    parameters = _under_all_names(model)
+
+    def taken(name: str, value: Any) -> Any:
+        part = piece(name, value, own.model[name])
+        return as_held(part, parameters[name]) if own.slice_of(name, part) else part
+
+    weights = {name: taken(name, value) for name, value in found["model"].items()}
     set_model_state_dict(model, weights)
     state = {
-        name: {key: piece(name, value, own.model[name]) for key, value in entries.items()}
+        name: {key: taken(name, value) for key, value in entries.items()}
         for name, entries in found["optimizer"]["state"].items()
     }
     _load_optimizer(optimizer, _names(model), state, found["optimizer"]["groups"])

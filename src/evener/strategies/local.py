@@ -1,0 +1,34 @@
+"""A rank's own numbers of a tensor that PyTorch divides over the ranks, a ``DTensor``, in one place.
+
+A DTensor says the shape of the whole and refuses to meet plain tensors in one operation. What Evener does to a divided
+parameter (norms, checkpoints, first weights) it does to the numbers that the rank holds, whose place in the whole the
+parameter's :class:`~evener.strategies.slices.Slice` says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def is_divided(value: object) -> bool:
+    """Whether it is a DTensor."""
+    return isinstance(value, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The numbers of ``tensor`` that this rank holds, in the same memory; itself where it is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def as_held(numbers: Tensor, like: Tensor) -> Tensor:
+    """This rank's ``numbers`` in the form of ``like``: a DTensor where that is one."""
+    if not isinstance(like, DTensor) or isinstance(numbers, DTensor):
+        return numbers
+    return DTensor.from_local(
+        numbers, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
