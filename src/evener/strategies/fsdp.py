@@ -1,0 +1,366 @@
+"""Parameters, gradients and the optimizer's state divided over the ranks that divide the samples, on PyTorch's FSDP2.
+
+Each rank keeps an equal part of every parameter's rows, with the gradient and the optimizer's state of that part. A
+unit of the model (:mod:`evener.strategies.units`) is whole on a rank only while it is at work::
+
+    rank 0    rows 0 1 ─┐              ┌─▶ unit, samples 0 1 2 ─▶ its gradients ─┐         ┌─▶ rows 0 1 ─▶ optimizer
+                        ├─ all_gather ─┤                                         ├─ sum ───┤
+    rank 1    rows 2   ─┘              └─▶ unit, samples 3 4   ─▶ its gradients ─┘         └─▶ rows 2   ─▶ optimizer
+
+FSDP2 gathers, frees and sums. Three things are done differently from its own ways.
+
+*Sums.* It averages gradients; here they are sums, and those of further axes (``data``, ``context``) go on from the sum
+over ``shard``: only the parts travel there.
+
+*Missing gradients.* A parameter that a rank's samples did not use counts as zero in the sum. Which were used is noted
+on the gathered weights, and what no rank used has no gradient at the end, as on one device.
+
+*Scalars.* A parameter without dimensions has no rows: every rank has it, and its gradient is summed after backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
+
+from evener.borrowed.module_tensors import own_parameters
+from evener.borrowed.views import is_view
+from evener.collectives.base import AllReduce
+from evener.collectives.registry import make
+from evener.data.batch import map_leaves
+from evener.errors import ConfigurationError, TaskError
+from evener.hardware.readout import Readout, read
+from evener.runtime.mesh import DIVIDING_TERMS, Layout, Mesh
+from evener.strategies import gradients
+from evener.strategies.afterwards import Afterwards, is_apart
+from evener.strategies.base import Strategy
+from evener.strategies.features import check_elementwise
+from evener.strategies.learner import Learner
+from evener.strategies.local import is_divided
+from evener.strategies.normalize import normalize_together
+from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.plain import Plain
+from evener.strategies.single import Alone
+from evener.strategies.slices import Slice, mark, slice_of
+from evener.strategies.turns import Gather, Scatter, Turns
+from evener.strategies.units import units_of
+
+AXIS = "shard"
+"""The axis of the mesh over which rows are divided."""
+
+
+@dataclass(frozen=True)
+class Fsdp(Strategy):
+    """Every rank holds an equal part of each parameter, its gradient and the optimizer's state of it.
+
+    Raises:
+        ConfigurationError: For settings of an exchange that is FSDP2's own, or names of modules that there are not.
+        TaskError: For a model of which FSDP2 cannot hold a parameter, with its name.
+    """
+
+    wrap: str | None = None
+    """Names of the modules that are gathered one by one, with commas between them and ``*`` for any part of a name
+    between two dots; empty for the whole model at once. None finds the repeated blocks."""
+    reshard: bool = True
+    """Whether weights are given back after forward and gathered anew for backward, which takes less memory and more
+    messages."""
+    offload: bool = False
+    """Whether what a rank holds lies in the memory of its host, where the optimizer then works too."""
+
+    divides_model: ClassVar[bool] = True
+    axis: ClassVar[str] = AXIS
+    combines: ClassVar[tuple[str, ...]] = ("data", "context", "tensor")
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        given = {
+            "allreduce": settings.all_reduce,
+            "compress": settings.compression,
+            "bucket_mb": settings.bucket_bytes,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigurationError(
+                    f"strategy {self.label!r} sums gradients where PyTorch's FSDP2 does, for which there is no "
+                    f"{name}: leave it out"
+                )
+        return Layout({AXIS: world_size})
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        group = mesh.group(AXIS, use="sharding")
+        if group is None:
+            return normalize_together(model, mesh)
+        model = normalize_together(model, mesh)
+        _check_model(model)
+        if settings.dtype is not None:
+            model.to(settings.dtype)
+        before = {name: slice_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if is_divided(parameter):
+                pieces = _pieces(len(parameter), group.size())
+                mark(parameter, Slice(AXIS, 0, pieces, mesh.index(AXIS), within=before[name]))
+        return model
+
+    def _shard(self, model: nn.Module, over: DeviceMesh) -> None:
+        pinned = over.device_type != "cpu"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if self.offload else OffloadPolicy()
+        scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
+        units = units_of(model, self.wrap)
+        for name, unit in [*reversed(units.items()), ("", model)]:
+            unit.register_forward_hook(_without_views)
+            with _explained(name or "the model"):
+                fully_shard(
+                    unit,
+                    mesh=over,
+                    reshard_after_forward=self.reshard,
+                    offload_policy=policy,
+                    ignored_params=scalars,
+                )
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        return FsdpSum(learner) if isinstance(learner.model, FSDPModule) else Alone(learner)
+
+    def stepper(self, learner: Learner) -> Stepper:
+        return Plain(learner)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_elementwise(optimizer, self.label)
+        for group in optimizer.param_groups:
+            kinds = {is_divided(parameter) for parameter in group["params"]}
+            together = group.get("foreach") or group.get("fused")
+            on_host = all(parameter.device.type == "cpu" for parameter in group["params"])
+            if len(kinds) == 2 and (together or (together is None and not on_host)):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} steps many parameters at once, but scalar parameters are whole and "
+                    "others divided, which cannot be mixed: give it foreach=False, or make the scalars a group of "
+                    "their own"
+                )
+
+
+def _pieces(rows: int, ranks: int) -> tuple[range, ...]:
+    """As ``torch.chunk`` cuts them: the last ranks have fewer rows, or none."""
+    most = -(-rows // ranks)
+    cuts = [min(rank * most, rows) for rank in range(ranks + 1)]
+    return tuple(map(range, cuts, cuts[1:]))
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TaskError(
+                f"{name or 'the model'} has sparse gradients, which PyTorch's FSDP2 does not sum: make it "
+                "sparse=False, or use strategy 'ddp'"
+            )
+    types: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            types.setdefault(parameter.dtype, name)
+    if len(types) > 1 or any(dtype.is_complex for dtype in types):
+        words = ", ".join(f"{name} of {dtype}" for dtype, name in types.items())
+        raise TaskError(
+            f"PyTorch's FSDP2 shards real parameters of one type, the model has {words}: set dtype, or use strategy "
+            "'ddp'"
+        )
+
+
+def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """FSDP2's hook on an output would be lost if the output is a view and is written to."""
+    return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
+
+
+def _is_traced_view(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise TaskError(f"{name} cannot be sharded by PyTorch's FSDP2: {error}") from error
+
+
+Place = tuple[dict[str, Any], str, str]
+"""Where a parameter is held: the parameters of a module, its key there, and its name in the model."""
+
+
+class FsdpSum(Afterwards):
+    """What FSDP2 gathers and sums, noted; and parameters that are whole, summed after backward."""
+
+    words = "reduce-scatter of FSDP2"
+
+    def __init__(self, learner: Learner) -> None:
+        mesh = learner.mesh
+        together = mesh.group(*DIVIDING_TERMS)
+        assert together is not None
+        super().__init__(learner, together)
+        self._others = mesh.group(*(axis for axis in DIVIDING_TERMS if axis != AXIS), use="sharding")
+        self._units = {n: m for n, m in learner.model.named_modules() if isinstance(m, FSDPModule)}
+        self._turns = Turns([name or "the model" for name in self._units], together)
+        self._used: set[str] = set()
+        self._gathered: dict[str, set[Tensor]] = {name: set() for name in self._units}
+        self._sound: list[Readout] = []
+        self._stepping = False
+        self._handles: list[RemovableHandle] = []
+        for number, unit in enumerate(self._units.values()):
+            self._take_over(number, unit)
+        self._watch(learner.model)
+
+    def _summed_by(self) -> AllReduce:
+        return make("native", self._group, self._learner.session.timeout_seconds)
+
+    def _take_over(self, number: int, unit: FSDPModule) -> None:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        gather = Gather(self._turns, number)
+        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
+        scatter = Scatter(self._turns, number, self._others, self._sound.append, self._work_done)
+        unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+
+    def _watch(self, model: nn.Module) -> None:
+        for name, unit in self._units.items():
+            assert isinstance(unit, nn.Module)
+            places = list(self._places(unit))
+            self._handles += [
+                unit.register_forward_pre_hook(partial(self._check_called, name), prepend=True),
+                unit.register_forward_pre_hook(partial(self._note_uses, name, places)),
+            ]
+            if not fills_unused(unit):
+                self._handles.append(unit.register_forward_hook(partial(self._fill_later, name)))
+        self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
+        self._handles.append(model.register_forward_hook(self._end))
+
+    def _places(self, unit: nn.Module) -> Iterator[Place]:
+        """Where the parameters of a unit are held, and how they are called."""
+        for child in unit.children():
+            if not isinstance(child, FSDPModule):
+                yield from self._places(child)
+        held = own_parameters(unit)
+        for key, parameter in held.items():
+            if parameter is not None and is_divided(parameter):
+                yield held, key, self._learner.names[parameter]
+
+    # Hooks
+
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        self._turns.start(f"forward, training {model.training}, gradients {torch.is_grad_enabled()}")
+
+    def _end(self, *_: Any) -> None:
+        self._turns.ended()
+        if not torch.is_grad_enabled():
+            self._give_back()
+
+    def _check_called(self, name: str, *_: Any) -> None:
+        if not self._turns.began:
+            raise TaskError(
+                f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: let "
+                "Task.forward call the model, and have its forward do all that needs weights"
+            )
+
+    def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
+        """The weights are whole now; those that get a gradient will tell."""
+        gathered = self._gathered[unit]
+        for held, key, name in places:
+            weight = held[key]
+            if weight.requires_grad and weight not in gathered:
+                gathered.add(weight)
+                self._handles.append(weight.register_post_accumulate_grad_hook(partial(self._note, name)))
+
+    def _fill_later(self, unit: str, _: nn.Module, __: Any, output: Any) -> None:
+        """When backward comes to the unit, what it will not use has a gradient of zero already."""
+        map_leaves(partial(self._fill_at, unit), output)
+
+    def _fill_at(self, unit: str, leaf: Any) -> None:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _: self._fill(unit))  # type: ignore[no-untyped-call]
+
+    def _fill(self, unit: str) -> None:
+        for weight in self._gathered[unit]:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self._used.add(name)
+
+    def _work_done(self) -> None:
+        if self._stepping:
+            self._learner.pace.work_done()
+
+    def _give_back(self) -> None:
+        """Weights that a forward pass without backward has left whole."""
+        for unit in self._units.values():
+            unit.reshard()
+
+    # A step
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+        self._turns.ended()
+
+    def complete(self) -> tuple[str, ...]:
+        self._learner.pace.work_done()
+        self._give_back()
+        missing = tuple(self._unused(p for p in self._learner.names if p.requires_grad))
+        whole = self._trained()
+        self._sound.append(read(gradients.soundness(whole)))
+        self._sum(whole)
+        return missing
+
+    def _unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """Names of those to which this rank gave no gradient, once."""
+        names = {p: self._learner.names[p] for p in parameters if p.numel()}
+        absent = [n for p, n in names.items() if p.grad is None or (is_apart(p) and n not in self._used)]
+        self._used -= set(names.values())
+        return absent
+
+    def soundness(self) -> tuple[Readout, ...]:
+        found = tuple(self._sound)
+        self._sound.clear()
+        return found
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Of those that are whole; backward has summed the others."""
+        self._check_own(parameters)
+        self._give_back()
+        names = {self._learner.names[p]: p for p in parameters if p.requires_grad}
+        whole = {name: p for name, p in names.items() if not is_apart(p)}
+        own = [number.value() for number in self.soundness()] + [float(gradients.soundness(whole.values()))]
+        said = self._learner.session.control.gather_objects(
+            (self._unused(names.values()), all(map(math.isfinite, own)))
+        )
+        self._check_sound([sound for _, sound in said])
+        absent = [set(said[rank][0]) for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
+        for name in set.intersection(*absent):
+            names[name].grad = None
+            whole.pop(name, None)
+        self._sum(whole.values())
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._gathered.clear()
+        super().close()
+
+
+def fills_unused(unit: FSDPModule) -> bool:
+    """Has FSDP2 take what a rank did not use for zero, where it can: an older torch leaves that out of the sum, and
+    the ranks' messages are of other lengths."""
+    if not hasattr(unit, "set_reduce_scatter_unused_params"):
+        return False
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    return True
