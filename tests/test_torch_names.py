@@ -64,6 +64,14 @@ def test_the_default_store_is_that_of_the_group() -> None:
         assert names.default_store().get("key") == b"value"
 
 
+def test_a_view_is_known() -> None:
+    with borrowed("views") as names:
+        weight = torch.ones(2, 3, requires_grad=True)
+        assert names.is_view((weight * 2).T)
+        assert not names.is_view(weight * 2)
+        assert not names.is_view((weight * 2).T.clone())
+
+
 @pytest.mark.usefixtures("group")
 def test_a_group_is_made_under_a_given_name() -> None:
     with borrowed("named_group") as names:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import evener
@@ -33,8 +34,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Scores (N, V, T) of words; tied ends, a scale without dimensions, a frozen weight, a layer that is not used."""
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(0.7))
@@ -46,7 +48,7 @@ class Model(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words) * self.frozen
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         scores: Tensor = self.out(x.cumsum(1) * self.scale)
         return scores.transpose(1, 2)
 
@@ -77,6 +79,27 @@ def penalised() -> Task:
     return task(
         penalty=lambda model: 0.1 * sum((p.norm() for p in model.parameters()), start=torch.zeros(()))
     )
+
+
+def recomputed() -> Task:
+    """Blocks whose activations are computed anew in backward."""
+    return task(lambda: Model(recompute=True))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.LSTM(WIDTH, 5, num_layers=2, batch_first=True)
+        self.out = nn.Linear(5, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.out(self.layers(self.embed(words))[0])
+        return scores.transpose(1, 2)
+
+
+def recurrent() -> Task:
+    return task(Recurrent)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from evener.config import RunConfig
 from evener.engine import Engine
-from evener.errors import ConfigurationError, EvenerError, TaskError
+from evener.errors import ConfigurationError, DivergenceError, EvenerError, TaskError
 from evener.observer import Observer
 from evener.records import StepRecord
 from evener.runtime.environment import Environment
@@ -24,9 +24,21 @@ from evener.strategies.local import local
 from evener.strategies.slices import slice_of
 from evener.task import Task
 from evener.testing import check_strategy
+from evener.testing.tasks import broken
 from evener.verification import Trajectory, record, relative_error
 from tests.comparing import worst
-from tests.strategies.sharding import SAMPLES, WIDTH, WORDS, EachLayer, Model, penalised, task  # noqa: F401
+from tests.strategies.seven import step_by_hand
+from tests.strategies.sharding import (  # noqa: F401 (some as tasks of this module, by name)
+    SAMPLES,
+    WIDTH,
+    WORDS,
+    EachLayer,
+    Model,
+    penalised,
+    recomputed,
+    recurrent,
+    task,
+)
 
 FSDP = Fsdp()
 
@@ -54,6 +66,8 @@ def compare(ranks: Any, number: int, name: str, **settings: Any) -> None:
         ("task", {"strategy": Fsdp(wrap="blocks.*.layers.*,never", reshard=False), "micro_batch": 4}),
         ("task", {"strategy": Fsdp(offload=True), "balance": "5,1,2"}),
         ("penalised", {"balance": "5,1,2", "clip_norm": 0.2}),
+        ("recomputed", {"balance": "5,1,2"}),
+        ("recurrent", {"strategy": Fsdp(wrap="layers"), "balance": "5,1,2"}),
     ],
     ids=str,
 )
@@ -228,6 +242,25 @@ def by_hand(strategy: Any, **settings: Any) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
 
 
+def failing(by_hand: bool) -> str:
+    """In the last step, after which no rank waits for one that is gone."""
+    config = RunConfig(strategy=FSDP, device="cpu", dtype="float64", steps=4)
+    try:
+        with Engine(broken("gradient", 1), config) as engine:
+            for batch in engine.batches():
+                step_by_hand(engine, batch) if by_hand else engine.step(batch)
+    except DivergenceError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
+def test_an_error_names_the_rank_whose_gradient_is_not_finite(ranks: Any, by_hand: bool) -> None:
+    """Though the sum that FSDP2 leaves is not finite on any."""
+    for message in ranks(2).run(failing, by_hand):
+        assert re.search("a gradient is not finite.* on rank 1;", message)
+
+
 def test_a_loop_of_the_users_own(ranks: Any) -> None:
     (weights,) = ranks(1).run(by_hand, "single")
     for found in ranks(3).run(by_hand, FSDP, balance="3,0,1"):
@@ -317,6 +350,10 @@ def mixed() -> Task:
     return task(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16)))
 
 
+def complex_weight() -> Task:
+    return task(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)))
+
+
 def listed() -> Task:
     return task(lambda: nn.ModuleList([nn.Linear(2, 2)]))
 
@@ -339,7 +376,8 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
     ("name", "settings", "kind", "words"),
     [
         ("sparse", {}, TaskError, "the model has sparse gradients"),
-        ("mixed", {}, TaskError, "0.weight of torch.float32, 1.weight of torch.float16"),
+        ("mixed", {}, TaskError, "0.weight of torch.float32, 1.weight of torch.float16: set dtype"),
+        ("complex_weight", {}, TaskError, "1.weight is complex"),
         (
             "listed",
             {},
@@ -362,6 +400,7 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
             TaskError,
             "out cannot be a unit: its weight embed.weight is",
         ),
+        ("outside", {"strategy": Fsdp(wrap="")}, TaskError, "blocks.0 is called outside of the model's own"),
         ("outside", {}, TaskError, "blocks.0 is called outside of the model's own forward"),
         (
             "choosing_by_rank",

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
-from evener.borrowed.module_tensors import own_parameters
+from evener.borrowed.module_tensors import own_buffers, own_parameters
 from evener.borrowed.views import is_view
 from evener.collectives.base import AllReduce
 from evener.collectives.registry import make
@@ -47,6 +47,7 @@ from evener.strategies.base import Strategy
 from evener.strategies.features import check_elementwise
 from evener.strategies.learner import Learner
 from evener.strategies.local import is_divided
+from evener.strategies.model import marks_kept
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
@@ -100,9 +101,10 @@ class Fsdp(Strategy):
         if group is None:
             return normalize_together(model, mesh)
         model = normalize_together(model, mesh)
-        _check_model(model)
+        _check_layers(model)
         if settings.dtype is not None:
             model.to(settings.dtype)
+        _check_types(model)
         before = {name: slice_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -128,7 +130,11 @@ class Fsdp(Strategy):
                 )
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return FsdpSum(learner) if isinstance(learner.model, FSDPModule) else Alone(learner)
+        if not isinstance(learner.model, FSDPModule):
+            return Alone(learner)
+        if self.offload and learner.session.device.type != "cpu":
+            _to_host(learner.model, learner.session.device)
+        return FsdpSum(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
@@ -147,6 +153,18 @@ class Fsdp(Strategy):
                 )
 
 
+def _to_host(model: nn.Module, device: torch.device) -> None:
+    """All that is divided into the memory of the host, in place; the rest stays on ``device``."""
+    with marks_kept(model):
+        model.to("cpu")
+    for module in model.modules():
+        for name, buffer in own_buffers(module).items():
+            own_buffers(module)[name] = None if buffer is None else buffer.to(device)
+        for parameter in own_parameters(module).values():
+            if parameter is not None and not is_divided(parameter):
+                parameter.data = parameter.data.to(device)
+
+
 def _pieces(rows: int, ranks: int) -> tuple[range, ...]:
     """As ``torch.chunk`` cuts them: the last ranks have fewer rows, or none."""
     most = -(-rows // ranks)
@@ -154,22 +172,27 @@ def _pieces(rows: int, ranks: int) -> tuple[range, ...]:
     return tuple(map(range, cuts, cuts[1:]))
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TaskError(
                 f"{name or 'the model'} has sparse gradients, which PyTorch's FSDP2 does not sum: make it "
                 "sparse=False, or use strategy 'ddp'"
             )
+    found = next((name for name, p in model.named_parameters() if p.is_complex()), None)
+    if found is not None:
+        raise TaskError(f"{found} is complex, which PyTorch's FSDP2 does not shard: use strategy 'ddp'")
+
+
+def _check_types(model: nn.Module) -> None:
     types: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             types.setdefault(parameter.dtype, name)
-    if len(types) > 1 or any(dtype.is_complex for dtype in types):
+    if len(types) > 1:
         words = ", ".join(f"{name} of {dtype}" for dtype, name in types.items())
         raise TaskError(
-            f"PyTorch's FSDP2 shards real parameters of one type, the model has {words}: set dtype, or use strategy "
-            "'ddp'"
+            f"PyTorch's FSDP2 shards parameters of one type, the model has {words}: set dtype, or use strategy 'ddp'"
         )
 
 
@@ -212,6 +235,7 @@ class FsdpSum(Afterwards):
         self._sound: list[Readout] = []
         self._stepping = False
         self._handles: list[RemovableHandle] = []
+        self._handles_at_first: list[RemovableHandle] = []
         for number, unit in enumerate(self._units.values()):
             self._take_over(number, unit)
         self._watch(learner.model)
@@ -231,12 +255,13 @@ class FsdpSum(Afterwards):
         for name, unit in self._units.items():
             assert isinstance(unit, nn.Module)
             places = list(self._places(unit))
-            self._handles += [
-                unit.register_forward_pre_hook(partial(self._check_called, name), prepend=True),
-                unit.register_forward_pre_hook(partial(self._note_uses, name, places)),
-            ]
+            self._handles.append(unit.register_forward_pre_hook(partial(self._note_uses, name, places)))
             if not fills_unused(unit):
                 self._handles.append(unit.register_forward_hook(partial(self._fill_later, name)))
+        for name, module in model.named_modules():
+            if name and any(True for _ in module.parameters()):
+                refuse = partial(self._refuse_before_model, name)
+                self._handles_at_first.append(module.register_forward_pre_hook(refuse))
         self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
         self._handles.append(model.register_forward_hook(self._end))
 
@@ -253,6 +278,7 @@ class FsdpSum(Afterwards):
     # Hooks
 
     def _begin(self, model: nn.Module, _: Any) -> None:
+        _remove(self._handles_at_first)
         self._turns.start(f"forward, training {model.training}, gradients {torch.is_grad_enabled()}")
 
     def _end(self, *_: Any) -> None:
@@ -260,12 +286,11 @@ class FsdpSum(Afterwards):
         if not torch.is_grad_enabled():
             self._give_back()
 
-    def _check_called(self, name: str, *_: Any) -> None:
-        if not self._turns.began:
-            raise TaskError(
-                f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: let "
-                "Task.forward call the model, and have its forward do all that needs weights"
-            )
+    def _refuse_before_model(self, name: str, *_: Any) -> None:
+        raise TaskError(
+            f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: let "
+            "Task.forward call the model, and have its forward do all that needs weights"
+        )
 
     def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
         """The weights are whole now; those that get a gradient will tell."""
@@ -351,10 +376,15 @@ class FsdpSum(Afterwards):
         self._sum(whole.values())
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles_at_first)
+        _remove(self._handles)
         self._gathered.clear()
         super().close()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def fills_unused(unit: FSDPModule) -> bool:

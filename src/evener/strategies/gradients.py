@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evener.borrowed.sparse_values import stored_values
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
-from evener.strategies.local import local
+from evener.strategies.local import local, off_host
 from evener.strategies.slices import by_axes
 
 
@@ -83,7 +83,7 @@ def _summed(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     group = mesh.group(*axes)
     if group is None:
         return value
-    total = value.reshape(1).clone()
+    total = off_host(value.reshape(1).clone(), mesh)
     with waiting():
         dist.all_reduce(total, group=group)
     return total[0]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from evener.runtime.mesh import Mesh
+
 
 def is_divided(value: object) -> bool:
     """Whether it is a DTensor."""
@@ -27,8 +29,13 @@ def local(tensor: Tensor) -> Tensor:
 
 def as_held(numbers: Tensor, like: Tensor) -> Tensor:
     """This rank's ``numbers`` in the form of ``like``: a DTensor where that is one."""
-    if not isinstance(like, DTensor) or isinstance(numbers, DTensor):
+    if not isinstance(like, DTensor):
         return numbers
-    return DTensor.from_local(
-        numbers, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    held = torch.empty_like(like, dtype=numbers.dtype, requires_grad=False)
+    local(held).copy_(numbers.detach())
+    return held
+
+
+def off_host(numbers: Tensor, mesh: Mesh) -> Tensor:
+    """``numbers`` where the groups of the mesh exchange: on a GPU, what a rank has put into the memory of its host."""
+    return numbers.to(mesh.device_type) if numbers.device.type == "cpu" else numbers

@@ -108,12 +108,11 @@ def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None)
                 if tensor is not None and tensor.is_meta:
                     made.setdefault(id(tensor), _with_memory(tensor, device))
                     held[name] = made[id(tensor)]  # type: ignore[assignment]
-    with _marks_kept(model):
-        return convert(model, device, dtype)
+    with marks_kept(model):
+        return _converted(model, device, dtype)
 
 
-def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The model on ``device``, complex numbers in the type of the precision of ``dtype``."""
+def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     if dtype is None:
         return model.to(device=device)
     with _complex_kept(model, device, dtype):
@@ -121,7 +120,7 @@ def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -
 
 
 @contextmanager
-def _marks_kept(model: nn.Module) -> Iterator[None]:
+def marks_kept(model: nn.Module) -> Iterator[None]:
     """``Module.to`` puts another tensor in the place of a buffer, and exchanges the inner part of a DTensor for one
     without a mark."""
     marked = [

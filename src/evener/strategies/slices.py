@@ -20,7 +20,7 @@ from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
-from evener.strategies.local import local
+from evener.strategies.local import local, off_host
 
 _MARK = "evener_slice"
 
@@ -127,7 +127,7 @@ class Slice:
 
     def gather(self, part: Tensor, mesh: Mesh) -> Tensor:
         """The pieces of all ranks side by side. A collective call."""
-        found = self._side_by_side(local(part.detach()), mesh)
+        found = self._side_by_side(off_host(local(part.detach()), mesh), mesh)
         return self.within.gather(found, mesh) if self.within else found
 
     def _side_by_side(self, part: Tensor, mesh: Mesh) -> Tensor:

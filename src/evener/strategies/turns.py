@@ -45,11 +45,6 @@ class Turns:
         self._known: dict[str, list[int]] = {}
         self._order, self._place = list[int](), 0
 
-    @property
-    def began(self) -> bool:
-        """Whether the model's own forward was ever called."""
-        return bool(self._known)
-
     def start(self, kind: str) -> None:
         """A pass begins that is like the others of its kind."""
         self._order, self._place = self._known.setdefault(kind, []), 0
