@@ -21,6 +21,7 @@ STRATEGIES = {
     "dimension": "evener.strategies.features:FeatureParallel",
     "experts": "evener.strategies.experts:ExpertParallel",
     "tensor": "evener.strategies.tensor:TensorParallel",
+    "pipeline": "evener.strategies.pipeline:Pipeline",
 }
 """Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
 

@@ -111,10 +111,17 @@ def scope(
     samples: Tensor, step: int, seed: int, weight: int = 1, group: GroupMaker = _no_group
 ) -> Iterator[Scope]:
     """Makes a new :class:`Scope` the current one, and the one before it again at the end."""
+    with resumed(Scope(samples, step, seed, weight, group)) as made:
+        yield made
+
+
+@contextmanager
+def resumed(found: Scope) -> Iterator[Scope]:
+    """Makes ``found`` the current scope, again where its backward comes later, and the one before it at the end."""
     global _current
     outer = _current
-    _current = Scope(samples, step, seed, weight, group)
+    _current = found
     try:
-        yield _current
+        yield found
     finally:
         _current = outer

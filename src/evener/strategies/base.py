@@ -86,6 +86,11 @@ class Strategy(Recipe, ABC):
             ConfigurationError: If the strategy does not run on so many, or with these settings.
         """
 
+    def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
+        """The strategy with what it has to know of the model, the task and the ranks before it divides the model; all
+        ranks come to the same. ``learner`` has no model yet."""
+        return self
+
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         """What the strategy makes of the model, which may be on the meta device: a model without numbers."""
         return model
@@ -131,6 +136,7 @@ def set_up(
         agree(built)
         if not strategy.divides_model:
             check_room(built, session)
+        strategy = strategy.prepared(built, learner)
         _draw_apart(settings.seed, learner.data.index)
         placed = model.settle_on(
             strategy.parallelize(built, learner.mesh, settings), session.device, settings.dtype

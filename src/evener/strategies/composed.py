@@ -171,6 +171,9 @@ class Composed(Strategy):
             part.layout(self._degrees[part.axis], settings)
         return Layout(self._degrees)
 
+    def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
+        return Composed([part.prepared(model, learner) for part in self._parts], self._degrees)
+
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         for part in self._parts:
             model = part.parallelize(model, mesh, settings)

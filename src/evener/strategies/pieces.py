@@ -31,7 +31,8 @@ class Piece:
     def __init__(self, held: Tensor, piece: Slice) -> None:
         self.held = held.detach()
         self._whole = torch.Size(piece.whole_shape(held.shape))
-        self._parts = {box.whole: _view(self.held, box) for box in piece.boxes(held.shape)}
+        # Without empty ones, whose place would be that of another rank's part.
+        self._parts = {box.whole: _view(self.held, box) for box in piece.boxes(held.shape) if all(box.shape)}
 
     @classmethod
     def of(cls, value: Tensor, piece: Slice | None) -> Piece | Tensor:

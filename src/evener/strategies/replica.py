@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from evener.data.batch import MicroBatch
 from evener.errors import LossError
 from evener.losses import Loss
-from evener.types import Forward
+from evener.types import Forward, Tree
 
 
 class Replica(nn.Module):
@@ -24,8 +24,17 @@ class Replica(nn.Module):
         self._forward = forward
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        total = self._loss.total(self._forward(self.model, micro.inputs), micro.targets)
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-            raise LossError(f"the loss's total is {shape}; it must be one number, the sum over the samples")
-        return total if micro.weight else total * 0
+        return term_of(self._loss, self._forward(self.model, micro.inputs), micro)
+
+
+def term_of(loss: Loss, outputs: Tree, micro: MicroBatch) -> Tensor:
+    """The sum of the terms of a micro-batch, 0 times it for a placeholder.
+
+    Raises:
+        LossError: If it is not one number.
+    """
+    total = loss.total(outputs, micro.targets)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise LossError(f"the loss's total is {shape}; it must be one number, the sum over the samples")
+    return total if micro.weight else total * 0

@@ -1,0 +1,1 @@
+"""A model in stages: read as a graph, cut at module names, its stages run over ranks by a schedule."""

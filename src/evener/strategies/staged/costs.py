@@ -1,0 +1,123 @@
+"""What each layer of a model takes, measured on this rank before the model is divided.
+
+Layer by layer: the calls of the model are made for an example, each layer with memory of its own that is given back
+before the next. So no rank ever holds the whole model. Numbers do not matter to time, and are drawn small.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from evener.data.batch import map_leaves
+from evener.strategies.model import in_type, settle_on
+from evener.strategies.staged.parcel import taken_apart
+from evener.strategies.staged.tracing import inputs_of
+
+_TURNS = 3
+"""Of which the fastest counts: others were disturbed."""
+
+
+class Measuring(fx.Interpreter):
+    """Makes the calls of ``graph`` for an example, forward and backward of each layer by itself.
+
+    Args:
+        model: Whole, perhaps on the meta device; it stays as it is.
+        device: On which the layers are measured.
+        dtype: Of floating numbers; None leaves them.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: fx.Graph, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(model, graph=graph)
+        self._device, self._dtype = device, dtype
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Of forward and backward, by layer, in the order of first calls."""
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            layer = self._made(self.fetch_attr(target))
+        took, found = zip(*(self._timed(layer, args, kwargs) for _ in range(_TURNS)), strict=True)
+        self.seconds[str(target)] += min(took)
+        return found[-1]
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return map_leaves(lambda leaf: self._filled(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    def _made(self, module: nn.Module) -> nn.Module:
+        made = settle_on(copy.deepcopy(module), self._device, self._dtype)
+        for (_, tensor), (_, given) in zip(_tensors(made), _tensors(module), strict=True):
+            if given.is_meta:
+                _fill(tensor)
+        return made
+
+    def _filled(self, tensor: Tensor) -> Tensor:
+        dtype = in_type(tensor, self._dtype) if self._dtype else tensor.dtype
+        made = torch.empty_like(tensor, device=self._device, dtype=dtype)
+        return _fill(made) if tensor.is_meta else made.copy_(tensor.detach())
+
+    def _timed(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[float, Any]:
+        args, kwargs = map_leaves(_as_input, (args, kwargs))
+        with _clock(self._device) as elapsed:
+            found = layer(*args, **kwargs)
+            outputs = [tensor for tensor in taken_apart(found)[1] if tensor.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        return elapsed(), map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor) -> Tensor:
+    return tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
+
+
+def _as_input(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copied = leaf.detach().clone()
+    return copied.requires_grad_() if leaf.is_floating_point() else copied
+
+
+@contextmanager
+def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
+    """Seconds of the block, the device's work in it included."""
+    took = 0.0
+    _wait_for(device)
+    began = time.perf_counter()
+    yield lambda: took
+    _wait_for(device)
+    took = time.perf_counter() - began
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def measure(
+    model: nn.Module,
+    graph: fx.Graph,
+    arguments: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> dict[str, float]:
+    """Seconds of forward and backward of each layer, for the example ``arguments`` of the model."""
+    measuring = Measuring(model, graph, device, dtype)
+    names = inputs_of(graph, inspect.signature(model.forward))
+    measuring.run(*(arguments[name] for name in names.values()))
+    return dict(measuring.seconds)

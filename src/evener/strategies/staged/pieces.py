@@ -1,0 +1,58 @@
+"""A micro-batch cut into pieces that fill a pipeline, and what they come to put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.data.batch import MicroBatch, map_leaves
+from evener.strategies.staged.parcel import put_together, taken_apart
+
+
+def pieces_of(micro: MicroBatch, wanted: int) -> list[MicroBatch]:
+    """``micro`` cut into as many as are wanted, of nearly equal size and with a sample each at least.
+
+    What is no tensor with the samples along dimension 0, a graph say, cannot be cut, and stays one.
+    """
+    samples = len(micro.samples)
+    count = min(wanted, samples) if micro.weight and by_samples((micro.inputs, micro.targets), samples) else 1
+    if count < 2:
+        return [micro]
+    cuts = [samples * index // count for index in range(count + 1)]
+    return [_piece(micro, slice(*ends)) for ends in pairwise(cuts)]
+
+
+def by_samples(tree: Any, samples: int) -> bool:
+    """Whether every tensor of ``tree`` has as many rows as there are samples."""
+    fits: list[bool] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            fits.append(leaf.ndim > 0 and len(leaf) == samples)
+        else:
+            fits.append(leaf is None or isinstance(leaf, bool | int | float | str))
+
+    map_leaves(look, tree)
+    return all(fits)
+
+
+def _piece(micro: MicroBatch, rows: slice) -> MicroBatch:
+    part = micro.map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+    return replace(part, samples=micro.samples[rows])
+
+
+def detached(leaf: Any) -> Any:
+    """A tensor without its graph, anything else as it is."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """The rows of all of them one below the other, in a tree of their form."""
+    form, _ = taken_apart(trees[0])
+    columns = zip(*(taken_apart(tree)[1] for tree in trees), strict=True)
+    return put_together(form, [torch.cat(column) for column in columns])

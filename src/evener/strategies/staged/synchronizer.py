@@ -1,0 +1,149 @@
+"""What the stages of a pipeline owe each other after backward.
+
+A weight is one rank's, and elsewhere empty, so that its gradient is summed by nobody. What is left:
+
+- *Who has a gradient.* A weight that no sample used has none and is not stepped. The ranks tell each other in one short
+  row, so that an optimizer keeps the same state everywhere, empty where the weight is.
+- *Weights of several stages* (tied ones, and numbers, which cannot be empty) are whole on every rank; their gradients
+  are summed over the axis.
+- *Buffers* are those of the stage that uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.errors import ConfigurationError
+from evener.hardware.readout import Readout, read
+from evener.hardware.stopwatch import waiting
+from evener.strategies import gradients
+from evener.strategies.afterwards import zeros_of
+from evener.strategies.learner import Learner
+from evener.strategies.parts import Synchronizer
+from evener.strategies.slices import slice_of
+from evener.strategies.staged.running import StagedForward
+
+
+class AroundStages(Synchronizer):
+    """Sums over ``axis`` what several stages use.
+
+    Args:
+        forward: That of the learner's model.
+        inner: Sums the gradients over other axes.
+    """
+
+    def __init__(self, learner: Learner, axis: str, forward: StagedForward, inner: Synchronizer) -> None:
+        self._learner, self._inner, self._forward = learner, inner, forward
+        self._owners = forward.owners
+        self._axis, self._index = axis, learner.mesh.index(axis)
+        self._group = learner.mesh.new_group(axis)
+        self._own: Readout | None = None
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return self._inner.words
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        return self._inner.wrap(replica)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        return self._inner.micro_batch(last)
+
+    def complete(self) -> tuple[str, ...]:
+        missing = self._missing_everywhere()
+        trained = self._trained()
+        for name, parameter in trained.items():
+            if parameter.grad is None and name in self._owners and name not in missing:
+                parameter.grad = zeros_of(parameter, parameter in self._sparse)
+        self._own = read(gradients.soundness(trained.values()))
+        self._inner.complete()
+        self._sum_shared(p for name, p in trained.items() if name not in missing)
+        for name in missing | (trained.keys() - self._owners.keys()):
+            trained[name].grad = None
+        return ()
+
+    def _missing_everywhere(self) -> set[str]:
+        """Weights to which no rank that uses them gave a gradient."""
+        control = self._learner.session.control
+        absent = [
+            name
+            for name, parameter in self._trained().items()
+            if parameter.grad is None and self._index in self._owners.get(name, ())
+        ]
+        with waiting():
+            rows = control.exchange([float(bool(absent)), float(self._forward.refusal is not None)]).wait()
+            if not any(any(row) for row in rows):
+                return set()
+            said = control.gather_objects((absent, self._forward.refusal))
+        for _, refusal in said:
+            if refusal is not None:
+                raise ConfigurationError(refusal)
+        return self._absent_from_all([set(absent) for absent, _ in said])
+
+    def _absent_from_all(self, absent: Sequence[set[str]]) -> set[str]:
+        layout = self._learner.mesh.layout
+        places = [layout.place(rank)[self._axis] for rank in range(layout.world_size)]
+
+        def nobody(name: str) -> bool:
+            users = [rank for rank, place in enumerate(places) if place in self._owners[name]]
+            return all(name in absent[rank] for rank in users)
+
+        return {name for name in set().union(*absent) if nobody(name)}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for p, name in self._learner.names.items() if p.requires_grad}
+
+    @cached_property
+    def _sparse(self) -> set[Tensor]:
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        return {m.weight for m in self._learner.model.modules() if isinstance(m, kinds) and m.sparse}
+
+    def _sum_shared(self, parameters: Iterable[nn.Parameter]) -> None:
+        shared = [p for p in parameters if p.grad is not None and not self._is_apart(p)]
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in shared:
+            assert parameter.grad is not None
+            if parameter.grad.is_sparse:
+                with waiting():
+                    dist.all_reduce(parameter.grad, group=self._group)
+            else:
+                kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        for found in kinds.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in found])
+            with waiting():
+                dist.all_reduce(flat, group=self._group)
+            for gradient, total in zip(found, torch.split(flat, [g.numel() for g in found]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def _is_apart(self, parameter: nn.Parameter) -> bool:
+        piece = slice_of(parameter)
+        return piece is not None and piece.axis == self._axis
+
+    def soundness(self) -> tuple[Readout, ...]:
+        return () if self._own is None else (self._own,)
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        raise ConfigurationError(
+            "a loop of your own cannot go backward through a pipeline, whose stages are on several ranks: take steps "
+            "with engine.step(batch), or use another strategy, such as 'ddp'"
+        )
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        self._inner.share_buffers(buffers, part)
+        source = {id(b): min(self._owners.get(n, {0})) for n, b in self._learner.model.named_buffers()}
+        with waiting():
+            for buffer in buffers:
+                dist.broadcast(buffer, group=self._group, group_src=source.get(id(buffer), 0))
+
+    def updated(self, step: int) -> None:
+        self._inner.updated(step)
+
+    def close(self) -> None:
+        self._inner.close()

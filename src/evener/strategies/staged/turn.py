@@ -1,0 +1,256 @@
+"""What a rank does in one step of a pipeline, action by action.
+
+::
+
+    forward   receive ─ [scope of the micro-batch: the stage's calls] ─ send on         the last stage: loss / divisor
+    backward  receive ─ [the same scope: autograd] ─ send back
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.borrowed.pipeline_backward import backward_of_inputs, backward_of_weights
+from evener.data.batch import MicroBatch, map_leaves
+from evener.hardware.readout import Readout, read
+from evener.nn.scope import Scope, resumed
+from evener.strategies.learner import Learner
+from evener.strategies.replica import term_of
+from evener.strategies.staged.messages import Inbox
+from evener.strategies.staged.parcel import holes_in, put_together, signature, taken_apart
+from evener.strategies.staged.pieces import by_samples, detached, joined
+from evener.strategies.staged.post import Post
+from evener.strategies.staged.running import StagedForward
+from evener.strategies.staged.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Order, Timed, sent
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank of a pipeline works with."""
+
+    learner: Learner
+    forward: StagedForward
+    post: Post
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.forward.stages)
+
+    def key(self, micro: MicroBatch, kind: str, stage: int) -> Any:
+        """What the form of a message follows from: that of the model's inputs, and which message it is."""
+        mode = self.learner.model.training, torch.is_grad_enabled()
+        return signature(micro.inputs), mode, kind, stage
+
+
+@dataclass
+class Saved:
+    """Of a forward pass, until its backward."""
+
+    scope: Scope
+    inputs: list[Tensor]
+    """Which came from the stage before, and want a gradient."""
+    outputs: list[Tensor]
+    """Which want a gradient: the loss, or what was handed on."""
+    groups: list[dict[str, Any]] | None = None
+    """What the gradients of the weights are made of, where they come later than those of the inputs."""
+
+
+class Turn:
+    """One step of a rank.
+
+    Args:
+        pieces: All micro-batches of the step.
+        divisor: See :class:`evener.strategies.parts.Stepper`.
+        checks: Whether to keep what tells if the loss is a sum over samples.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        order: Order,
+        pieces: Sequence[MicroBatch],
+        divisor: Callable[[], float],
+        step: int,
+        checks: bool,
+    ) -> None:
+        self._place, self._order, self._pieces = place, order, pieces
+        self._ask, self._step, self._checks = divisor, step, checks
+        self._learner, self._post, self._last = place.learner, place.post, place.stages - 1
+        self._began = time.perf_counter()
+        self._divisor: float | None = None
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._inboxes = {
+            source: Inbox(sent(order, source, self._post.index), partial(self._receive, source))
+            for source in range(len(order))
+        }
+        self._actions: dict[str, Callable[[int, int], None]] = {
+            FORWARD: self._forward,
+            BACKWARD: self._backward,
+            INPUT: self._backward_of_inputs,
+            WEIGHT: self._backward_of_weights,
+        }
+        self.totals: list[Readout] = []
+        """Of the last stage."""
+        self.timed: list[Timed] = []
+        """On the host, when each action ran, waiting for others left out of it."""
+        self.outputs: list[tuple[Any, Tensor]] = []
+        """Of the first micro-batches and their totals, until it is known that the loss is a sum over samples."""
+
+    def take(self, action: Action) -> None:
+        """Does what the schedule says."""
+        self._actions[action.kind](action.stage, action.micro)
+
+    def _receive(self, source: int, action: Action) -> Any:
+        kind = FORWARD if action.kind == FORWARD else BACKWARD
+        return self._post.receive(self._key(action.micro, kind, action.stage), source)
+
+    def _key(self, micro: int, kind: str, stage: int) -> Any:
+        return self._place.key(self._pieces[micro], kind, stage)
+
+    def _arrived(self, kind: str, stage: int, micro: int) -> Any:
+        """What stage ``stage`` sent of its action."""
+        source = stage % self._post.degree
+        if kind != FORWARD:
+            of_stage = {action.kind for action in self._order[source] if action.stage == stage}
+            kind = INPUT if INPUT in of_stage else BACKWARD
+        return self._inboxes[source].take(Action(kind, stage, micro))
+
+    # Forward
+
+    def _forward(self, stage: int, micro: int) -> None:
+        inputs, received = self._inputs(stage, micro)
+        piece, learner = self._pieces[micro], self._learner
+        began = time.perf_counter()
+        with learner.micro_scope(piece, self._step) as current:
+            found = self._place.forward.run(stage, received, learner.task.forward, piece.inputs)
+            if stage == self._last:
+                total = term_of(learner.task.exact_loss(), found, piece)
+        current.rewind()
+        self._work_done(FORWARD, stage, micro, began)
+        if stage == self._last:
+            self._keep_total(found, total, micro)
+            outputs = [total / self._divide()]
+        else:
+            outputs = self._send_on(stage, micro, found)
+        self._divide()
+        self._saved[stage, micro] = Saved(current, inputs, [each for each in outputs if each.requires_grad])
+
+    def _inputs(self, stage: int, micro: int) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """What came, and the same for the calls of the stage, which may write to it."""
+        if not stage:
+            return [], ()
+        form, tensors = self._arrived(FORWARD, stage - 1, micro)
+        leaves = [
+            tensor.requires_grad_(hole.trained) for tensor, hole in zip(tensors, holes_in(form), strict=True)
+        ]
+        free = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if leaf.requires_grad], put_together(form, free)
+
+    def _send_on(self, stage: int, micro: int, found: tuple[Any, ...]) -> list[Tensor]:
+        # Copies where backward comes in two parts, which detaches them: a view cannot be.
+        split = any(action.kind == INPUT for action in self._order[self._post.index])
+        values = (
+            map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
+            if split
+            else found
+        )
+        self._post.send(self._key(micro, FORWARD, stage), values, (stage + 1) % self._post.degree)
+        return taken_apart(values)[1]
+
+    def _keep_total(self, found: Any, total: Tensor, micro: int) -> None:
+        self.totals.append(read(total))
+        if self._checks:
+            self.outputs.append((map_leaves(detached, found), total.detach()))
+
+    def _divide(self) -> float:
+        """The divisor, which all ranks ask for after their first forward pass."""
+        if self._divisor is None:
+            self._divisor = self._ask()
+        return self._divisor
+
+    # Backward
+
+    def _backward(self, stage: int, micro: int) -> None:
+        saved = self._saved.pop((stage, micro))
+        outputs, gradients = self._gradients(stage, micro, saved)
+        began = time.perf_counter()
+        with resumed(saved.scope):
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+        self._work_done(BACKWARD, stage, micro, began)
+        self._send_back(stage, micro, saved)
+
+    def _gradients(self, stage: int, micro: int, saved: Saved) -> tuple[list[Tensor], list[Tensor] | None]:
+        """The outputs that have a gradient, and it."""
+        if stage == self._last:
+            return saved.outputs, None
+        form, tensors = self._arrived(BACKWARD, stage + 1, micro)
+        came = zip(saved.outputs, put_together(form, tensors), strict=True)
+        found = [(output, gradient) for output, gradient in came if gradient is not None]
+        return [output for output, _ in found], [gradient for _, gradient in found]
+
+    def _send_back(self, stage: int, micro: int, saved: Saved) -> None:
+        if stage:
+            gradients = tuple(leaf.grad for leaf in saved.inputs)
+            self._post.send(self._key(micro, BACKWARD, stage), gradients, (stage - 1) % self._post.degree)
+
+    def _backward_of_inputs(self, stage: int, micro: int) -> None:
+        saved = self._saved[stage, micro]
+        outputs, gradients = self._gradients(stage, micro, saved)
+        began = time.perf_counter()
+        with resumed(saved.scope):
+            saved.groups = backward_of_inputs(outputs, gradients, saved.inputs, self._weights())
+        self._work_done(INPUT, stage, micro, began)
+        self._send_back(stage, micro, saved)
+
+    def _backward_of_weights(self, stage: int, micro: int) -> None:
+        saved = self._saved.pop((stage, micro))
+        began = time.perf_counter()
+        with resumed(saved.scope):
+            backward_of_weights(saved.groups or [], self._weights())
+        self._work_done(WEIGHT, stage, micro, began)
+
+    def _weights(self) -> list[torch.nn.Parameter]:
+        return [p for p in self._learner.model.parameters() if p.requires_grad]
+
+    def _work_done(self, kind: str, stage: int, micro: int, began: float) -> None:
+        self._learner.pace.work_done()
+        ended = time.perf_counter()
+        self.timed.append(Timed(Action(kind, stage, micro), began - self._began, ended - self._began))
+
+    # What is refused
+
+    def refusal(self, micro: MicroBatch, count: int) -> str | None:
+        """Why the loss is not that of the whole micro-batch, of which the first ``count`` pieces are."""
+        found, own = self.outputs[:count], len(micro.samples)
+        if not all(by_samples(outputs, _samples(outputs)) for outputs, _ in found) or own != sum(
+            _samples(outputs) for outputs, _ in found
+        ):
+            return (
+                "the model has outputs that are not one for each sample, and a pipeline cuts a micro-batch into "
+                "pieces: have it take each as it is, with microbatches=1 and micro_batch set to what fills the pipeline"
+            )
+        with torch.no_grad(), self._learner.micro_scope(micro, self._step):
+            whole = term_of(self._learner.task.exact_loss(), joined([outputs for outputs, _ in found]), micro)
+        parts = torch.stack([total.reshape(()) for _, total in found]).sum().double()
+        if torch.isclose(whole.reshape(()).double(), parts, rtol=1e-3, atol=1e-6 * own, equal_nan=True):
+            return None
+        return (
+            f"the loss of {own} samples is {float(whole):g}, and the sum of those of its {count} pieces "
+            f"{float(parts):g}: it looks at several samples together, which a pipeline cuts apart. Have it take each "
+            "micro-batch as it is, with microbatches=1"
+        )
+
+
+def _samples(outputs: Any) -> int:
+    """By the first tensor; -1 where it has no rows."""
+    first = next(iter(taken_apart(outputs)[1]), None)
+    return len(first) if first is not None and first.ndim else -1
