@@ -134,6 +134,22 @@ def test_batch_norms_and_dropouts_have_one_class_each() -> None:
             assert issubclass(dropout, names.AnyDropout)
 
 
+def test_backward_comes_in_two_parts() -> None:
+    with borrowed("pipeline_backward") as names:
+        layer, given = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
+        layer(given).sin().sum().backward()
+        expected, weights = given.grad, [p.grad for p in layer.parameters()]
+        given.grad = layer.weight.grad = layer.bias.grad = None
+        outputs = layer(given).sin()
+        groups = names.backward_of_inputs(
+            [outputs], [torch.ones_like(outputs)], [given], list(layer.parameters())
+        )
+        torch.testing.assert_close(given.grad, expected)
+        assert layer.weight.grad is None
+        names.backward_of_weights(groups, list(layer.parameters()))
+        torch.testing.assert_close([p.grad for p in layer.parameters()], weights)
+
+
 def test_collating_can_be_extended() -> None:
     with borrowed("collate") as names:
         functions = {**names.default_collate_fn_map, str: lambda batch, collate_fn_map: "".join(batch)}

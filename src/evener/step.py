@@ -84,9 +84,10 @@ class Step:
         DivergenceError: If the total or a gradient of a rank, or the penalty, is not finite.
         """
         rows = self.results() if self.results else ()
-        for rank, (total, soundness) in enumerate(rows):
+        for rank, (total, _) in enumerate(rows):
             if not math.isfinite(total):
                 raise DivergenceError(not_finite(f"the loss is {total}", self.number, f"rank {rank}"))
+        for rank, (_, soundness) in enumerate(rows):  # the gradients of other ranks may follow from a loss
             if not math.isfinite(soundness):
                 raise DivergenceError(not_finite("a gradient is not finite", self.number, f"rank {rank}"))
         if not math.isfinite(self.penalty.value()):

@@ -47,6 +47,32 @@ def test_no_other_cuts_are_faster(pipeline: tuple[list[int], list[float], list[i
     assert bottleneck(stages, seconds, speeds, cuts) == best
 
 
+@given(pipelines(), st.data())
+def test_no_other_cuts_that_fit_are_faster(
+    pipeline: tuple[list[int], list[float], list[int]], data: st.DataObject
+) -> None:
+    seconds, speeds, cuts = pipeline
+    nbytes = data.draw(st.lists(st.integers(0, 9), min_size=len(seconds), max_size=len(seconds)))
+    limits = data.draw(st.lists(st.integers(0, 30), min_size=len(speeds), max_size=len(speeds)))
+    every = [
+        [range(*ends) for ends in zip((0, *inner), (*inner, len(seconds)), strict=True)]
+        for inner in combinations(range(1, len(seconds)), len(speeds) - 1)
+    ]
+    fitting = [
+        stages
+        for stages in every
+        if all(sum(nbytes[i] for i in stage) <= limit for stage, limit in zip(stages, limits, strict=True))
+    ]
+    if not fitting:
+        with pytest.raises(ConfigurationError, match="do not fit devices"):
+            partition_layers(seconds, speeds, cuts, nbytes, limits)
+        return
+    stages = partition_layers(seconds, speeds, cuts, nbytes, limits)
+    assert stages in fitting
+    best = min(bottleneck(other, seconds, speeds, cuts) for other in fitting)
+    assert bottleneck(stages, seconds, speeds, cuts) == best
+
+
 def test_a_faster_device_takes_more_layers_and_a_dear_boundary_is_not_cut() -> None:
     assert partition_layers([1] * 6, [1, 2]) == [range(0, 2), range(2, 6)]
     assert partition_layers([1] * 6, [1, 1], [0, 0, 5, 0, 0]) == [range(0, 2), range(2, 6)]

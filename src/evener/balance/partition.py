@@ -15,7 +15,11 @@ from evener.errors import ConfigurationError
 
 
 def partition_layers(
-    seconds: Sequence[float], speeds: Sequence[float], boundary_seconds: Sequence[float] | None = None
+    seconds: Sequence[float],
+    speeds: Sequence[float],
+    boundary_seconds: Sequence[float] | None = None,
+    nbytes: Sequence[float] | None = None,
+    limits: Sequence[float] | None = None,
 ) -> list[range]:
     """Consecutive layers for each device, in the devices' order, none empty, with the least bottleneck.
 
@@ -25,24 +29,43 @@ def partition_layers(
         boundary_seconds: ``len(seconds) - 1`` values: entry ``i`` is the time to send the activation between the layers
             ``i`` and ``i + 1``, or its gradient back; each side of a cut waits for one of the two. None is no cost.
 
+        nbytes: What each layer takes of a device's memory; None is nothing.
+        limits: What each device has; None is no limit.
+
     Raises:
-        ConfigurationError: If there are fewer layers than devices, or values that cannot be.
+        ConfigurationError: If there are fewer layers than devices, values that cannot be, or layers that do not fit.
     """
     cuts = [0.0] * (len(seconds) - 1) if boundary_seconds is None else list(boundary_seconds)
     _validate(seconds, speeds, cuts)
     layers, prefix, edge = len(seconds), [0.0, *accumulate(seconds)], [0.0, *cuts, 0.0]
+    held = [0.0, *accumulate(nbytes or [0.0] * layers)]
+    rooms = [math.inf] * len(speeds) if limits is None else list(limits)
+    if len(held) != layers + 1 or len(rooms) != len(speeds):
+        raise ConfigurationError(
+            f"{len(held) - 1} sizes for {layers} layers, {len(rooms)} limits for {len(speeds)} devices: give as many"
+        )
     best = [0.0] + [math.inf] * layers
     choices: list[list[int]] = []
-    for speed in speeds:
+    for speed, room in zip(speeds, rooms, strict=True):
         following, choice = [math.inf] * (layers + 1), [0] * (layers + 1)
         for stop in range(1, layers + 1):
             following[stop], choice[stop] = min(
-                (max(best[start], (prefix[stop] - prefix[start]) / speed + edge[start] + edge[stop]), start)
+                (_bottleneck(best[start], own, held[stop] - held[start] <= room), start)
                 for start in range(stop)
+                for own in [(prefix[stop] - prefix[start]) / speed + edge[start] + edge[stop]]
             )
         best = following
         choices.append(choice)
+    if math.isinf(best[layers]):
+        raise ConfigurationError(
+            f"layers of {list(nbytes or ())} bytes, one after the other, do not fit devices of {rooms}: use more "
+            "devices, or smaller layers"
+        )
     return _trace(choices, layers)
+
+
+def _bottleneck(before: float, own: float, fits: bool) -> float:
+    return max(before, own) if fits else math.inf
 
 
 def _trace(choices: Sequence[Sequence[int]], layers: int) -> list[range]:

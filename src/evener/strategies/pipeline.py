@@ -14,6 +14,7 @@ slowest stage, so that the model is cut by what its layers take, measured, and b
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.slices import Slice, mark, slice_of
 from evener.strategies.staged.costs import measure
 from evener.strategies.staged.cutting import Stages, layers_of, words_of
+from evener.strategies.staged.drawing import Drawing
 from evener.strategies.staged.running import StagedForward, called_with
 from evener.strategies.staged.schedule import order_of
 from evener.strategies.staged.stepper import PipelineStepper
@@ -70,6 +72,8 @@ class Pipeline(Strategy):
     """For ``interleaved`` and ``zero-bubble``."""
     balance: str = "time"
     """How the model is cut: by the measured ``time`` of its layers and ranks, or into ``equal`` numbers of layers."""
+    memory: str | None = None
+    """The most bytes of weights that each rank's stages may have, ``4e9,1e9``; ``-`` for any, None for any on all."""
 
     axis: ClassVar[str] = AXIS
     divides_model: ClassVar[bool] = True
@@ -79,13 +83,14 @@ class Pipeline(Strategy):
     """What the model's ``forward`` gets, of a few samples; of an object that is prepared."""
 
     def __post_init__(self) -> None:
+        if self.stages_per_rank < 1:
+            raise ConfigurationError(f"stages_per_rank is {self.stages_per_rank}; it must be at least 1")
         order_of(self.schedule, 2, 2 * self.stages_per_rank, 2)
         if self.balance not in ("time", "equal"):
             raise ConfigurationError(f"balance is {self.balance!r}; a model is cut by 'time' or 'equal'")
         if self.microbatches is not None and self.microbatches < 1:
             raise ConfigurationError(f"microbatches is {self.microbatches}; it must be at least 1")
-        if self.stages_per_rank < 1:
-            raise ConfigurationError(f"stages_per_rank is {self.stages_per_rank}; it must be at least 1")
+        _limits(self.memory)
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         return Layout({AXIS: world_size})
@@ -119,8 +124,19 @@ class Pipeline(Strategy):
         weights = learner.settings.weights
         if weights is not None and learner.data.degree == 1 and len(weights) == ranks:
             speeds = list(weights)
-        pieces = _partition(model, layers, seconds, [speeds[stage % ranks] for stage in range(stages)])
-        return words_of(layers, pieces)
+        limits = self._limits(ranks)
+        of_stages = [(speeds[stage % ranks], limits[stage % ranks]) for stage in range(stages)]
+        return words_of(layers, _partition(model, layers, seconds, of_stages))
+
+    def _limits(self, ranks: int) -> list[float]:
+        """The most bytes of weights of one of the stages of each rank."""
+        found = _limits(self.memory) if self.memory is not None else [math.inf] * ranks
+        if len(found) != ranks:
+            raise ConfigurationError(
+                f"memory {self.memory!r} has {len(found)} limits for {ranks} ranks of the axis 'pipeline': give one "
+                "for each"
+            )
+        return [limit / self.stages_per_rank for limit in found]
 
     # The model
 
@@ -130,7 +146,7 @@ class Pipeline(Strategy):
         count = ranks * self.stages_per_rank
         if cut is None:
             layers = layers_of(read_both(model, self.example, ())[True])
-            cut = words_of(layers, _partition(model, layers, [1.0] * len(layers), [1.0] * count))
+            cut = words_of(layers, _partition(model, layers, [1.0] * len(layers), [(1.0, math.inf)] * count))
         stages = Stages(model, cut, count, self.example)
         rank_of = [stage % ranks for stage in range(count)]
         stages.check_apart(rank_of)
@@ -162,6 +178,20 @@ def staged(learner: Learner) -> StagedForward:
     return found
 
 
+def draw(learner: Learner) -> Drawing:
+    """The last step, predicted and measured, with its bubble: ``print(draw(engine.learner))``. A collective call.
+
+    Times are those of the host, which on a GPU is not what computes.
+    """
+    stepper = learner.stepper
+    if not isinstance(stepper, PipelineStepper):
+        raise ConfigurationError(f"strategy {learner.name!r} has no pipeline that could be drawn")
+    rows = learner.session.control.gather_objects(stepper.timed)
+    if not all(rows):
+        raise ConfigurationError("there is no step yet that could be drawn")
+    return Drawing(stepper.order, tuple(tuple(rows[rank]) for rank in learner.mesh.ranks(AXIS)))
+
+
 def _leave_to_owners(model: nn.Module, owners: dict[str, set[int]], mesh: Mesh) -> None:
     """Of a weight that one place on the axis uses, all others keep an empty piece."""
     degree, index = mesh.degree(AXIS), mesh.index(AXIS)
@@ -190,25 +220,40 @@ def _part(parameter: nn.Parameter, owner: int, degree: int, index: int) -> nn.Pa
     return mark(nn.Parameter(own, parameter.requires_grad), piece)
 
 
+def _limits(text: str | None) -> list[float]:
+    try:
+        return [math.inf if part.strip() == "-" else float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigurationError(
+            f"memory is {text!r}; write the bytes of each rank's weights, such as 4e9,1e9, and - for any"
+        ) from None
+
+
 def _partition(
-    model: nn.Module, layers: Sequence[str], seconds: Sequence[float], speeds: Sequence[float]
+    model: nn.Module,
+    layers: Sequence[str],
+    seconds: Sequence[float],
+    of_stages: Sequence[tuple[float, float]],
 ) -> list[range]:
-    """The layers of each stage; none for one whose speed is 0."""
-    working = [stage for stage, speed in enumerate(speeds) if speed]
+    """The layers of each stage; none for one whose speed is 0.
+
+    Args:
+        of_stages: The speed of each, and the most bytes of weights that it may have.
+    """
+    working = [stage for stage, (speed, _) in enumerate(of_stages) if speed]
     if len(layers) < len(working):
         raise ConfigurationError(
             f"{type(model).__name__} calls {len(layers)} modules one after the other ({', '.join(layers)}), which "
             f"cannot be cut into {len(working)} stages: use fewer ranks, or divide it into more modules"
         )
-    found = partition_layers(seconds, [speeds[stage] for stage in working])
-    pieces, following = [], 0
-    for stage in range(len(speeds)):
-        if stage in working:
-            following = found[working.index(stage)].stop
-            pieces.append(found[working.index(stage)])
-        else:
-            pieces.append(range(following, following))
-    return pieces
+    speeds, limits = zip(*(of_stages[stage] for stage in working), strict=True)
+    nbytes = [sum(p.nbytes for p in model.get_submodule(layer).parameters()) for layer in layers]
+    found = iter(partition_layers(seconds, speeds, None, nbytes, limits))
+    pieces = [range(0, 0)]
+    for stage in range(len(of_stages)):
+        following = pieces[-1].stop
+        pieces.append(next(found) if stage in working else range(following, following))
+    return pieces[1:]
 
 
 # What the layers take

@@ -59,7 +59,13 @@ def taken_apart(tree: Any) -> tuple[Any, list[Tensor]]:
 def holes_in(form: Any) -> list[Hole]:
     """In order."""
     found: list[Hole] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Hole) else None, form)
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, Hole):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(look, form)
     return found
 
 

@@ -31,11 +31,12 @@ def by_samples(tree: Any, samples: int) -> bool:
     """Whether every tensor of ``tree`` has as many rows as there are samples."""
     fits: list[bool] = []
 
-    def look(leaf: Any) -> None:
+    def look(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             fits.append(leaf.ndim > 0 and len(leaf) == samples)
         else:
             fits.append(leaf is None or isinstance(leaf, bool | int | float | str))
+        return leaf
 
     map_leaves(look, tree)
     return all(fits)

@@ -52,7 +52,14 @@ class PipelineStepper(Stepper):
         number = sum(map(len, pieces))
         self.order = order_of(self._schedule, place.post.degree, place.stages, number)
         with learner.pace.step(step):
-            turn = Turn(place, self.order, [piece for some in pieces for piece in some], divisor, step, self._unchecked)
+            turn = Turn(
+                place,
+                self.order,
+                [piece for some in pieces for piece in some],
+                divisor,
+                step,
+                self._unchecked,
+            )
             for action in self.order[place.post.index]:
                 turn.take(action)
             place.post.finish()

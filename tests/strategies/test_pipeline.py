@@ -1,0 +1,435 @@
+"""A model in stages over ranks, against one device, in float64."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+import evener
+from evener.config import RunConfig
+from evener.engine import Engine
+from evener.errors import ConfigurationError, DivergenceError, EvenerError, TaskError
+from evener.runtime.environment import Environment
+from evener.strategies.pipeline import Pipeline
+from evener.strategies.slices import slice_of
+from evener.task import Task
+from evener.testing import check_strategy
+from evener.verification import Trajectory, record, relative_error
+from tests.comparing import worst
+from tests.tasks import _task
+
+WORDS, WIDTH, SAMPLES, PADDING = 11, 6, 37, -100
+
+
+# Models
+
+
+class Block(nn.Module):
+    """Causal attention with a mask, and a scale that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.drop = nn.Linear(WIDTH, WIDTH), evener.nn.Dropout(0.2, batch_dim=0)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.mix(self.norm(x)).chunk(3, -1)
+        scores = (query @ key.transpose(-1, -2)).masked_fill(~mask[:, None, :], -1e9).softmax(-1)
+        return x + self.scale * self.drop(self.out(scores @ value).transpose(0, 1).transpose(0, 1))
+
+
+class Language(nn.Module):
+    """Dictionaries in and out, tied ends, one more weight of two stages, a value that skips blocks, and a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(9, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.tensor(1.3))
+        self.never = nn.Linear(2, 2)
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(
+        self, words: Tensor, mask: Tensor, labels: Any = None, scale: float = 1.0
+    ) -> dict[str, Tensor]:
+        assert labels is None
+        length = words.size(1)
+        x = first = self.gain * self.embed(words) + self.place(torch.arange(length, device=words.device))
+        for block in self.blocks:
+            x = block(x, mask)
+        x = self.norm(x * self.gain + first) * self.frozen
+        return {"scores": self.head(x) * scale, "length": torch.full_like(words[:, 0], length)}
+
+
+def total(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    scores = outputs["scores"]
+    assert int(outputs["length"][0]) == scores.size(1)
+    return nn.functional.cross_entropy(
+        scores.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum"
+    )
+
+
+def pad(items: list[Any]) -> Any:
+    inputs, targets = zip(*items, strict=True)
+    words = pad_sequence(list(inputs), batch_first=True)
+    mask = torch.arange(words.size(1)) < torch.tensor([[len(text)] for text in inputs])
+    padded = pad_sequence(list(targets), batch_first=True, padding_value=PADDING)
+    return {"words": words, "mask": mask}, padded
+
+
+def language(**parts: Any) -> Task:
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(WORDS, (3 + n % 6,), generator=generator) for n in range(SAMPLES)]
+    data = [(text[:-1], text[1:]) for text in texts]
+    usual: dict[str, Any] = {
+        "model": Language,
+        "loss": evener.loss(total=total, count=lambda targets: (targets != PADDING).sum()),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
+        "train": data,
+        "evaluate": data[:11],
+        "collate": pad,
+        "batch_size": 9,
+        "epochs": 3,
+        "metrics": {},
+    }
+    return Task(**(usual | parts))
+
+
+def deep(width: int = 6) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), *layers, nn.Linear(6, 3))
+
+
+def layers() -> Task:
+    return _task(model=deep, metrics={})
+
+
+def penalised() -> Task:
+    return _task(
+        model=deep,
+        penalty=lambda model: 0.1 * sum((p.norm() for p in model.parameters()), start=torch.zeros(())),
+    )
+
+
+def normalized() -> Task:
+    def model() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(*blocks, evener.nn.Dropout(0.3), nn.Linear(6, 3))
+
+    return _task(model=model, batch_size=12, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+
+
+class Choosing(nn.Module):
+    """Samples choose a layer; one is chosen by few of them, one by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [self.heads[int(row[0] > 0.9)](row) for row in x]
+        return torch.stack(rows)
+
+
+def choosing() -> Task:
+    """Inside of a block code may do what it likes, as parameters without a gradient."""
+    return _task(
+        model=lambda: nn.Sequential(nn.Linear(6, 6), Choosing(), nn.Tanh(), Choosing(), nn.Linear(6, 3)),
+        batch_size=3,
+    )
+
+
+# Training
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
+    options = settings.pop("options", None)
+    usual: dict[str, Any] = {"dtype": "float64", "device": "cpu", "steps": 7}
+    if options is not None:
+        usual["strategy"] = Pipeline(**options)
+    return record(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "options", "settings"),
+    [
+        (3, "layers", {"schedule": "gpipe"}, {}),
+        (2, "layers", {"microbatches": 5, "cut": "3"}, {"micro_batch": 4, "clip_norm": 0.05}),
+        (2, "layers", {"schedule": "interleaved", "stages_per_rank": 2}, {}),
+        slow(2, "layers", {"schedule": "interleaved", "stages_per_rank": 3, "microbatches": 3}, {}),
+        slow(2, "layers", {"schedule": "zero-bubble", "stages_per_rank": 2, "balance": "equal"}, {}),
+        (3, "layers", {"schedule": "zero-bubble"}, {"balance": "2,0,1"}),
+        slow(2, "penalised", {}, {"clip_norm": 0.1, "balance": "3,1"}),
+        (2, "language", {}, {"clip_norm": 0.1}),
+        slow(3, "language", {"cut": "blocks.1,head"}, {"micro_batch": 4}),
+        slow(3, "language", {"cut": "embed,blocks.2", "schedule": "zero-bubble"}, {}),
+        (
+            2,
+            "language",
+            {"schedule": "interleaved", "stages_per_rank": 2, "cut": "blocks.0,blocks.2,norm"},
+            {},
+        ),
+        (2, "normalized", {}, {}),
+        slow(3, "normalized", {"schedule": "gpipe"}, {"micro_batch": 4}),
+        (2, "choosing", {"cut": "2"}, {}),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_one_device(
+    ranks: Any, size: int, name: str, options: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    alone = settings | {"balance": "equal", "strategy": "single"}
+    reference = trajectory(name, Environment(), **alone)
+    divided = ranks(size).run(trajectory, name, options=options, **settings)
+    assert worst(reference.weights, divided[0].weights) <= 1e-11
+    assert all(one.losses == pytest.approx(reference.losses, rel=1e-11) for one in divided)
+    assert len({one.digest for one in divided}) == 1, "ranks differ"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("language", {"balance": "5,1", "clip_norm": 0.1}),
+        slow("normalized", {"balance": "3,1", "micro_batch": 4}),
+        slow("layers", {"balance": "0,1"}),
+        slow("choosing", {"balance": "3,1"}),
+    ],
+    ids=str,
+)
+def test_pipelines_side_by_side(ranks: Any, name: str, settings: dict[str, Any]) -> None:
+    reference = trajectory(name, Environment(), **(settings | {"balance": "equal", "strategy": "single"}))
+    divided = ranks(4).run(trajectory, name, options={}, mesh="pipeline=2,data=2", **settings)
+    assert worst(reference.weights, divided[0].weights) <= 1e-11
+    assert all(one.losses == pytest.approx(reference.losses, rel=1e-11) for one in divided)
+    assert len({one.digest for one in divided}) == 1, "ranks differ"
+
+
+# Evaluation, state
+
+
+def held(name: str, options: dict[str, Any] | None) -> dict[str, Any]:
+    """What a rank holds, and what evaluation and prediction come to."""
+    strategy = "single" if options is None else Pipeline(**options)
+    task = globals()[name]()
+    with Engine(task, RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=3)) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        rows = {n: len(p) for n, p in engine.model.named_parameters() if p.ndim}
+        return {
+            "rows": rows,
+            "apart": [n for n, p in engine.model.named_parameters() if slice_of(p)],
+            "metrics": engine.evaluate(),
+            "predicted": engine.predict(engine.task.evaluate, everywhere=True)
+            if name == "normalized"
+            else None,
+        }
+
+
+def test_each_rank_holds_its_stage_and_evaluates_as_one_device(ranks: Any) -> None:
+    (alone,) = ranks(1).run(held, "normalized", None)
+    found = ranks(3).run(held, "normalized", {"cut": "1,2.2"})
+    assert [one["rows"]["0.0.weight"] for one in found] == [6, 0, 0]
+    assert [one["rows"]["1.0.weight"] for one in found] == [0, 6, 0]
+    assert [one["rows"]["4.weight"] for one in found] == [0, 0, 3]
+    for one in found:
+        assert set(one["apart"]) == set(alone["rows"]), "every weight has one owner"
+        assert one["metrics"] == pytest.approx(alone["metrics"], rel=1e-12)
+        assert relative_error(alone["predicted"], one["predicted"]) <= 1e-12
+
+
+def test_ties_are_whole_on_every_rank(ranks: Any) -> None:
+    for one in ranks(2).run(held, "language", {"cut": "blocks.2"}):
+        assert one["rows"]["embed.weight"] == WORDS
+        whole = {"embed.weight", "never.weight", "never.bias", "frozen"}
+        assert whole & set(one["apart"]) == {"frozen"}, "used by one stage"
+
+
+def stop_and_go(directory: str, first: int, then: int, strategy: Any, mesh: str | None) -> dict[str, Any]:
+    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=then)
+    with Engine(normalized(), config) as engine:
+        if first:
+            engine.load(Path(directory))
+        for batch in engine.batches():
+            engine.step(batch)
+        engine.save(Path(directory))
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ((Pipeline(cut="1"), 2, None), ("ddp", 3, None)),
+        (("ddp", 2, None), (Pipeline(schedule="zero-bubble"), 3, None)),
+        slow(((Pipeline(), 4, "pipeline=2,data=2"), (Pipeline(cut="2"), 2, None))),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, places: Any) -> None:
+    reference = trajectory("normalized", Environment(), strategy="single", steps=5)
+    with tempfile.TemporaryDirectory() as directory:
+        for (strategy, size, mesh), first, then in zip(places, (0, 3), (3, 5), strict=True):
+            found = ranks(size).run(stop_and_go, directory, first, then, strategy, mesh)
+    for state in found:
+        assert worst(reference.weights, {name: state["model"][name] for name in reference.weights}) <= 1e-11
+
+
+# What it says
+
+
+class Bad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x - x) if self.training else x
+
+
+def infinite() -> Task:
+    return _task(model=lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Bad(), nn.Linear(6, 3)))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if x.mean() > 0 else self.right(x)
+
+
+def branching() -> Task:
+    return _task(model=Branching)
+
+
+class Counting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.left(x) + self.right(x)
+
+
+def counting() -> Task:
+    return _task(model=Counting)
+
+
+class Drawing(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) * torch.rand(()) + self.right(x)
+
+
+def drawing() -> Task:
+    return _task(model=Drawing)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.Sequential(nn.BatchNorm1d(6))
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.normed(self.mix(self.normed(x))))
+
+
+def twice() -> Task:
+    return _task(model=Twice)
+
+
+def contrasting() -> Task:
+    def against_others(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs @ outputs.T).logsumexp(1).sum()
+
+    return _task(model=deep, loss=evener.loss(total=against_others, count=len), metrics={})
+
+
+def whole_weights() -> Task:
+    return _task(model=deep, optimizer=lambda parameters: torch.optim.Adafactor(parameters))
+
+
+def by_hand() -> None:
+    with Engine(layers(), RunConfig(strategy=Pipeline(), device="cpu")) as engine:
+        for batch in engine.batches():
+            engine.model(batch.micro_batches[0].inputs)
+
+
+def refused(name: str, options: dict[str, Any]) -> tuple[type[BaseException], str]:
+    warnings.simplefilter("ignore")
+    with pytest.raises(EvenerError) as caught:
+        by_hand() if name == "by_hand" else trajectory(name, options=options)
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "words"),
+    [
+        ("branching", {}, TaskError, r"code of Branching.forward cannot be read .* nn.Sequential of blocks"),
+        ("counting", {}, TaskError, "Counting.forward changes its attribute 'calls'"),
+        ("drawing", {}, TaskError, "Drawing.forward draws random numbers"),
+        (
+            "twice",
+            {"cut": "mix"},
+            TaskError,
+            "normed.0 is called on 2 ranks of the pipeline, and holds BatchNorm",
+        ),
+        (
+            "layers",
+            {"cut": "here"},
+            ConfigurationError,
+            "the cut names 'here', .* a stage can begin at 1, 2.0, 2.1",
+        ),
+        ("layers", {"cut": "1,2"}, ConfigurationError, "cut '1,2' begins 2 stages besides the first"),
+        ("contrasting", {}, ConfigurationError, "it looks at several samples together.* microbatches=1"),
+        ("whole_weights", {}, ConfigurationError, "each rank of strategy 'pipeline' holds a slice"),
+        ("by_hand", {}, ConfigurationError, r"take steps with engine.step\(batch\)"),
+        ("infinite", {}, DivergenceError, "the loss is nan in step 0 on rank 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    ranks: Any, name: str, options: dict[str, Any], kind: type, words: str
+) -> None:
+    for found, message in ranks(2).run(refused, name, options):
+        assert issubclass(found, kind), message
+        assert re.search(words, message), message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "fast"}, "no schedule 'fast'"),
+        ({"stages_per_rank": 2}, "one stage a rank"),
+        ({"balance": "weight"}, "balance is 'weight'"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"stages_per_rank": 0}, "stages_per_rank is 0"),
+        ({"memory": "much"}, "memory is 'much'"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Pipeline(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "without"),
+    [
+        (
+            2,
+            ("unused", "by_hand", "error"),
+        ),  # read in a pipeline: code that asks for numbers, or counts its calls
+        (3, ("unused", "by_hand", "error", "several", "buffers")),  # models of two layers
+    ],
+)
+def test_keeps_what_a_strategy_promises(processes: int, without: tuple[str, ...]) -> None:
+    check_strategy("pipeline", (processes,), without=without)
