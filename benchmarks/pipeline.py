@@ -125,7 +125,7 @@ def _turns(
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{title}\n")
     print(
-        "| cut | begins at | ms a step | as fast as the computed | measured / predicted | bubble, predicted and measured |"
+        "| cut | begins at | ms a step | of the computed one's speed | measured / predicted | bubbles of both |"
     )
     print("|---|---|---|---|---|---|")
     for row in rows:

@@ -74,6 +74,16 @@ def put_together(form: Any, tensors: list[Tensor]) -> Any:
     return map_leaves(lambda leaf: tensors[leaf.number] if isinstance(leaf, Hole) else leaf, form)
 
 
-def signature(tree: Any) -> str:
-    """Equal for trees of equal form and shapes."""
-    return repr(map_leaves(lambda leaf: Hole(leaf, 0) if isinstance(leaf, Tensor) else leaf, tree))
+def signature(tree: Any) -> str | None:
+    """Equal for trees of equal form and shapes; None if what is in them tells no shape, as words and graphs do not."""
+    opaque: list[Any] = []
+
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return Hole(leaf, 0)
+        if leaf is not None and not isinstance(leaf, bool | int | float):
+            opaque.append(leaf)
+        return leaf
+
+    described_tree = map_leaves(described, tree)
+    return None if opaque else repr(described_tree)

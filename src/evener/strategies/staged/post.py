@@ -27,13 +27,13 @@ class Post:
         """Sends a tree.
 
         Args:
-            key: What the form of the tree follows from.
+            key: What the form of the tree follows from, or begins with None if nothing is known to tell it.
 
         Raises:
             ConfigurationError: If it had another form before.
         """
         form, tensors = taken_apart(tree)
-        if key not in self._forms:
+        if key[0] is None or key not in self._forms:
             self._line.tell(form, to)
             self._forms[key] = form
         elif self._forms[key] != form:
@@ -45,7 +45,7 @@ class Post:
 
     def receive(self, key: Any, source: int) -> Any:
         """The next tree of that rank, its tensors without gradient; and its form."""
-        if key not in self._forms:
+        if key[0] is None or key not in self._forms:
             self._forms[key] = self._line.hear(source)
         form = self._forms[key]
         rooms = [hole.room(self._device) for hole in holes_in(form)]

@@ -63,9 +63,9 @@ class StagedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._at_hand is None:
             raise ConfigurationError(
-                "the model is divided into stages of a pipeline, and cannot be called by itself: take steps with "
-                "engine.step(batch) or evener.fit, and outputs from engine.predict and engine.evaluate; a loop that "
-                "calls the model itself needs another strategy, such as 'ddp'"
+                "the model is divided into stages of a pipeline, and can be called neither by itself nor twice for a "
+                "batch: take steps with engine.step(batch) or evener.fit, and outputs from engine.predict and "
+                "engine.evaluate; a loop that calls the model itself needs another strategy, such as 'ddp'"
             )
         (number, received), self._at_hand = self._at_hand, None
         training = self.stages.model.training
