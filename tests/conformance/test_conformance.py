@@ -49,6 +49,9 @@ ROWS = {
     "ddp": Row(3, {"strategy": "ddp", "balance": "3,0,1"}, slow=False),
     "experts": Row(2, {"strategy": "experts"}, NO_EXPERTS),
     "dimension": Row(2, {"strategy": "dimension"}, NO_FEATURES),
+    "pipeline": Row(2, {"strategy": "pipeline"}),
+    "pipeline of zero bubble": Row(2, {"strategy": "pipeline", "strategy_option": ("schedule=zero-bubble",)}),
+    "data x pipeline": Row(4, {"strategy": "pipeline", "mesh": "pipeline=2,data=2", "balance": "2,1"}),
     "data x dimension": Row(
         4, {"strategy": "dimension", "mesh": "data=2,tensor=2", "balance": "2,1"}, NO_FEATURES
     ),

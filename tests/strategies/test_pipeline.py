@@ -18,10 +18,9 @@ from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, DivergenceError, EvenerError, TaskError
 from evener.runtime.environment import Environment
-from evener.strategies.pipeline import Pipeline
+from evener.strategies.pipeline import Pipeline, draw
 from evener.strategies.slices import slice_of
 from evener.task import Task
-from evener.testing import check_strategy
 from evener.verification import Trajectory, record, relative_error
 from tests.comparing import worst
 from tests.tasks import _task
@@ -420,16 +419,31 @@ def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
         Pipeline(**options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "without"),
-    [
-        (
-            2,
-            ("unused", "by_hand", "error"),
-        ),  # read in a pipeline: code that asks for numbers, or counts its calls
-        (3, ("unused", "by_hand", "error", "several", "buffers")),  # models of two layers
-    ],
-)
-def test_keeps_what_a_strategy_promises(processes: int, without: tuple[str, ...]) -> None:
-    check_strategy("pipeline", (processes,), without=without)
+def cut_of(balance: str) -> str:
+    """Of layers that cost the same, by fixed speeds."""
+    config = RunConfig(strategy=Pipeline(balance="equal"), device="cpu", balance=balance)
+    with Engine(layers(), config) as engine:
+        found: Any = engine.model.forward
+        return str(found.stages.cut)
+
+
+@pytest.mark.parametrize(("balance", "cut"), [("equal", "3.1"), ("3,1", "5.0"), ("0,1", "0")])
+def test_a_faster_rank_has_more_layers(ranks: Any, balance: str, cut: str) -> None:
+    assert set(ranks(2).run(cut_of, balance)) == {cut}
+
+
+def drawn() -> str:
+    with Engine(layers(), RunConfig(strategy=Pipeline(microbatches=3), device="cpu", steps=2)) as engine:
+        with pytest.raises(ConfigurationError, match="no step yet"):
+            draw(engine.learner)
+        for batch in engine.batches():
+            engine.step(batch)
+        return str(draw(engine.learner))
+
+
+def test_the_last_step_is_drawn_alike_on_all_ranks(ranks: Any) -> None:
+    first, second = ranks(2).run(drawn)
+    assert first == second
+    assert re.fullmatch(
+        r"(?:(predicted|measured), 3 micro-batches: .* bubble \d+%\n 0  .*\n 1  .*\n?){2}", first
+    )

@@ -17,6 +17,10 @@ from evener.testing.trials import NAMES
 
 NOT_BY_FEATURES = ("idle", "tokens", "sparse")
 """A rank without features has nothing to compute; words are no features."""
+NOT_IN_STAGES = ("unused", "by_hand", "error")
+"""Models whose outermost code asks for numbers or counts its calls, and loops of the user's own."""
+TWO_LAYERS = ("several", "buffers")
+"""Tasks whose models cannot be cut into three stages."""
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,8 @@ NOT_BY_FEATURES = ("idle", "tokens", "sparse")
         ("ddp", 3, ()),
         ("dimension", 2, NOT_BY_FEATURES),
         pytest.param("dimension", 3, NOT_BY_FEATURES, marks=pytest.mark.slow),
+        pytest.param("pipeline", 2, NOT_IN_STAGES, marks=pytest.mark.slow),
+        pytest.param("pipeline", 3, (*NOT_IN_STAGES, *TWO_LAYERS), marks=pytest.mark.slow),
     ],
 )
 def test_evener_keeps_its_own_promises(
@@ -37,7 +43,7 @@ def test_evener_keeps_its_own_promises(
 def test_every_strategy_for_several_ranks_is_tried() -> None:
     """Of ``experts`` the battery's tasks have none; tests/strategies/test_experts.py has its own. ``tensor`` is tried
     in tests/strategies/test_tensor.py."""
-    assert STRATEGIES.keys() - {"single", "experts", "tensor"} == {"ddp", "dimension"}
+    assert STRATEGIES.keys() - {"single", "experts", "tensor"} == {"ddp", "dimension", "pipeline"}
 
 
 def found(name: str, tried: str) -> str:

@@ -44,8 +44,7 @@ class Measuring(fx.Interpreter):
         """Of forward and backward, by layer, in the order of first calls."""
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            layer = self._made(self.fetch_attr(target))
+        layer = self._made(self.fetch_attr(target))
         took, found = zip(*(self._timed(layer, args, kwargs) for _ in range(_TURNS)), strict=True)
         self.seconds[str(target)] += min(took)
         return found[-1]
@@ -119,5 +118,6 @@ def measure(
     """Seconds of forward and backward of each layer, for the example ``arguments`` of the model."""
     measuring = Measuring(model, graph, device, dtype)
     names = inputs_of(graph, inspect.signature(model.forward))
-    measuring.run(*(arguments[name] for name in names.values()))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        measuring.run(*(arguments[name] for name in names.values()))
     return dict(measuring.seconds)

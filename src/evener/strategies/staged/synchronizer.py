@@ -48,7 +48,7 @@ class AroundStages(Synchronizer):
 
     @property
     def words(self) -> str:  # type: ignore[override]
-        return self._inner.words
+        return self._inner.words if self._learner.data.degree > 1 else "none: each weight is of one stage"
 
     def wrap(self, replica: nn.Module) -> nn.Module:
         return self._inner.wrap(replica)

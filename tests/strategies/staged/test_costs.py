@@ -1,0 +1,56 @@
+"""What layers take is measured without changing the model, on the meta device as elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.strategies.staged.costs import measure
+from evener.strategies.staged.tracing import read_both
+
+
+class Sleeping(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.linear, self.norm = seconds, nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.norm(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList([Sleeping(0.0), Sleeping(0.02)])
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, words: Tensor, offset: None = None) -> Tensor:
+        x = self.words(words) + self.offset
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
+def test_each_layer_has_its_time(device: str, dtype: torch.dtype | None) -> None:
+    with torch.device(device):
+        model = Model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    arguments = {"words": torch.tensor([1, 4, 0]), "offset": None}
+    graph = read_both(model, arguments, ())[True]
+    drawn = torch.get_rng_state()
+    seconds = measure(model, graph, arguments, torch.device("cpu"), dtype)
+    assert list(seconds) == ["words", "blocks.0", "blocks.1"]
+    assert seconds["blocks.1"] >= 0.02
+    assert all(value > 0 for value in seconds.values())
+    assert torch.equal(drawn, torch.get_rng_state()), "the weights of the run are drawn as without it"
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == device
+        assert device == "meta" or torch.equal(tensor, before[name])
+        assert tensor.grad is None
