@@ -30,7 +30,7 @@ from evener.strategies.pipeline import Pipeline, draw
 from evener.strategies.staged.schedule import bubble, length
 
 WIDTH, SAMPLES, BATCH = 256, 1024, 256
-COSTS = (1, 1, 1, 1, 10, 1, 1, 10, 1, 1, 1, 1, 10, 10, 1, 1)
+COSTS = (1, 1, 1, 1, 1, 1, 1, 1, 1, 10, 1, 10, 1, 10, 10, 10)
 """Of the layers, one beside the other."""
 
 

@@ -19,7 +19,8 @@ Both orders are those of ``torch.distributed.pipelining``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -204,6 +205,36 @@ def sent(order: Order, source: int, target: int) -> list[Action]:
         return None
 
     return [action for action in order[source] if to(action) == target and source != target]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule as one rank needs it."""
+
+    order: Order
+    index: int
+    """This rank."""
+    expected: tuple[tuple[Action, ...], ...]
+    """From each rank, what comes of it here, in the order in which it is sent."""
+
+    @property
+    def own(self) -> tuple[Action, ...]:
+        """What this rank does."""
+        return self.order[self.index]
+
+    @cached_property
+    def backward(self) -> str:
+        """The kind of action that sends a gradient back."""
+        return INPUT if any(action.kind == INPUT for action in self.own) else BACKWARD
+
+
+@lru_cache(maxsize=64)
+def plan_of(schedule: str, ranks: int, stages: int, micros: int, index: int) -> Plan:
+    """Raises:
+    ConfigurationError: As :func:`order_of`.
+    """
+    order = order_of(schedule, ranks, stages, micros)
+    return Plan(order, index, tuple(tuple(sent(order, source, index)) for source in range(ranks)))
 
 
 def steps_of(order: Order) -> Sequence[str]:

@@ -11,6 +11,7 @@ any size. A model with BatchNorm is not: it would normalize the pieces.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from evener.data.batch import Batch, MicroBatch
@@ -20,7 +21,7 @@ from evener.strategies.staged.parcel import put_together
 from evener.strategies.staged.pieces import pieces_of
 from evener.strategies.staged.post import Post
 from evener.strategies.staged.running import StagedForward
-from evener.strategies.staged.schedule import FORWARD, Order, Timed, order_of
+from evener.strategies.staged.schedule import FORWARD, Order, Timed, plan_of
 from evener.strategies.staged.turn import Place, Turn
 from evener.types import Tree
 
@@ -48,22 +49,16 @@ class PipelineStepper(Stepper):
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         place, learner, before = self.place, self.place.learner, self.place.learner.buffer_versions()
-        pieces = [self._pieces(micro, batch) for micro in batch.micro_batches]
-        number = sum(map(len, pieces))
-        self.order = order_of(self._schedule, place.post.degree, place.stages, number)
+        cut = [self._pieces(micro, batch) for micro in batch.micro_batches]
+        pieces = list(chain.from_iterable(cut))
+        plan = plan_of(self._schedule, place.post.degree, place.stages, len(pieces), place.post.index)
+        self.order = plan.order
         with learner.pace.step(step):
-            turn = Turn(
-                place,
-                self.order,
-                [piece for some in pieces for piece in some],
-                divisor,
-                step,
-                self._unchecked,
-            )
-            for action in self.order[place.post.index]:
+            turn = Turn(place, plan, pieces, divisor, step, self._unchecked)
+            for action in plan.own:
                 turn.take(action)
             place.post.finish()
-            place.forward.refusal = self._of_several(before) or self._of_loss(turn, batch, len(pieces[0]))
+            place.forward.refusal = self._of_several(before) or self._of_loss(turn, batch, len(cut[0]))
             missing = learner.synchronizer.complete()
         self.timed = turn.timed
         return StepOutcome(

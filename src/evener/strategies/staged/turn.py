@@ -28,7 +28,7 @@ from evener.strategies.staged.parcel import holes_in, put_together, signature, t
 from evener.strategies.staged.pieces import by_samples, detached, joined
 from evener.strategies.staged.post import Post
 from evener.strategies.staged.running import StagedForward
-from evener.strategies.staged.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Order, Timed, sent
+from evener.strategies.staged.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Plan, Timed
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,21 @@ class Turn:
     def __init__(
         self,
         place: Place,
-        order: Order,
+        plan: Plan,
         pieces: Sequence[MicroBatch],
         divisor: Callable[[], float],
         step: int,
         checks: bool,
     ) -> None:
-        self._place, self._order, self._pieces = place, order, pieces
+        self._place, self._plan, self._pieces = place, plan, pieces
         self._ask, self._step, self._checks = divisor, step, checks
         self._learner, self._post, self._last = place.learner, place.post, place.stages - 1
         self._began = time.perf_counter()
         self._divisor: float | None = None
         self._saved: dict[tuple[int, int], Saved] = {}
-        self._inboxes = {
-            source: Inbox(sent(order, source, self._post.index), partial(self._receive, source))
-            for source in range(len(order))
-        }
+        self._inboxes = [
+            Inbox(expected, partial(self._receive, source)) for source, expected in enumerate(plan.expected)
+        ]
         self._actions: dict[str, Callable[[int, int], None]] = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
@@ -117,11 +116,7 @@ class Turn:
 
     def _arrived(self, kind: str, stage: int, micro: int) -> Any:
         """What stage ``stage`` sent of its action."""
-        source = stage % self._post.degree
-        if kind != FORWARD:
-            of_stage = {action.kind for action in self._order[source] if action.stage == stage}
-            kind = INPUT if INPUT in of_stage else BACKWARD
-        return self._inboxes[source].take(Action(kind, stage, micro))
+        return self._inboxes[stage % self._post.degree].take(Action(kind, stage, micro))
 
     # Forward
 
@@ -156,7 +151,7 @@ class Turn:
 
     def _send_on(self, stage: int, micro: int, found: tuple[Any, ...]) -> list[Tensor]:
         # Copies where backward comes in two parts, which detaches them: a view cannot be.
-        split = any(action.kind == INPUT for action in self._order[self._post.index])
+        split = self._plan.backward == INPUT
         values = (
             map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
             if split
@@ -192,7 +187,7 @@ class Turn:
         """The outputs that have a gradient, and it."""
         if stage == self._last:
             return saved.outputs, None
-        form, tensors = self._arrived(BACKWARD, stage + 1, micro)
+        form, tensors = self._arrived(self._plan.backward, stage + 1, micro)
         came = zip(saved.outputs, put_together(form, tensors), strict=True)
         found = [(output, gradient) for output, gradient in came if gradient is not None]
         return [output for output, _ in found], [gradient for _, gradient in found]
