@@ -189,6 +189,24 @@ def test_a_write_in_place_is_counted() -> None:
         assert names.version(tensor) > before
 
 
+def test_backward_runs_within_a_context() -> None:
+    with borrowed("run_backward") as names:
+        leaf, entered = torch.ones(2, requires_grad=True), []
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            entered.append("in")
+            yield
+            entered.append("out")
+
+        leaf.register_hook(lambda gradient: entered.append("engine"))
+        names.run_backward(around(), (3 * leaf).sum(), None, None, False, None)
+        names.run_backward(around(), [2 * leaf], [torch.ones(2)], None, False, [leaf])
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [5, 5]
+        assert entered == ["in", "engine", "out"] * 2
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns even of tensors that say so
 def test_values_of_a_sparse_tensor_are_read_as_they_are_stored() -> None:
     with borrowed("sparse_values") as names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from evener.nn.attention import attention
 from evener.nn.batch_norm import BatchNorm, exact_batch_norm
 from evener.nn.collectives import (
     all_gather,
@@ -16,6 +17,7 @@ from evener.nn.collectives import (
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
 from evener.nn.experts import Experts, Mixed
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
+from evener.nn.positions import positions
 from evener.nn.scope import data_group, without_placeholder
 from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy, vocabulary_parallel_cross_entropy
 
@@ -31,6 +33,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "attention",
     "broadcast",
     "data_group",
     "divide_features",
@@ -38,6 +41,7 @@ __all__ = [
     "exact_batch_norm",
     "exact_dropout",
     "name_dropouts",
+    "positions",
     "reduce_scatter",
     "shift",
     "split",

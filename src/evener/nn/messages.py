@@ -12,7 +12,7 @@ Every wait is marked for the watchdog and left out of the rank's own time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -132,17 +132,33 @@ def summed_at(x: Tensor, target: int, group: ProcessGroup) -> Tensor:
 
 def shifted(x: Tensor, by: int, shape: Sequence[int], group: ProcessGroup) -> Tensor:
     """Sends ``x`` to the rank ``by`` places on, around the end, and receives one of ``shape`` from as many back."""
+    return shifting(x, by, shape, group)()
+
+
+def shifting(
+    x: Tensor, by: int, shape: Sequence[int], group: ProcessGroup, tag: int = 0
+) -> Callable[[], Tensor]:
+    """Starts :func:`shifted`, and gives the function that waits for its end and has what came.
+
+    Args:
+        tag: Tells apart what is on its way between the same ranks at the same time.
+    """
     rank, degree = group.rank(), group.size()
     own = _sent(x, group)
     came = own.new_empty(tuple(shape))
     messages = [
-        dist.P2POp(dist.isend, own, group=group, group_peer=(rank + by) % degree),
-        dist.P2POp(dist.irecv, came, group=group, group_peer=(rank - by) % degree),
+        dist.P2POp(dist.isend, own, group=group, group_peer=(rank + by) % degree, tag=tag),
+        dist.P2POp(dist.irecv, came, group=group, group_peer=(rank - by) % degree, tag=tag),
     ]
-    with _wait("shift"):
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
-    return came.to(x.device)
+    works = dist.batch_isend_irecv(messages)
+
+    def arrived() -> Tensor:
+        with _wait("shift"):
+            for work in works:
+                work.wait()
+        return came.to(x.device)
+
+    return arrived
 
 
 @contextmanager

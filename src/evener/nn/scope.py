@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
+from evener.nn.sequence import DividedSequence
 
 GroupMaker = Callable[[], ProcessGroup | None]
 
@@ -39,6 +40,7 @@ class Scope:
         weight: 0 if the micro-batch is a placeholder, computed only so that this rank joins the collectives
             of the others, that must count for nothing; else 1.
         group: Gives the ranks that compute this step's other parts, None on a single device. They call it together.
+        sequence: How the sequences of the micro-batch are divided over ranks; None where each is whole.
     """
 
     samples: Tensor
@@ -46,6 +48,7 @@ class Scope:
     seed: int
     weight: int = 1
     group: GroupMaker = _no_group
+    sequence: DividedSequence | None = None
     keys: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     """What :mod:`evener.nn.dropout` derived from ``samples``, once a device."""
     _order: dict[Hashable, int] = field(default_factory=dict, repr=False)
@@ -98,6 +101,11 @@ def data_group() -> ProcessGroup | None:
     return None if _current is None else _current.group()
 
 
+def divided() -> DividedSequence | None:
+    """How the sequences of the micro-batch at hand are divided over ranks; None where each is whole."""
+    return None if _current is None else _current.sequence
+
+
 def without_placeholder(rows: Tensor) -> Tensor:
     """``rows`` (samples, ...) of the micro-batch at hand, or none of them if it is a placeholder.
 
@@ -108,10 +116,15 @@ def without_placeholder(rows: Tensor) -> Tensor:
 
 @contextmanager
 def scope(
-    samples: Tensor, step: int, seed: int, weight: int = 1, group: GroupMaker = _no_group
+    samples: Tensor,
+    step: int,
+    seed: int,
+    weight: int = 1,
+    group: GroupMaker = _no_group,
+    sequence: DividedSequence | None = None,
 ) -> Iterator[Scope]:
     """Makes a new :class:`Scope` the current one, and the one before it again at the end."""
-    with resumed(Scope(samples, step, seed, weight, group)) as made:
+    with resumed(Scope(samples, step, seed, weight, group, sequence)) as made:
         yield made
 
 

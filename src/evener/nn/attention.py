@@ -1,0 +1,91 @@
+"""Exact attention over sequences whose positions lie on several ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from evener.errors import ConfigurationError
+from evener.nn.ring import ring_attention
+from evener.nn.scope import divided
+from evener.nn.sequence import DividedSequence
+from evener.nn.ulysses import attend, ulysses_attention
+
+Method = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float, DividedSequence], Tensor]
+
+METHODS: dict[str, Method] = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Each query's mean of the values, under the softmax of ``scale * q @ k.T``: (batch, heads, length, width of v).
+
+    Under strategy ``context`` the positions of each sequence are divided over ranks, and every rank gives and gets its
+    own; elsewhere this is ``torch.nn.functional.scaled_dot_product_attention``. A query that may see no key gets 0.
+
+    Args:
+        q: (batch, heads, length, width).
+        k: (batch, heads of keys, length, width). Fewer heads than those of ``q``, of which they are a divisor, serve as
+            many consecutive ones each.
+        v: As ``k``, also of another width.
+        causal: Hides from each position those that come after it in the whole sequence.
+        key_padding: (batch, length) of booleans, True where a key is padding and hidden. On all ranks or on none.
+        scale: 1 / sqrt(width) by default.
+
+    Raises:
+        ConfigurationError: If shapes do not fit together, or the length is not that of this rank's piece.
+    """
+    _check(q, k, v, key_padding)
+    bias = None
+    if key_padding is not None:
+        bias = torch.zeros_like(key_padding, dtype=q.dtype).masked_fill_(key_padding, -math.inf)
+    return attention_to(q, k, v, bias, causal, scale)
+
+
+def attention_to(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
+    """As :func:`attention`, with ``bias`` (batch, length), to be added to the scores of a key."""
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    sequence = divided()
+    if sequence is None:
+        return attend(q, k, v, bias, causal, factor)
+    if q.shape[2] != sequence.size or k.shape[2] != sequence.size:
+        raise ConfigurationError(
+            f"attention: queries of length {q.shape[2]} and keys of length {k.shape[2]}, but this rank has "
+            f"{sequence.size} of the {sequence.length} positions of the sequences. Attention within a divided sequence "
+            "is served, to or from another one is not"
+        )
+    return METHODS[sequence.method](q, k, v, bias, causal, factor, sequence)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None) -> None:
+    shapes = f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+    if {q.dim(), k.dim(), v.dim()} != {4}:
+        raise ConfigurationError(f"attention: {shapes}; each must be (batch, heads, length, width)")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ConfigurationError(f"attention: {shapes} do not fit together")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ConfigurationError(f"attention: {shapes}; the heads of keys must divide those of queries")
+    if len({q.dtype, k.dtype, v.dtype}) > 1:
+        raise ConfigurationError(
+            f"attention: queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if key_padding is not None and (
+        key_padding.dtype != torch.bool or key_padding.shape != (k.shape[0], k.shape[2])
+    ):
+        raise ConfigurationError(
+            f"attention: key_padding is {key_padding.dtype} {tuple(key_padding.shape)}; it must be bool "
+            f"{(k.shape[0], k.shape[2])}, True where a key is padding"
+        )

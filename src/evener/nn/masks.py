@@ -1,0 +1,92 @@
+"""Masks of a piece of a sequence, as a model builds them that takes the piece for the whole.
+
+A mask of queries and keys (own length x own length) says nothing of the other ranks' keys by itself. But those that
+models build have two ingredients: that no position sees later ones, and that some keys are hidden from all. Both mean
+the same for the whole sequence::
+
+    piece of rank 0      causal        hidden keys           a rank whose piece is one position cannot tell a causal
+    . # # #              . # # #       . . # .               mask from none: the ranks tell each other
+    . . # #         =    . . # #   +   . . # .
+    . . # #              . . . #       . . # .
+    . . # .              . . . .       . . # .
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from evener.errors import ConfigurationError
+from evener.nn import messages
+from evener.nn.sequence import DividedSequence
+
+_EITHER, _PLAIN, _CAUSAL, _OTHER = range(4)
+"""What a rank finds in its mask."""
+
+
+def bias_of(mask: Tensor) -> Tensor:
+    """A mask as what is added to scores: of booleans, where True hides nothing, and of numbers, where those far below
+    all scores are -inf."""
+    if mask.requires_grad:
+        raise ConfigurationError(
+            "attention: a learned bias of the scores would have to be known for the positions of all ranks; strategy "
+            "'context' takes masks without gradient only"
+        )
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
+
+
+def understood(mask: Tensor, shape: torch.Size, sequence: DividedSequence) -> tuple[bool, Tensor]:
+    """Whether ``mask`` is causal, and what it adds to the scores of each key: (batch, own length). Collective.
+
+    Args:
+        mask: What is added to scores, of any shape that broadcasts to (batch, heads, own length, own length).
+        shape: Of the queries, (batch, heads, own length, width).
+
+    Raises:
+        ConfigurationError: On all ranks, if it is made of something else on one, or nobody can tell.
+    """
+    size = shape[2]
+    if mask.dim() > 4 or [*mask.shape][-2:] not in ([size, size], [1, size]):
+        raise ConfigurationError(
+            f"attention: a mask of shape {tuple(mask.shape)} is neither (..., {size}, {size}) nor (..., 1, {size}), "
+            f"queries and keys of this rank's {size} positions"
+        )
+    mask = mask.reshape([1] * (4 - mask.dim()) + [*mask.shape])
+    row = mask[:, 0, -1] if mask.shape[2] else mask.new_zeros(mask.shape[0], size)
+    kinds = _told(_kind(mask, row), mask.device, sequence)
+    if _OTHER in kinds or {_PLAIN, _CAUSAL} <= kinds:
+        raise ConfigurationError(
+            "attention: a mask that is neither causal nor hides keys from all queries alike says nothing of the "
+            "positions of other ranks; use one of these, or a strategy that leaves sequences whole"
+        )
+    if kinds == {_EITHER}:
+        raise ConfigurationError(
+            f"attention: in a sequence of {sequence.length} positions no rank can tell from its piece whether a mask "
+            "is causal; say is_causal=True in place of a mask, or use fewer ranks"
+        )
+    return _CAUSAL in kinds, row.expand(shape[0], size)
+
+
+def _told(kind: int, device: torch.device, sequence: DividedSequence) -> set[int]:
+    """What the ranks have found."""
+    own = torch.tensor([kind], device=device)
+    return set(messages.gathered(own, 0, [1] * sequence.group.size(), sequence.group).tolist())
+
+
+def _kind(mask: Tensor, row: Tensor) -> int:
+    """The last query of a piece sees all that is not hidden from all."""
+    if mask.shape[1] > 1 and not torch.equal(mask, mask[:, :1].expand_as(mask)):
+        return _OTHER
+    if mask.shape[2] == 1:
+        return _PLAIN if mask.shape[3] > 1 else _EITHER
+    plain = row[:, None, :].expand(-1, mask.shape[2], -1)
+    after = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).triu(1)
+    is_plain = torch.equal(mask[:, 0], plain)
+    is_causal = torch.equal(mask[:, 0], plain.masked_fill(after, -math.inf))
+    if is_plain and is_causal:
+        return _EITHER
+    return _PLAIN if is_plain else _CAUSAL if is_causal else _OTHER

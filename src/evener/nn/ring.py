@@ -1,0 +1,259 @@
+"""Attention around a ring: keys and values travel from rank to rank, queries stay (Liu et al., "Ring Attention with
+Blockwise Transformers for Near-Infinite Context", 2023).
+
+::
+
+              rank 0   rank 1   rank 2
+    hop 0     k0 v0    k1 v1    k2 v2        each rank attends to the keys that it has at hand, while
+    hop 1     k2 v2    k0 v0    k1 v1        those of the next hop are already on their way
+    hop 2     k1 v1    k2 v2    k0 v0
+
+A softmax over keys that come one tile after the other keeps for every query the largest score so far and the sum of the
+exponentials under it (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). Backward goes around
+once more: it has kept the logarithm of that sum, computes the weights of each tile anew from it (Dao,
+"FlashAttention-2", 2023, algorithm 2), and the gradients of keys and values travel with them until they are home. So a
+rank holds its own piece, one that travels, and one tile of scores. Tiles that a causal mask hides whole are skipped.
+
+Sums are kept in float32, or in float64 for inputs of that type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from evener.nn.messages import shifting
+from evener.nn.sequence import DividedSequence
+
+_TILE = 1024
+"""The most positions of queries, and of keys, whose scores are held at once."""
+_KEYS, _GRADIENTS = 0, 1
+"""Tags of the two kinds of messages, of which one of each may be on its way."""
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    sequence: DividedSequence,
+) -> Tensor:
+    """Attention of the queries of this rank to the keys of all.
+
+    Args:
+        q: (batch, heads, own length, width).
+        k: (batch, heads of keys, own length, width); each serves as many consecutive heads of ``q``.
+        v: Likewise, also of another width.
+        bias: (batch, own length) to be added to the scores of a key; -inf hides it. On all ranks or on none.
+    """
+    output: Tensor = _Ring.apply(q, k, v, bias, causal, scale, sequence)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        sequence: DividedSequence,
+    ) -> Tensor:
+        state = _Online(q, k.shape[1], v.shape[-1])
+        for rank, keys, values, biases in _travelling(k, v, bias, sequence):
+            for tile in _tiles(sequence, rank, causal):
+                state.add(tile.scores(state.q, keys, biases, scale), tile, values)
+        output, log_sum = state.finish()
+        ctx.save_for_backward(q, k, v, bias, output, log_sum)
+        ctx.causal, ctx.scale, ctx.sequence = causal, scale, sequence
+        return output.flatten(1, 2).to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, output, log_sum = ctx.saved_tensors
+        given = _grouped(gradient, k.shape[1])
+        shared = _Shared(_grouped(q, k.shape[1]), given, log_sum, (given * output).sum(-1), ctx.scale)
+        dq, home = torch.zeros_like(shared.q), _Homing(ctx.sequence)
+        for rank, keys, values, biases in _travelling(k, v, bias, ctx.sequence):
+            dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+            for tile in _tiles(ctx.sequence, rank, ctx.causal):
+                shared.add(tile, keys, values, biases, (dq, dk, dv))
+            home.send(dk, dv)
+        dk, dv = home.arrive()
+        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+class _Tile(NamedTuple):
+    """Some queries of this rank and some keys at hand, both without gaps."""
+
+    rows: slice
+    columns: slice
+    hidden: Tensor | None
+    """(rows, columns): which keys come after a query, and are hidden from it; None if none are."""
+
+    def scores(self, q: Tensor, keys: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """(batch, heads of keys, heads for each, rows, columns)."""
+        found = _product(q[:, :, :, self.rows] * scale, keys[:, :, self.columns].mT)
+        if bias is not None:
+            found += bias[:, None, None, None, self.columns]
+        return found if self.hidden is None else found.masked_fill_(self.hidden.to(q.device), -math.inf)
+
+
+def _tiles(sequence: DividedSequence, rank: int, causal: bool) -> Iterator[_Tile]:
+    """The tiles of this rank's queries with the keys of ``rank``, without those that are hidden whole."""
+    for rows, queries in _cut(sequence.own):
+        for columns, keys in _cut(sequence.pieces[rank]):
+            if not causal or keys[-1] <= queries[0]:
+                yield _Tile(rows, columns, None)
+            elif keys[0] <= queries[-1]:
+                after = (
+                    torch.arange(keys.start, keys.stop) > torch.arange(queries.start, queries.stop)[:, None]
+                )
+                yield _Tile(rows, columns, after)
+
+
+def _cut(piece: Sequence[range]) -> Iterator[tuple[slice, range]]:
+    """Where tiles lie in the piece, and their positions in the whole sequence."""
+    begin = 0
+    for chunk in piece:
+        for start in range(0, len(chunk), _TILE):
+            tile = chunk[start : start + _TILE]
+            yield slice(begin + start, begin + start + len(tile)), tile
+        begin += len(chunk)
+
+
+class _Online:
+    """A softmax over scores that come one tile after the other, and the mean of values under it."""
+
+    def __init__(self, q: Tensor, heads: int, width: int) -> None:
+        self.q = _grouped(q, heads)
+        self._sum = self.q.new_zeros(self.q.shape[:-1])
+        self._top = torch.full_like(self._sum, -math.inf)
+        self._mean = self.q.new_zeros(*self.q.shape[:-1], width)
+
+    def add(self, scores: Tensor, tile: _Tile, values: Tensor) -> None:
+        place = (..., tile.rows)
+        top = torch.maximum(self._top[place], scores.amax(-1))
+        under = top.masked_fill(top == -math.inf, 0.0)  # all is hidden so far
+        weights, decay = torch.exp(scores - under[..., None]), torch.exp(self._top[place] - under)
+        self._sum[place] = self._sum[place] * decay + weights.sum(-1)
+        rows = (..., tile.rows, slice(None))
+        self._mean[rows] = self._mean[rows] * decay[..., None] + _product(weights, values[:, :, tile.columns])
+        self._top[place] = top
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The output, zero where all is hidden, and the logarithm of the sum of exponentials, there infinite."""
+        seen = self._sum > 0
+        log_sum = torch.where(seen, self._top + self._sum.log(), math.inf)
+        return self._mean / self._sum.masked_fill(~seen, 1.0)[..., None], log_sum
+
+
+class _Shared(NamedTuple):
+    """What backward needs for every tile."""
+
+    q: Tensor
+    given: Tensor
+    """The gradient of the output."""
+    log_sum: Tensor
+    dot: Tensor
+    """For each query, the product of the output and its gradient."""
+    scale: float
+
+    def add(
+        self, tile: _Tile, keys: Tensor, values: Tensor, bias: Tensor | None, into: tuple[Tensor, ...]
+    ) -> None:
+        """Adds the tile's part of the gradients of queries, keys and values."""
+        dq, dk, dv = into
+        rows, q, given = tile.rows, self.q[:, :, :, tile.rows], self.given[:, :, :, tile.rows]
+        weights = torch.exp(tile.scores(self.q, keys, bias, self.scale) - self.log_sum[..., rows, None])
+        dv[:, :, tile.columns] += weights.flatten(2, 3).mT @ given.flatten(2, 3)
+        of_weights = _product(given, values[:, :, tile.columns].mT)
+        of_scores = weights * (of_weights - self.dot[..., rows, None]) * self.scale
+        dq[:, :, :, rows] += _product(of_scores, keys[:, :, tile.columns])
+        dk[:, :, tile.columns] += of_scores.flatten(2, 3).mT @ q.flatten(2, 3)
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """(batch, heads of keys, heads for each, length, width), in the type of sums."""
+    return _summed_in(torch.unflatten(x, 1, (heads, -1)))
+
+
+def _summed_in(x: Tensor) -> Tensor:
+    """``x`` in the type of sums."""
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """(batch, heads of keys, heads for each, rows, n) times (batch, heads of keys, n, columns)."""
+    return torch.unflatten(x.flatten(2, 3) @ y, 2, x.shape[2:4])
+
+
+# Around the ring
+
+
+def _travelling(
+    k: Tensor, v: Tensor, bias: Tensor | None, sequence: DividedSequence
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
+    """Whose keys and values are at hand in each hop, and these, in the type of sums."""
+    like = [k, v] if bias is None else [k, v, bias[:, None, :, None].to(k.dtype)]
+    packet, ranks = _packed(like), sequence.group.size()
+    for hop in range(ranks):
+        rank = (sequence.rank - hop) % ranks
+        coming = _pass_on(packet, like, rank - 1, sequence, _KEYS) if hop < ranks - 1 else None
+        keys, values, *rest = map(_summed_in, _unpacked(packet, like, sequence.sizes[rank]))
+        yield rank, keys, values, rest[0][:, 0, :, 0] if rest else None
+        if coming is not None:
+            packet = coming()
+
+
+class _Homing:
+    """Gradients of keys and values, which travel with them and grow on every rank."""
+
+    def __init__(self, sequence: DividedSequence) -> None:
+        self._sequence, self._rank = sequence, sequence.rank
+        self._coming: Callable[[], Tensor] | None = None
+
+    def send(self, *own: Tensor) -> None:
+        """Adds this rank's part to what comes from the rank before, and passes it on."""
+        packet = _packed(own)
+        if self._coming is not None:
+            packet += self._coming()
+        self._like = own
+        self._rank -= 1
+        self._coming = _pass_on(packet, own, self._rank, self._sequence, _GRADIENTS)
+
+    def arrive(self) -> list[Tensor]:
+        """Those of this rank's own keys and values, after as many hops as there are ranks."""
+        assert self._coming is not None
+        return _unpacked(self._coming(), self._like, self._sequence.size)
+
+
+def _pass_on(
+    packet: Tensor, like: Sequence[Tensor], rank: int, sequence: DividedSequence, tag: int
+) -> Callable[[], Tensor]:
+    """Starts to send the packet to the next rank; what comes is that of ``rank``'s keys."""
+    size = sequence.sizes[rank % sequence.group.size()]
+    numbers = sum(size * x.shape[0] * x.shape[1] * x.shape[3] for x in like)
+    return shifting(packet, 1, (numbers,), sequence.group, tag)
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.detach().flatten() for x in tensors])
+
+
+def _unpacked(packet: Tensor, like: Sequence[Tensor], size: int) -> list[Tensor]:
+    """(batch, heads, ``size``, width) each."""
+    shapes = [(x.shape[0], x.shape[1], size, x.shape[3]) for x in like]
+    parts = torch.split(packet, [math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
