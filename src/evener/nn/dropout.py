@@ -29,6 +29,7 @@ from evener.errors import ConfigurationError
 from evener.hardware.sending import send
 from evener.nn.names import clean_name
 from evener.nn.scope import Scope, current
+from evener.nn.sequence import DividedSequence
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -60,6 +61,8 @@ class Dropout(nn.Dropout):
     part: tuple[int, int, range] | None = None
     """Where the input is a part of the features, as between divided layers: their dimension, counted from the end, how
     many there are, and which these are. Their mask is that part of the mask of all."""
+    _by_channel = False
+    """Whether the mask is one for all positions."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False, batch_dim: int = 0) -> None:
         super().__init__(p, inplace)
@@ -84,11 +87,11 @@ class Dropout(nn.Dropout):
         rows_first = input.movedim(self.batch_dim, 0)
         caller = self if self.layer is None else self.layer
         shape = list(self._mask_shape(rows_first))
+        given = (self.p, caller, self.batch_dim, self._by_channel, scope)
         if self.part is None:
-            return self._scaled(input, _factor(rows_first, shape, self.p, caller, self.batch_dim, scope))
+            return self._scaled(input, _factor(rows_first, shape, *given))
         dim, shape[dim], own = self.part
-        whole = _factor(rows_first, shape, self.p, caller, self.batch_dim, scope)
-        return self._scaled(input, whole.narrow(dim, own.start, len(own)))
+        return self._scaled(input, _factor(rows_first, shape, *given).narrow(dim, own.start, len(own)))
 
     def _compiled(self, input: Tensor) -> Tensor:
         """The same as a node of a graph, which asks for the scope when it runs; a layer without a
@@ -97,8 +100,9 @@ class Dropout(nn.Dropout):
             uncompiled: Tensor = self._uncompiled(input)
             return uncompiled
         rows_first = input.movedim(self.batch_dim, 0)
+        shape = self._mask_shape(rows_first)
         factor: Tensor = _factor_node(
-            rows_first.detach(), _TURN, self._mask_shape(rows_first), self.p, self.layer, self.batch_dim
+            rows_first.detach(), _TURN, shape, self.p, self.layer, self.batch_dim, self._by_channel
         )
         return self._scaled(input, factor)
 
@@ -119,6 +123,7 @@ class Dropout(nn.Dropout):
 class Dropout1d(Dropout):
     """:class:`Dropout` of whole channels of an (N, C, L) input, as ``nn.Dropout1d``."""
 
+    _by_channel = True
     _dims = 3
     _plain = staticmethod(F.dropout1d)
 
@@ -212,7 +217,13 @@ def _rates(module: nn.Module) -> list[str]:
 
 
 def _factor(
-    rows_first: Tensor, shape: Sequence[int], p: float, caller: str | nn.Module, batch_dim: int, scope: Scope
+    rows_first: Tensor,
+    shape: Sequence[int],
+    p: float,
+    caller: str | nn.Module,
+    batch_dim: int,
+    by_channel: bool,
+    scope: Scope,
 ) -> Tensor:
     """0 or the scale for each element of a mask of ``shape``, in the dtype of ``rows_first``.
 
@@ -230,7 +241,9 @@ def _factor(
     layer_key = _hash64(f"{caller if named else f'#{scope.order(caller)}'}/{scope.call(caller)}")
     threshold = max(1, round(p * 65536))
     keys = _keys(scope, layer_key, rows_first.device)
-    kept = _draws(keys, torch.Size(shape).numel() // samples) >= threshold - 32768
+    sequence = None if by_channel else scope.sequence
+    runs = _elements(shape, samples, sequence, str(caller) if named else "")
+    kept = torch.cat([_draws(keys, run) for run in runs], 1) >= threshold - 32768
     return kept.view(tuple(shape)).to(rows_first.dtype).mul_(65536 / (65536 - threshold))
 
 
@@ -244,16 +257,30 @@ its layer a node is, it knows by counting."""
     "evener::dropout_factor", mutates_args=("turn",), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _factor_node(
-    rows_first: Tensor, turn: Tensor, shape: Sequence[int], p: float, layer: str, batch_dim: int
+    rows_first: Tensor,
+    turn: Tensor,
+    shape: Sequence[int],
+    p: float,
+    layer: str,
+    batch_dim: int,
+    by_channel: bool,
 ) -> Tensor:
     scope = current()
     if scope is None:
         return F.dropout(rows_first.new_ones(tuple(shape)), p)
-    return _factor(rows_first, shape, p, layer, batch_dim, scope)
+    return _factor(rows_first, shape, p, layer, batch_dim, by_channel, scope)
 
 
 @_factor_node.register_fake
-def _(rows_first: Tensor, turn: Tensor, shape: Sequence[int], p: float, layer: str, batch_dim: int) -> Tensor:
+def _(
+    rows_first: Tensor,
+    turn: Tensor,
+    shape: Sequence[int],
+    p: float,
+    layer: str,
+    batch_dim: int,
+    by_channel: bool,
+) -> Tensor:
     return rows_first.new_empty(tuple(shape))
 
 
@@ -290,15 +317,38 @@ def _keys(scope: Scope, layer_key: int, device: torch.device) -> Tensor:
     return _shift_xor_(mixed, 32).view(torch.int32).view(-1, 2)
 
 
+def _elements(
+    shape: Sequence[int], samples: int, sequence: DividedSequence | None, layer: str
+) -> list[range]:
+    """The numbers of a sample's elements at hand, in the whole sequence where this rank has a piece of it.
+
+    Its positions must come right after the samples, or together with them in dimension 0.
+    """
+    each = torch.Size(shape).numel() // samples
+    if sequence is None:
+        return [range(each)]
+    size = sequence.size
+    if shape[0] != samples * size and [*shape[:2]] != [samples, size]:
+        raise ConfigurationError(
+            f"dropout {layer}: its input is of shape {tuple(shape)}, samples first; where the {sequence.length} "
+            f"positions of a sequence are divided, dimension 1 must be the {size} of this rank, or dimension 0 both "
+            "together"
+        )
+    width = each // size if size else 0
+    return [range(chunk.start * width, chunk.stop * width) for chunk in sequence.own]
+
+
 @functools.lru_cache(maxsize=32)
-def _counters(words: int, device: torch.device) -> Tensor:
-    """(words,) int32: the hash of 0, 1, 2, ..., the same for every sample, layer and step."""
-    return _splitmix64(torch.arange(1, words + 1, device=device) * _signed(_GOLDEN)).to(torch.int32)
+def _counters(first: int, last: int, device: torch.device) -> Tensor:
+    """(last - first,) int32: hashes of these numbers, the same for every sample, layer and step."""
+    return _splitmix64(torch.arange(first + 1, last + 1, device=device) * _signed(_GOLDEN)).to(torch.int32)
 
 
-def _draws(keys: Tensor, elements: int) -> Tensor:
+def _draws(keys: Tensor, elements: range) -> Tensor:
     """(n, elements) int16, uniform over all its values: a keyed hash of the number of the element."""
-    words = _counters((elements + 1) // 2, keys.device) ^ keys[:, :1]
+    first, last = elements.start // 2, (elements.stop + 1) // 2
+    words = _counters(first, last, keys.device) ^ keys[:, :1]
     words.mul_(_LOWBIAS[0])
     _shift_xor_(words, 16).add_(keys[:, 1:]).mul_(_signed(_LOWBIAS[1], bits=32))
-    return _shift_xor_(words, 15).view(torch.int16)[:, :elements]
+    halves = _shift_xor_(words, 15).view(torch.int16)
+    return halves[:, elements.start - 2 * first : elements.stop - 2 * first]
