@@ -15,6 +15,8 @@ from evener.data.batch import Batch
 from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.stopwatch import stopwatch, waiting
 from evener.ledger import Exchange
+from evener.nn.attending import attending
+from evener.nn.scope import divided
 from evener.step import not_finite
 from evener.strategies.learner import Learner
 from evener.strategies.pace import Pace
@@ -42,7 +44,8 @@ class ByHand:
                 raise DivergenceError(not_finite(f"the loss is {row[0]}", step, f"rank {rank}"))
         added = self._learner.data.of_contributors(rows)
         sums = [sum(column) for column in zip(*added, strict=True)]
-        (total * (1.0 if counts else 0.0) / (sums[1] or 1.0)).backward()  # type: ignore[no-untyped-call]
+        with attending(divided()):
+            (total * (1.0 if counts else 0.0) / (sums[1] or 1.0)).backward()  # type: ignore[no-untyped-call]
         self.pace.work_done()
         return sums[0] / sums[1] if sums[1] else math.nan
 

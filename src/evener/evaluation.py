@@ -57,8 +57,7 @@ def evaluate(
     check_dataset(dataset, "the dataset")
     accumulators, samples = _accumulators(learner), 0
     with evaluating(learner.model):
-        for micro in _micro_batches(learner, dataset, options):
-            outputs = learner.outputs(micro)
+        for micro, outputs in _forward(learner, dataset, options):
             samples += micro.size
             if _speaks(learner):
                 # What a placeholder comes to counts for nothing, but other ranks may wait for it.
@@ -90,8 +89,7 @@ def predict(
     _check_ordered(dataset)
     pieces: list[tuple[int, int, Tree]] = []
     with evaluating(learner.model):
-        for micro in _micro_batches(learner, dataset, options):
-            outputs = learner.outputs(micro)
+        for micro, outputs in _forward(learner, dataset, options):
             if micro.weight and _speaks(learner):
                 pieces.append((int(micro.samples[0]), micro.size, map_leaves(_to_cpu, outputs)))
     control = learner.session.control
@@ -120,9 +118,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _micro_batches(
+def _forward(
     learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
-) -> Iterator[MicroBatch]:
+) -> Iterator[tuple[MicroBatch, Tree]]:
+    """The micro-batches of this rank's part with their outputs, within the scope of each."""
     reading = Reading.of(learner, dataset, "evaluation set")
     weights = options.weights if reading.balanced else None
     balancer = Fixed(weights) if weights else Equal(reading.ranks)
@@ -138,9 +137,9 @@ def _micro_batches(
     )
     with loader:
         for batch in loader:
-            for micro in learner.place(batch).micro_batches:
+            for micro in map(learner.cut.evaluated, learner.place(batch).micro_batches):
                 with learner.micro_scope(micro, 0):
-                    yield micro
+                    yield micro, learner.outputs(micro)
 
 
 def _accumulators(learner: Learner) -> dict[str, Accumulator]:

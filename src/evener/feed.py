@@ -86,7 +86,7 @@ class Feed:
         began = time.perf_counter()
         with self._learner.session.watchdog.phase("loading a batch", step=step):
             batch = next(source, None)
-            batch = batch and self._learner.place(batch)
+            batch = batch and self._learner.own(self._learner.place(batch))
         self.input_seconds = time.perf_counter() - began
         return batch
 

@@ -22,6 +22,7 @@ STRATEGIES = {
     "experts": "evener.strategies.experts:ExpertParallel",
     "tensor": "evener.strategies.tensor:TensorParallel",
     "pipeline": "evener.strategies.pipeline:Pipeline",
+    "context": "evener.strategies.context:ContextParallel",
 }
 """Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
 

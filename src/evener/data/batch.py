@@ -29,6 +29,8 @@ class MicroBatch:
     """int64 ``(n,)``: ids of the samples in the data set, always on the CPU."""
     weight: int = 1
     """0 for a placeholder, which counts for nothing; else 1."""
+    sequence: Any = None
+    """An :class:`evener.nn.sequence.DividedSequence` where other ranks have other positions of the same samples."""
 
     @property
     def size(self) -> int:

@@ -35,7 +35,7 @@ from evener.runtime.session import Session
 from evener.strategies import model
 from evener.strategies.build import build_optimizer, check_trainable
 from evener.strategies.learner import Learner
-from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.room import check_room
 from evener.task import Task
 
@@ -115,6 +115,10 @@ class Strategy(Recipe, ABC):
         """The data set with no more of each item than this rank needs."""
         return dataset
 
+    def pieces(self, learner: Learner) -> Cut:
+        """What of the samples of its part a rank computes, where these are divided too."""
+        return Cut()
+
 
 def set_up(
     strategy: Strategy,
@@ -137,7 +141,7 @@ def set_up(
         if not strategy.divides_model:
             check_room(built, session)
         strategy = strategy.prepared(built, learner)
-        _draw_apart(settings.seed, learner.data.index)
+        _draw_apart(settings.seed, learner.mesh)
         placed = model.settle_on(
             strategy.parallelize(built, learner.mesh, settings), session.device, settings.dtype
         )
@@ -148,6 +152,7 @@ def set_up(
         strategy.check_optimizer(learner.optimizer)
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = strategy.stepper(learner)
+        learner.cut = strategy.pieces(learner)
         undo.pop_all()
     return learner
 
@@ -163,6 +168,7 @@ def _build(
     return on_meta, model.build_model(task, settings.seed) if session.rank == 0 else None
 
 
-def _draw_apart(seed: int, part: int) -> None:
-    """Ranks that compute the same samples draw the same numbers, others others."""
+def _draw_apart(seed: int, mesh: Mesh) -> None:
+    """Ranks that compute the same terms of the same samples draw the same numbers, others others."""
+    part = mesh.data.index * mesh.degree("context") + mesh.index("context")
     torch.manual_seed(((seed << 20) + part) % 2**63)

@@ -29,7 +29,7 @@ from evener.strategies.base import Strategy
 from evener.strategies.ddp import Ddp
 from evener.strategies.learner import Learner
 from evener.strategies.names import strategy_called
-from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.single import Single
 
 USUAL = {"pipeline": "pipeline", "shard": "sharded", "context": "context", "tensor": "tensor", "data": "ddp"}
@@ -204,6 +204,10 @@ class Composed(Strategy):
         for part in self._parts:
             dataset = part.portion(dataset, learner)
         return dataset
+
+    def pieces(self, learner: Learner) -> Cut:
+        cutting = self._of("context")
+        return Cut() if cutting is None else cutting.pieces(learner)
 
     def _of(self, axis: str) -> Strategy | None:
         return next((part for part in self._parts if part.axis == axis), None)

@@ -6,6 +6,7 @@ tensors of a divided model, and its state by name.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
@@ -26,13 +27,13 @@ from evener.nn.batch_norm import BatchNorm
 from evener.nn.names import clean_name
 from evener.nn.scope import Scope, scope
 from evener.runtime.hosts import destroy
-from evener.runtime.mesh import DIVIDING_SAMPLES, DataAxis, Mesh
+from evener.runtime.mesh import DIVIDING_TERMS, DataAxis, Mesh
 from evener.runtime.session import Session
 from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
 from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
-from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.replica import Replica
 from evener.strategies.slices import divided, slice_of
 from evener.task import Task
@@ -53,6 +54,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     synchronizer: Synchronizer
     stepper: Stepper
+    cut: Cut
 
     def __init__(self, name: str, task: Task, session: Session, settings: Settings, portion: Portion) -> None:
         self.name = name
@@ -90,14 +92,20 @@ class Learner:
         dtype = self.settings.dtype
         return batch if dtype is None else batch.map(lambda leaf: _as_floating(leaf, dtype))
 
+    def own(self, batch: Batch) -> Batch:
+        """What of the batch this rank trains on, where the terms of a sample are divided."""
+        own = dataclasses.replace(batch, micro_batches=[self.cut.trained(m) for m in batch.micro_batches])
+        return own if batch.on_host is None else dataclasses.replace(own, on_host=self.own(batch.on_host))
+
     def outputs(self, micro: MicroBatch) -> Tree:
         """The model's outputs, in evaluation."""
         with self.synchronizer.forward():
-            return self.stepper.outputs(micro)
+            return self.cut.whole(self.stepper.outputs(micro), micro)
 
     def micro_scope(self, micro: MicroBatch, step: int) -> AbstractContextManager[Scope]:
         """Tells the modules of :mod:`evener.nn` which samples are being computed, and by whom the others."""
-        return scope(micro.samples, step, self.settings.seed, micro.weight, lambda: self.data_group)
+        group, seed = lambda: self.data_group, self.settings.seed
+        return scope(micro.samples, step, seed, micro.weight, group, micro.sequence)
 
     @cached_property
     def data_group(self) -> ProcessGroup | None:
@@ -106,7 +114,7 @@ class Learner:
         A group of its own: what backward sends in it may come before or after a bucket of gradients. It is made by
         these ranks together when it is first asked for; None where that is this rank alone.
         """
-        ranks = self.mesh.group(*DIVIDING_SAMPLES)
+        ranks = self.mesh.group(*DIVIDING_TERMS)
         if ranks is None:
             return None
         with waiting(), marked("start of a process group"):

@@ -80,6 +80,22 @@ class Stepper(ABC):
         """The model's outputs in evaluation, on the rank that speaks for the part; anything on others."""
 
 
+class Cut:
+    """What of a part's samples this rank computes: all of it, here and where samples are not divided."""
+
+    def trained(self, micro: MicroBatch) -> MicroBatch:
+        """This rank's piece of inputs and targets."""
+        return micro
+
+    def evaluated(self, micro: MicroBatch) -> MicroBatch:
+        """This rank's piece of the inputs, beside whole targets."""
+        return micro
+
+    def whole(self, outputs: Tree, piece: MicroBatch) -> Tree:
+        """From the outputs for the pieces of all ranks, those for the whole samples, on the rank that speaks."""
+        return outputs
+
+
 class Synchronizer:
     """Sums nothing: that of one rank alone, and what those for several derive from."""
 

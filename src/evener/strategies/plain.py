@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout, read
+from evener.nn.attending import attending
 from evener.strategies.learner import Learner
 from evener.strategies.parts import StepOutcome, Stepper
 from evener.types import Tree
@@ -30,7 +31,8 @@ class Plain(Stepper):
                     term = replica(micro)
                     totals.append(read(term))
                     current.rewind()
-                    (term / divisor()).backward()
+                    with attending(micro.sequence):
+                        (term / divisor()).backward()
             missing = synchronizer.complete()
         return StepOutcome(
             totals=tuple(totals),
@@ -41,4 +43,5 @@ class Plain(Stepper):
         )
 
     def outputs(self, micro: MicroBatch) -> Tree:
-        return self._learner.task.forward(self._learner.model, micro.inputs)
+        with attending(micro.sequence):
+            return self._learner.task.forward(self._learner.model, micro.inputs)

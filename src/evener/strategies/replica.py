@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from evener.data.batch import MicroBatch
 from evener.errors import LossError
 from evener.losses import Loss
+from evener.nn.attending import attending
 from evener.types import Forward, Tree
 
 
@@ -24,7 +25,9 @@ class Replica(nn.Module):
         self._forward = forward
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        return term_of(self._loss, self._forward(self.model, micro.inputs), micro)
+        with attending(micro.sequence):
+            outputs = self._forward(self.model, micro.inputs)
+        return term_of(self._loss, outputs, micro)
 
 
 def term_of(loss: Loss, outputs: Tree, micro: MicroBatch) -> Tensor:
