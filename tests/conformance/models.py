@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         self.out.weight = self.embed.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words) + self.place
+        x = self.embed(words) + self.place[evener.nn.positions(words.shape[1])]
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=words == 0)
         scores: Tensor = self.out(x)

@@ -42,6 +42,11 @@ NO_FEATURES = {
     "recommender": "TaskError: .* divides the first torch.nn.Linear by its features; Factors has none",
     "dictionary": "DataError: no tensor among the inputs, .* has the 8 features",
 }
+OF_SAMPLES = ("mlp", "convolution", "recommender", "dictionary")
+NO_POSITIONS = dict.fromkeys(OF_SAMPLES, "TaskError: .* divides the loss's terms with the positions") | {
+    "recurrent": "TaskError: .* does not compute from pieces of sequences .* cell .GRU.",
+    "several": "TaskError: .* divides sequences of one length",
+}
 
 NO_PAIRS = {"several": "TaskError: strategy 'tensor' looked in Several for pairs of linear layers"}
 
@@ -62,6 +67,10 @@ ROWS = {
     "data x zero": Row(4, {"strategy": Zero(owns="2,1"), "mesh": "data=2,shard=2", "balance": "2,0,1,1"}),
     "zero x dimension": Row(
         4, {"strategy": (Zero(owns="2,1"), FeatureParallel()), "mesh": "shard=2,tensor=2"}, NO_FEATURES
+    ),
+    "context": Row(3, {"strategy": "context"}, NO_POSITIONS),
+    "data x context": Row(
+        4, {"strategy": "context", "mesh": "data=2,context=2", "balance": "2,1"}, NO_POSITIONS
     ),
 }
 
