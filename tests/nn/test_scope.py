@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evener.errors import ConfigurationError
-from evener.nn.scope import current, scope
+from evener.nn.scope import Scope, current, data_group, own_scope, scope, without_placeholder
 
 
 def test_a_scope_is_seen_by_other_threads_and_ends() -> None:
@@ -36,3 +36,19 @@ def test_calls_are_counted_by_module_and_repeated_by_backward() -> None:
         assert now.order(first) == 1
         with pytest.raises(ConfigurationError, match="called 2 times in one forward"):
             now.call(shared)
+
+
+def test_a_scope_of_ones_own_is_that_of_one_thread() -> None:
+    seen: list[Scope | None] = []
+    own = Scope(torch.arange(1), step=3, seed=4, weight=0)
+    with scope(torch.arange(2), step=3, seed=4) as whole:
+        with own_scope(own) as opened:
+            assert opened is own
+            thread = threading.Thread(target=lambda: seen.append(current()))
+            thread.start()
+            thread.join()
+            assert current() is own
+            assert len(without_placeholder(torch.ones(1, 2))) == 0
+            assert data_group() is None
+        assert current() is whole
+    assert seen == [whole]

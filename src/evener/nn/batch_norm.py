@@ -1,4 +1,4 @@
-"""BatchNorm over the ranks of a group, each sample counted once, on any device.
+"""BatchNorm over the ranks of a group, or over other peers, each sample counted once, on any device.
 
 ``nn.SyncBatchNorm`` refuses CPU tensors, knows no placeholder, and converts modules into copies. Here a
 model's own BatchNorm modules change their class in place (as ``fully_shard`` does), so parameters, buffers,
@@ -25,7 +25,6 @@ import warnings
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -34,7 +33,7 @@ from torch.distributed import ProcessGroup
 from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
 from evener.hardware.readout import is_late
-from evener.hardware.stopwatch import waiting
+from evener.nn.peers import Peers, Ranks
 from evener.nn.scope import current
 from evener.nn.shared import Shared
 
@@ -51,7 +50,7 @@ class BatchNorm(AnyBatchNorm):
     samples on a placeholder in a scope of weight 0.
     """
 
-    _ranks = Shared[ProcessGroup]()
+    _ranks = Shared[Peers]()
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -63,7 +62,7 @@ class BatchNorm(AnyBatchNorm):
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
-    def _over_ranks(self, input: Tensor, group: ProcessGroup) -> Tensor:
+    def _over_ranks(self, input: Tensor, group: Peers) -> Tensor:
         scope = current()
         counts = scope is None or scope.weight > 0
         statistics = _gather_statistics(input.detach(), counts, group)
@@ -114,14 +113,14 @@ _CLASSES: dict[type[nn.Module], type[BatchNorm]] = {
 }
 
 
-def exact_batch_norm(model: M, group: ProcessGroup | None) -> M:
+def exact_batch_norm(model: M, group: ProcessGroup | Peers | None) -> M:
     """Makes the model's BatchNorm modules normalize over all ranks of the group.
 
     Args:
         model: Changed in place. Subclasses of torch's modules may compute something else; they are left, with
             a warning.
-        group: The ranks whose micro-batches are normalized together. A group of its own keeps its small
-            messages out of the queue of the gradients'. None, or one rank, leaves plain BatchNorm.
+        group: The ranks whose micro-batches are normalized together, or other peers. A group of its own keeps its
+            small messages out of the queue of the gradients'. None, or one rank, leaves plain BatchNorm.
 
     Returns:
         The same model, with the same parameters, buffers and names.
@@ -129,7 +128,7 @@ def exact_batch_norm(model: M, group: ProcessGroup | None) -> M:
     Raises:
         ConfigurationError: If a lazy module does not know its number of features yet.
     """
-    ranks = Shared(group)
+    ranks = Shared[Peers](Ranks(group) if isinstance(group, ProcessGroup) else group)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, AnyBatchNorm):
             raise ConfigurationError(
@@ -149,7 +148,7 @@ def exact_batch_norm(model: M, group: ProcessGroup | None) -> M:
     return model
 
 
-def _gather_statistics(x: Tensor, counts: bool, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_statistics(x: Tensor, counts: bool, group: Peers) -> tuple[Tensor, Tensor, Tensor]:
     """The count (0-d), mean (C,) and biased variance (C,) over all ranks, in double precision, the same bits
     on all.
     """
@@ -161,13 +160,13 @@ def _gather_statistics(x: Tensor, counts: bool, group: ProcessGroup) -> tuple[Te
         message[0] = n
         message[1 : channels + 1] = mean
         message[channels + 1 :] = variance.double() * n
-    count, mean, squares = _combine(_all_gather(message, group))
+    count, mean, squares = _combine(group.all_gather(message))
     # If the total is at most one then so is every rank's n: all find it.
     variance = squares / count if n > 1 else _checked(squares / count, count, x, group)
     return count, mean, variance
 
 
-def _checked(variance: Tensor, count: Tensor, x: Tensor, group: ProcessGroup) -> Tensor:
+def _checked(variance: Tensor, count: Tensor, x: Tensor, group: Peers) -> Tensor:
     """The variance of more than one value. Of fewer it is not a number where the host may not wait for the count, as
     on a GPU: nor is the loss of the step then, which ends the run before anything of it is saved.
 
@@ -179,7 +178,7 @@ def _checked(variance: Tensor, count: Tensor, x: Tensor, group: ProcessGroup) ->
     if count.item() <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(count)} over {group.size()}"
-            f" ranks (input of size {tuple(x.shape)} here)"
+            f" {group.what} (input of size {tuple(x.shape)} here)"
         )
     return variance
 
@@ -195,27 +194,6 @@ def _combine(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _message_device(x: Tensor, group: ProcessGroup) -> torch.device:
-    """Where the group's messages live: gloo's on the CPU."""
-    return torch.device("cpu") if dist.get_backend(group) == "gloo" else x.device
-
-
-def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
-    """(ranks, length): the message of every rank, in order of rank."""
-    sent = message.to(_message_device(message, group))
-    received = sent.new_empty(group.size(), *sent.shape)
-    with waiting():
-        dist.all_gather(list(received.unbind()), sent, group=group)
-    return received.to(message.device)
-
-
-def _all_reduce(message: Tensor, group: ProcessGroup) -> Tensor:
-    moved = message.to(_message_device(message, group))
-    with waiting():
-        dist.all_reduce(moved, group=group)
-    return moved.to(message.device)
 
 
 def _with_fixed_statistics(
@@ -247,7 +225,7 @@ class _Normalize(torch.autograd.Function):
         mean: Tensor,
         variance: Tensor,
         eps: float,
-        group: ProcessGroup,
+        group: Peers,
         counts: bool,
     ) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -266,7 +244,7 @@ class _Normalize(torch.autograd.Function):
         direct, dy_xhat, dy_sum = _with_fixed_statistics(dy, x, scale, mean, variance, ctx.eps)
         dx = None
         if ctx.needs_input_grad[0]:
-            sums = _all_reduce(torch.cat([dy_xhat, dy_sum]).double(), ctx.group)
+            sums = ctx.group.all_reduce(torch.cat([dy_xhat, dy_sum]).double())
             a, b = (sums / count).to(scale.dtype).view(2, -1) * (scale / torch.sqrt(variance + ctx.eps))
             # Through the statistics: γ/σ (x̂ Σ dy x̂ + Σ dy) / n, a normalization with other parameters. A
             # placeholder is no part of them.

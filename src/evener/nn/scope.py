@@ -6,11 +6,13 @@ scope around the forward and backward of each micro-batch, and such layers ask :
 
 The scope is a plain global of the process, not a ``ContextVar`` and not thread-local: autograd runs backward,
 and with it the forward passes that activation checkpointing repeats, on threads of its own, which inherit
-neither.
+neither. Where one process computes several parts of a batch at once, a thread each that keeps backward to itself,
+each of these threads has a scope of its own (:func:`own_scope`), which it sees before that of the process.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,11 +87,13 @@ class Scope:
 
 
 _current: Scope | None = None
+_of_thread = threading.local()
 
 
 def current() -> Scope | None:
     """The scope of the micro-batch being computed in this process; None outside of Evener's training step."""
-    return _current
+    own: Scope | None = getattr(_of_thread, "scope", None)
+    return _current if own is None else own
 
 
 def data_group() -> ProcessGroup | None:
@@ -98,7 +102,8 @@ def data_group() -> ProcessGroup | None:
     None on a single device, and outside of Evener's training step and evaluation: this rank is alone then. The group is
     made with the first call, which all of its ranks make together, and serves nothing else.
     """
-    return None if _current is None else _current.group()
+    scope = current()
+    return None if scope is None else scope.group()
 
 
 def divided() -> DividedSequence | None:
@@ -111,7 +116,8 @@ def without_placeholder(rows: Tensor) -> Tensor:
 
     A rank without samples computes a sample that counts for nothing. This keeps it away from the other ranks' samples.
     """
-    return rows[:0] if _current is not None and _current.weight == 0 else rows
+    scope = current()
+    return rows[:0] if scope is not None and scope.weight == 0 else rows
 
 
 @contextmanager
@@ -138,3 +144,16 @@ def resumed(found: Scope) -> Iterator[Scope]:
         yield found
     finally:
         _current = outer
+
+
+@contextmanager
+def own_scope(scope: Scope) -> Iterator[Scope]:
+    """Makes ``scope`` that of this thread alone, which computes a part of the micro-batch while others compute theirs.
+
+    Backward must stay on this thread (``torch.autograd.set_multithreading_enabled(False)``).
+    """
+    _of_thread.scope = scope
+    try:
+        yield scope
+    finally:
+        del _of_thread.scope
