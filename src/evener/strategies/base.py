@@ -95,6 +95,17 @@ class Strategy(Recipe, ABC):
         """What the strategy makes of the model, which may be on the meta device: a model without numbers."""
         return model
 
+    def settle(self, divided: nn.Module, learner: Learner) -> nn.Module:
+        """The model where it computes, in the type of the run; what was on the meta device is memory then, to be
+        filled. A collective call.
+
+        Raises:
+            ConfigurationError: If a rank holds all of the model, and cannot.
+        """
+        if not self.divides_model:
+            check_room(divided, learner.session)
+        return model.settle_on(divided, learner.session.device, learner.settings.dtype)
+
     @abstractmethod
     def synchronizer(self, learner: Learner) -> Synchronizer:
         """What is summed when, where the strategy is alone on the mesh."""
@@ -138,13 +149,11 @@ def set_up(
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
         built, source = _build(strategy, task, session, settings)
         agree(built)
-        if not strategy.divides_model:
+        if not strategy.divides_model and not strategy.one_process:
             check_room(built, session)
         strategy = strategy.prepared(built, learner)
         _draw_apart(settings.seed, learner.mesh)
-        placed = model.settle_on(
-            strategy.parallelize(built, learner.mesh, settings), session.device, settings.dtype
-        )
+        placed = strategy.settle(strategy.parallelize(built, learner.mesh, settings), learner)
         model.share_first_weights(placed, source, session.world, session.rank == 0)
         learner.model = placed
         check_trainable(placed)

@@ -57,7 +57,10 @@ def values(parameter: nn.Parameter) -> Tensor:
 def soundness(parameters: Iterable[nn.Parameter]) -> Tensor:
     """A number that is finite if all gradients are; the host does not wait for it."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.stack([sum_of(grad) for grad in grads]).sum() if grads else torch.zeros(())
+    if not grads:
+        return torch.zeros(())
+    home = grads[0].device
+    return torch.stack([sum_of(grad).to(home, non_blocking=True) for grad in grads]).sum()
 
 
 def sum_of(gradient: Tensor) -> Tensor:
