@@ -23,6 +23,7 @@ STRATEGIES = {
     "tensor": "evener.strategies.tensor:TensorParallel",
     "pipeline": "evener.strategies.pipeline:Pipeline",
     "context": "evener.strategies.context:ContextParallel",
+    "data_parallel": "evener.strategies.data_parallel:DataParallel",
 }
 """Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
 

@@ -53,6 +53,10 @@ NO_PAIRS = {"several": "TaskError: strategy 'tensor' looked in Several for pairs
 ROWS = {
     "ddp": Row(3, {"strategy": "ddp", "balance": "3,0,1"}, slow=False),
     "experts": Row(2, {"strategy": "experts"}, NO_EXPERTS),
+    "data_parallel": Row(
+        1,
+        {"strategy": "data_parallel", "devices": "cpu:0,cpu:1,cpu:2", "strategy_option": ("balance=3,0,1",)},
+    ),
     "dimension": Row(2, {"strategy": "dimension"}, NO_FEATURES),
     "pipeline": Row(2, {"strategy": "pipeline"}),
     "pipeline of zero bubble": Row(2, {"strategy": "pipeline", "strategy_option": ("schedule=zero-bubble",)}),

@@ -1,0 +1,97 @@
+"""The devices of one process, as the user names them: ``cuda:0,cuda:1``.
+
+A CPU has no numbers of its own, and PyTorch's tensors there keep none. ``cpu:0,cpu:1`` are *logical* devices: each is
+given its part of the work like any other, so that all that does not need a GPU can be tried without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from evener.errors import ConfigurationError
+
+Devices = tuple[torch.device, ...]
+
+
+def parse_devices(names: Sequence[str]) -> Devices:
+    """The devices of these names.
+
+    Raises:
+        ConfigurationError: If one is no device, or stands there twice.
+    """
+    try:
+        found = tuple(map(_device, names))
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"devices {','.join(names)!r}: {str(error).splitlines()[0]}; write them as cuda:0,cuda:1 or cpu:0,cpu:1"
+        ) from error
+    twice = [str(device) for device in found if found.count(device) > 1]
+    if twice:
+        raise ConfigurationError(
+            f"devices {','.join(names)!r}: {twice[0]} stands there twice, each is used once"
+        )
+    return found
+
+
+def _device(name: str) -> torch.device:
+    """Tensors of a GPU know its number, also where the user did not say it."""
+    found = torch.device(name.strip())
+    return torch.device("cuda", 0) if found.type == "cuda" and found.index is None else found
+
+
+def devices_of(own: str | None, named: Sequence[str] | None, home: torch.device) -> Devices:
+    """The devices of a run on which the model and the batches are handed over on ``home``.
+
+    Args:
+        own: What the strategy itself was told.
+        named: What the settings say; without either these are all GPUs of this process.
+
+    Raises:
+        ConfigurationError: If there is none, or ``home`` is not among them.
+    """
+    names = own.split(",") if own is not None else named
+    if names is None and home.type != "cuda":
+        raise ConfigurationError(
+            f"on {home} the devices of one process have to be named, as in devices='cpu:0,cpu:1'"
+        )
+    found = parse_devices(names if names is not None else _all_gpus())
+    if home_of(found, home) is None:
+        raise ConfigurationError(
+            f"the devices {shown(found)} leave out {home}, on which this process works; name it too, or choose by "
+            "CUDA_VISIBLE_DEVICES which GPUs the process sees"
+        )
+    return found
+
+
+def _all_gpus() -> list[str]:
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+
+def home_of(devices: Devices, home: torch.device) -> int | None:
+    """The place of the first that is the physical device ``home``; None if there is none."""
+    return next((place for place, device in enumerate(devices) if same(device, home)), None)
+
+
+def same(one: torch.device, other: torch.device) -> bool:
+    """Whether tensors of both lie in the same memory."""
+    if one.type != other.type:
+        return False
+    return one.type in ("cpu", "meta") or (one.index or 0) == (other.index or 0)
+
+
+def shown(devices: Devices) -> str:
+    """Their names, for messages."""
+    return ",".join(map(str, devices))
+
+
+def refuse_ranks(strategy: str, world_size: int) -> None:
+    """Raises:
+    ConfigurationError: If there are several ranks.
+    """
+    if world_size > 1:
+        raise ConfigurationError(
+            f"strategy {strategy!r} is for one process with several devices, and there are {world_size} ranks, each "
+            "with a device of its own: use 'ddp', or --processes 1"
+        )
