@@ -24,6 +24,7 @@ STRATEGIES = {
     "pipeline": "evener.strategies.pipeline:Pipeline",
     "context": "evener.strategies.context:ContextParallel",
     "data_parallel": "evener.strategies.data_parallel:DataParallel",
+    "layers": "evener.strategies.layers:Layers",
 }
 """Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
 

@@ -57,6 +57,7 @@ ROWS = {
         1,
         {"strategy": "data_parallel", "devices": "cpu:0,cpu:1,cpu:2", "strategy_option": ("balance=3,0,1",)},
     ),
+    "layers": Row(1, {"strategy": "layers", "devices": "cpu:0,cpu:1"}),
     "dimension": Row(2, {"strategy": "dimension"}, NO_FEATURES),
     "pipeline": Row(2, {"strategy": "pipeline"}),
     "pipeline of zero bubble": Row(2, {"strategy": "pipeline", "strategy_option": ("schedule=zero-bubble",)}),
