@@ -32,7 +32,6 @@ from evener.runtime.mesh import Layout
 from evener.strategies import gradients
 from evener.strategies.base import Strategy
 from evener.strategies.borders import Moves, Places, draw_borders
-from evener.strategies.cutting import leaves
 from evener.strategies.devices import Devices, devices_of, home_of, parse_devices, refuse_ranks, shown
 from evener.strategies.learner import Learner
 from evener.strategies.model import settle_on
@@ -49,6 +48,7 @@ from evener.strategies.places import (
 from evener.strategies.plain import Plain
 from evener.strategies.profile import Seen, profile
 from evener.strategies.reading import Reading
+from evener.strategies.rows import leaves
 from evener.strategies.single import Alone
 
 N = TypeVar("N", int, float)
