@@ -17,7 +17,7 @@ device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +32,9 @@ from evener.nn.peers import Peers
 from evener.strategies.devices import Devices
 
 T = TypeVar("T")
+
+_GLANCE_SECONDS = 0.5
+"""How long Ctrl-C may go unnoticed."""
 
 
 class LeftAloneError(Exception):
@@ -69,12 +72,15 @@ class Crew:
             BaseException: The first error of a job, with a note of its device; what came in from outside meanwhile.
         """
         grad = torch.is_grad_enabled()
-        started = {place: self._pools[place].submit(_alone, job, grad) for place, job in jobs.items()}
+        started: dict[int, Future[T]] = {}
         try:
+            for place, job in jobs.items():
+                started[place] = self._pools[place].submit(_alone, job, grad)
             meanwhile()
-            wait(started.values(), return_when=FIRST_EXCEPTION)
+            _until_over(started.values())
         finally:
-            if not all(future.done() and future.exception() is None for future in started.values()):
+            # Also where Ctrl-C came before all had been given out.
+            if started.keys() < jobs.keys() or not all(map(_went_well, started.values())):
                 drop()
                 wait(started.values())
         self._raise_first(started)
@@ -104,6 +110,19 @@ def _alone(job: Callable[[], T], grad: bool) -> T:
     """Runs the job as the process would, backward included."""
     with torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
         return job()
+
+
+def _until_over(futures: Collection[Future[Any]]) -> None:
+    """Until all are done or one has failed. A signal just before a wait does not end it: hence short ones."""
+    waiting: Collection[Future[Any]] = futures
+    while waiting:
+        done, waiting = wait(futures, _GLANCE_SECONDS, FIRST_EXCEPTION)
+        if not all(map(_went_well, done)):
+            return
+
+
+def _went_well(future: Future[Any]) -> bool:
+    return future.done() and future.exception() is None
 
 
 def _nothing() -> None:
