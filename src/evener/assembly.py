@@ -90,6 +90,11 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         devices=_devices_of(config, strategy),
     )
     data = strategy.layout(world_size, settings).data_axis(0)
+    if strategy.one_process and config.balance != "equal":
+        raise ConfigurationError(
+            f"balance {config.balance!r} divides a batch over ranks, and strategy {strategy.label!r} has one: over its "
+            f"devices data_parallel divides by its own option, strategy_option balance={config.balance}"
+        )
     if data.degree == 1 < world_size:
         _refuse_ignored(
             config, f"with strategy {strategy.label!r} all {world_size} ranks compute every sample"

@@ -21,6 +21,7 @@ STRATEGIES = {
     "dimension": "evener.strategies.features:FeatureParallel",
     "experts": "evener.strategies.experts:ExpertParallel",
     "tensor": "evener.strategies.tensor:TensorParallel",
+    "sharded": "evener.strategies.sharded:Sharded",
     "pipeline": "evener.strategies.pipeline:Pipeline",
     "context": "evener.strategies.context:ContextParallel",
     "data_parallel": "evener.strategies.data_parallel:DataParallel",

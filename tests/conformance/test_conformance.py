@@ -15,7 +15,7 @@ import pytest
 
 from evener.plugins import STRATEGIES
 from evener.strategies.features import FeatureParallel
-from evener.strategies.zero import Zero
+from evener.strategies.sharded import Sharded
 from tests.comparing import worst
 from tests.conformance.models import MODELS
 from tests.conformance.runs import Outcome, run
@@ -48,6 +48,7 @@ NO_POSITIONS = dict.fromkeys(OF_SAMPLES, "TaskError: .* divides the loss's terms
     "several": "TaskError: .* divides sequences of one length",
 }
 
+NO_SPARSE = {"recommender": "TaskError: items has sparse gradients, which PyTorch's FSDP2 does not sum"}
 NO_PAIRS = {"several": "TaskError: strategy 'tensor' looked in Several for pairs of linear layers"}
 
 ROWS = {
@@ -67,12 +68,18 @@ ROWS = {
     ),
     "tensor": Row(3, {"strategy": "tensor"}, NO_PAIRS),
     "data x tensor": Row(4, {"strategy": "tensor", "mesh": "data=2,tensor=2", "balance": "2,1"}, NO_PAIRS),
-    "zero 1": Row(3, {"strategy": Zero(stage=1, owns="2,1,1"), "balance": "3,0,1"}),
-    "zero 2": Row(3, {"strategy": Zero(owns="3,0,1"), "balance": "1,2,0"}),
-    "data x zero": Row(4, {"strategy": Zero(owns="2,1"), "mesh": "data=2,shard=2", "balance": "2,0,1,1"}),
-    "zero x dimension": Row(
-        4, {"strategy": (Zero(owns="2,1"), FeatureParallel()), "mesh": "shard=2,tensor=2"}, NO_FEATURES
+    "sharded 1": Row(3, {"strategy": Sharded(zero=1, owns="2,1,1"), "balance": "3,0,1"}),
+    "sharded 2": Row(3, {"strategy": Sharded(zero=2, owns="3,0,1"), "balance": "1,2,0"}),
+    "data x sharded 2": Row(
+        4, {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "data=2,shard=2", "balance": "2,0,1,1"}
     ),
+    "sharded 2 x dimension": Row(
+        4,
+        {"strategy": (Sharded(zero=2, owns="2,1"), FeatureParallel()), "mesh": "shard=2,tensor=2"},
+        NO_FEATURES,
+    ),
+    "sharded": Row(3, {"strategy": "sharded", "balance": "3,0,1"}, NO_SPARSE),
+    "data x sharded": Row(4, {"mesh": "data=2,shard=2", "balance": "2,0,1,1"}, NO_SPARSE),
     "context": Row(3, {"strategy": "context"}, NO_POSITIONS),
     "data x context": Row(
         4, {"strategy": "context", "mesh": "data=2,context=2", "balance": "2,1"}, NO_POSITIONS

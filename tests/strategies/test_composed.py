@@ -138,6 +138,13 @@ def test_devices_are_those_of_one_process() -> None:
         check_plan(RunConfig(strategy="ddp", devices="cpu:0,cpu:1", processes=2))
 
 
+def test_shares_of_devices_are_an_option_of_the_strategy() -> None:
+    config = RunConfig(strategy="data_parallel", devices="cpu:0,cpu:1", balance="3,1")
+    with pytest.raises(ConfigurationError, match="divides by its own option, strategy_option balance=3,1"):
+        check_plan(config)
+    assert check_plan(config.replace(balance="equal", strategy_option=("balance=3,1",))) == 1
+
+
 def test_the_mesh_says_how_many_ranks_there_are() -> None:
     assert check_plan(RunConfig(mesh="data=3")) == 3
     with pytest.raises(ConfigurationError, match="data 3 has 3 places, and there are 2 ranks"):

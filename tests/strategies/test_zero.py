@@ -448,8 +448,8 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
     [
         ("reentrant", {}, "the gradient of .* came twice in one backward, .*use_reentrant=False"),
         ("hooked", {}, "the model registers a hook on the gradient of mix.weight"),
-        ("whole_weights", {}, "each rank of strategy 'zero' holds a slice"),
-        ("recurrent", {"compress": "fp16"}, "stage 2 of strategy 'zero' cannot compress with 'fp16'"),
+        ("whole_weights", {}, "each rank of strategy 'sharded' holds a slice"),
+        ("recurrent", {"compress": "fp16"}, "strategy 'sharded' with zero=2 cannot compress with 'fp16'"),
         ("recurrent", {"allreduce": "ring"}, "all-reduce 'ring' brings the sum to all ranks; to the owners"),
         ("recurrent", {"strategy": Zero(owns="1,2,3")}, "3 weights .* for 2 ranks"),
     ],
@@ -476,7 +476,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: 
 
 def test_powersgd_is_of_ddp_alone() -> None:
     with pytest.raises(
-        ConfigurationError, match="stage 1 of strategy 'zero' cannot compress with 'powersgd'"
+        ConfigurationError, match="strategy 'sharded' with zero=1 cannot compress with 'powersgd'"
     ):
         Zero(stage=1).layout(2, Settings(compression="powersgd"))
     assert Zero(stage=1).layout(2, Settings(compression="fp16")).degree("shard") == 2

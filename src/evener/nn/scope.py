@@ -108,7 +108,8 @@ def data_group() -> ProcessGroup | None:
 
 def divided() -> DividedSequence | None:
     """How the sequences of the micro-batch at hand are divided over ranks; None where each is whole."""
-    return None if _current is None else _current.sequence
+    scope = current()
+    return None if scope is None else scope.sequence
 
 
 def without_placeholder(rows: Tensor) -> Tensor:

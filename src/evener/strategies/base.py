@@ -149,8 +149,6 @@ def set_up(
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
         built, source = _build(strategy, task, session, settings)
         agree(built)
-        if not strategy.divides_model and not strategy.one_process:
-            check_room(built, session)
         strategy = strategy.prepared(built, learner)
         _draw_apart(settings.seed, learner.mesh)
         placed = strategy.settle(strategy.parallelize(built, learner.mesh, settings), learner)

@@ -78,6 +78,7 @@ class Fsdp(Strategy):
     offload: bool = False
     """Whether what a rank holds lies in the memory of its host, where the optimizer then works too."""
 
+    name: ClassVar[str] = "sharded"
     divides_model: ClassVar[bool] = True
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("data", "context", "tensor")

@@ -56,6 +56,7 @@ class Zero(Strategy):
     owns: str | None = None
     """The part of each rank, such as ``2,1``; equal parts if None."""
 
+    name: ClassVar[str] = "sharded"
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("data", "tensor")
     divides_model: ClassVar[bool] = True
@@ -63,7 +64,7 @@ class Zero(Strategy):
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
             raise ConfigurationError(
-                f"there is no stage {self.stage!r} of strategy 'zero'; there are 1 and 2"
+                f"there is no stage {self.stage!r} of rows with owners; there are 1 and 2"
             )
         if self.owns is not None:
             self._parts(self.owns.count(",") + 1)
@@ -72,8 +73,8 @@ class Zero(Strategy):
         self._parts(world_size)
         if settings.compression is not None and (self.stage == 2 or settings.compression == "powersgd"):
             raise ConfigurationError(
-                f"stage {self.stage} of strategy 'zero' cannot compress with {settings.compression!r}: leave compress "
-                "out, or use strategy 'ddp'"
+                f"strategy 'sharded' with zero={self.stage} cannot compress with {settings.compression!r}: leave "
+                "compress out, or use strategy 'ddp'"
             )
         return Layout({AXIS: world_size})
 
@@ -89,7 +90,7 @@ class Zero(Strategy):
         return Plain(learner)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, "zero")
+        check_elementwise(optimizer, self.label)
 
     def _parts(self, degree: int) -> list[float]:
         if self.owns is None:
@@ -97,7 +98,7 @@ class Zero(Strategy):
         try:
             return parse_shares(self.owns, degree)
         except ShareError as error:
-            raise ConfigurationError(f"owns={self.owns!r} of strategy 'zero': {error}") from error
+            raise ConfigurationError(f"owns={self.owns!r} of strategy 'sharded': {error}") from error
 
 
 def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
@@ -125,7 +126,7 @@ def _refuse_hooks(model: nn.Module) -> None:
     hooked = [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]
     if hooked:
         raise TaskError(
-            f"the model registers a hook on the gradient of {hooked[0]}, of which strategy 'zero' gives a rank some "
+            f"the model registers a hook on the gradient of {hooked[0]}, of which strategy 'sharded' gives a rank some "
             "rows only; change gradients in the model's forward instead, by a hook on what the weight is multiplied "
             "with, or use strategy 'ddp'"
         )
