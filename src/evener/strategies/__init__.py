@@ -1,4 +1,4 @@
-"""Evener's strategies, and what one of your own is made of: see docs/strategies.md and :mod:`evener.strategies.base`."""
+"""Evener's strategies, and what one of your own is made of: docs/strategies.md, :mod:`evener.strategies.base`."""
 
 from evener.hardware.readout import read
 from evener.hardware.stopwatch import waiting

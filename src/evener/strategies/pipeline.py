@@ -77,7 +77,7 @@ class Pipeline(Strategy):
 
     axis: ClassVar[str] = AXIS
     divides_model: ClassVar[bool] = True
-    combines: ClassVar[tuple[str, ...]] = ("data",)
+    combines: ClassVar[tuple[str, ...]] = ("data", "tensor")
     sums_in_backward: ClassVar[bool] = False
     example: ClassVar[Arguments | None] = None
     """What the model's ``forward`` gets, of a few samples; of an object that is prepared."""
@@ -291,7 +291,10 @@ def _items(dataset: Any) -> Any:
 def _measured(
     model: nn.Module, graph: fx.Graph, example: dict[str, Any] | None, learner: Learner
 ) -> list[dict[str, float]]:
-    """For each place on the axis, the seconds of each layer there; by their weights if they cannot be measured."""
+    """For each rank of the world, the seconds of each layer there; by their weights if they cannot be measured.
+
+    All ranks come to the same cut by the same times, also where several have the same place on the axis.
+    """
     session = learner.session
     try:
         own = measure(model, graph, example or {}, session.device, learner.settings.dtype)
@@ -306,22 +309,21 @@ def _measured(
         )
     rows = session.control.gather_objects(own)
     if all(rows):
-        return [rows[rank] for rank in learner.mesh.ranks(AXIS)] if learner.data.degree == 1 else rows
+        return rows
     weights = {
         layer: 1.0 + sum(p.numel() for p in model.get_submodule(layer).parameters())
         for layer in layers_of(graph)
     }
-    return [weights] * learner.mesh.degree(AXIS)
+    return [weights] * session.world_size
 
 
 def _speeds(times: Sequence[dict[str, float]], learner: Learner) -> list[float]:
     """Of each place on the axis, relative to the fastest; of several ranks at one place the slowest counts."""
     mesh, throttle = learner.mesh, learner.settings.throttle
-    ranks = range(len(times)) if len(times) == mesh.layout.world_size else mesh.ranks(AXIS)
     took = [sum(row.values()) for row in times]
     fastest = min(took)
     found: dict[int, float] = {}
-    for rank, seconds in zip(ranks, took, strict=True):
+    for rank, seconds in enumerate(took):
         speed = 1.0 if seconds < _ALIKE * fastest else fastest / seconds
         factor = throttle.factor(0, rank) if throttle is not None else 1.0
         place = mesh.layout.place(rank)[AXIS]

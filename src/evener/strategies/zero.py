@@ -110,16 +110,18 @@ def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
     _refuse_hooks(model)
     sparse = set(sparse_weights(model))
     cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
-    tables = [(parameter.shape[dim], _nbytes_of_row(parameter, dim)) for parameter, dim in cut.items()]
-    pieces = {
-        parameter: _piece(parameter, dim, rows, index)
-        for (parameter, dim), rows in zip(cut.items(), divide_rows(tables, parts), strict=True)
-    }
+    pieces: dict[nn.Parameter, nn.Parameter] = {}
+    # What all ranks of another axis hold alike is cut by itself, and so alike on all of them.
+    for alike in (True, False):
+        chosen = {parameter: dim for parameter, dim in cut.items() if (slice_of(parameter) is None) is alike}
+        tables = [(parameter.shape[dim], _nbytes_of_row(parameter, dim)) for parameter, dim in chosen.items()]
+        for (parameter, dim), rows in zip(chosen.items(), divide_rows(tables, parts), strict=True):
+            pieces[parameter] = _piece(parameter, dim, rows, index)
     for module in model.modules():
         held = own_parameters(module)
-        for name, parameter in held.items():
-            if parameter is not None and parameter in pieces:
-                held[name] = pieces[parameter]
+        for name, given in held.items():
+            if given is not None and given in pieces:
+                held[name] = pieces[given]
 
 
 def _refuse_hooks(model: nn.Module) -> None:
