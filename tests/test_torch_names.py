@@ -57,6 +57,14 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+def test_hooks_on_accumulated_gradients_are_known() -> None:
+    with borrowed("gradient_hooks") as names:
+        weight = torch.ones(2, requires_grad=True)
+        assert not names.has_accumulation_hooks(weight)
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+        assert names.has_accumulation_hooks(weight)
+
+
 @pytest.mark.usefixtures("group")
 def test_the_default_store_is_that_of_the_group() -> None:
     with borrowed("default_store") as names:

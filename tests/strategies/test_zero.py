@@ -437,6 +437,15 @@ def hooked() -> Task:
     return task(model=model)
 
 
+def accumulating() -> Task:
+    def model() -> nn.Module:
+        built = Recurrent()
+        built.mix.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        return built
+
+    return task(model=model)
+
+
 def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], str]:
     with pytest.raises(EvenerError) as caught:
         trajectory(name, **settings)
@@ -448,6 +457,8 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
     [
         ("reentrant", {}, "the gradient of .* came twice in one backward, .*use_reentrant=False"),
         ("hooked", {}, "the model registers a hook on the gradient of mix.weight"),
+        ("accumulating", {}, "the model registers a hook on the gradient of mix.weight"),
+        ("hooked", {"strategy": "sharded"}, "the model registers a hook on the gradient of mix.weight"),
         ("whole_weights", {}, "each rank of strategy 'sharded' holds a slice"),
         ("recurrent", {"compress": "fp16"}, "strategy 'sharded' with zero=2 cannot compress with 'fp16'"),
         ("recurrent", {"allreduce": "ring"}, "all-reduce 'ring' brings the sum to all ranks; to the owners"),

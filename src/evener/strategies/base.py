@@ -34,6 +34,7 @@ from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.session import Session
 from evener.strategies import model
 from evener.strategies.build import build_optimizer, check_trainable
+from evener.strategies.hooks import refuse_hooks
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.room import check_room
@@ -149,6 +150,8 @@ def set_up(
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
         built, source = _build(strategy, task, session, settings)
         agree(built)
+        if strategy.divides_model:
+            refuse_hooks(built, strategy.label)
         strategy = strategy.prepared(built, learner)
         _draw_apart(settings.seed, learner.mesh)
         placed = strategy.settle(strategy.parallelize(built, learner.mesh, settings), learner)

@@ -17,18 +17,16 @@ others, SC 2020, https://arxiv.org/abs/1910.02054).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import warn_if_has_hooks
 
 from evener.balance.shares import parse_shares
 from evener.borrowed.module_tensors import own_parameters
-from evener.errors import ConfigurationError, ShareError, TaskError
+from evener.errors import ConfigurationError, ShareError
 from evener.runtime.mesh import Layout, Mesh
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
@@ -102,12 +100,7 @@ class Zero(Strategy):
 
 
 def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
-    """Puts this rank's piece in the place of every weight that is trained.
-
-    Raises:
-        TaskError: If somebody waits for the gradient of a whole weight.
-    """
-    _refuse_hooks(model)
+    """Puts this rank's piece in the place of every weight that is trained."""
     sparse = set(sparse_weights(model))
     cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
     pieces: dict[nn.Parameter, nn.Parameter] = {}
@@ -122,24 +115,6 @@ def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
         for name, given in held.items():
             if given is not None and given in pieces:
                 held[name] = pieces[given]
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    hooked = [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]
-    if hooked:
-        raise TaskError(
-            f"the model registers a hook on the gradient of {hooked[0]}, of which strategy 'sharded' gives a rank some "
-            "rows only; change gradients in the model's forward instead, by a hook on what the weight is multiplied "
-            "with, or use strategy 'ddp'"
-        )
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """By the warning that PyTorch has for those that cannot go where the parameter goes."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        warn_if_has_hooks(parameter)
-    return bool(told)
 
 
 def _divisible(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evener.assembly import strategy_of
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.verification import floor as floors
@@ -119,7 +120,7 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
     evidence = Evidence(reference, runs.divided, measured.times, LIMIT, runs.reordered, runs.own_loss)
     return Verification(
         task=name,
-        strategy=str(config.strategy),
+        strategy=str(strategy_of(config, len(runs.divided))),
         processes=len(runs.divided),
         shares=config.balance,
         dtype=str(config.dtype),
