@@ -35,6 +35,8 @@ SHOWN = {
     "partition_by_sample": r"5748 samples in 92 steps.*held 0\.333, 0\.667\naccuracy 0\.9",
     "partition_by_dimension": r"hold \[1333, 667\] of 2000 columns\naccuracy (0\.9|1\.)",
     "image_classifier": r"accuracy 0\.9\d+, rank 0 took 0\.[5-9]",
+    "character_model": r"tensor: loss [12]\.\d+ a character",
+    "word_model": r"sharded: accuracy of the next word 0\.[67]",
     "graph_network": r"accuracy 0\.[7-9]",
     "mixture_of_experts": r"accuracy 0\.[4-9]\d*, without room 0\.0",
     "iterable_dataset": r"602 samples in 32 steps, last loss \d",
