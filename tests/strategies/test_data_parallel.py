@@ -23,7 +23,9 @@ from tests.strategies.one_process import engine_of, refused, task_of, trained, t
 UNEVEN = DataParallel("cpu:0,cpu:1,cpu:2", "3,1,2")
 
 
-@pytest.mark.parametrize("strategy", [UNEVEN, DataParallel("cpu:0,cpu:1", "0,1")], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(UNEVEN, marks=pytest.mark.slow), DataParallel("cpu:0,cpu:1", "0,1")], ids=str
+)
 def test_all_trials(strategy: DataParallel) -> None:
     try_all(strategy)
 

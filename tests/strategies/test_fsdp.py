@@ -289,6 +289,7 @@ def balanced() -> list[tuple[int, ...]]:
     return kept.seen
 
 
+@pytest.mark.slow
 def test_waiting_for_the_weights_of_others_is_no_work(ranks: Any) -> None:
     """Would it count, both ranks were equally slow, for each gathers what the other has."""
     for shares in ranks(2).run(balanced):
@@ -429,6 +430,7 @@ def test_samples_may_choose_between_modules_that_are_no_units(ranks: Any, strate
     compare(ranks, 2, "choosing", strategy=strategy, steps=2)
 
 
+@pytest.mark.slow
 def test_the_battery_of_strategies(ranks: Any) -> None:
     ranks(2).run(check_strategy, FSDP, without=("sparse",))
 

@@ -37,6 +37,7 @@ class Net(nn.Module):
         return scores
 
 
+@pytest.mark.slow
 def test_all_trials_with_a_computed_placement() -> None:
     try_all(Layers("cpu:0,cpu:1"))
 
@@ -93,6 +94,7 @@ def test_where_everything_is_and_what_was_moved_is_told() -> None:
         assert not moves.count
 
 
+@pytest.mark.slow
 def test_a_computed_placement_heeds_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     def parts(memory: str) -> set[str]:
         with engine_of(task_of(Net), Layers("cpu:0,cpu:1", memory=memory)) as engine:

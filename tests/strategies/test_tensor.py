@@ -100,10 +100,12 @@ TRIED_BY_PLAN = ("tied", "accumulation", "unused", "by_hand", "buffers")
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_battery_of_strategies(ranks: Any, size: int) -> None:
     ranks(size).run(check_strategy, "tensor", without=NOT_DERIVED)
 
 
+@pytest.mark.slow
 def test_the_battery_where_a_plan_divides(ranks: Any) -> None:
     """A layer alone, whose features are gathered."""
     without = [name for name in NAMES if name not in TRIED_BY_PLAN]

@@ -293,6 +293,7 @@ def fitted(run_dir: str) -> Any:
     return summary, recent.each()
 
 
+@pytest.mark.slow
 def test_the_battery_of_strategies(ranks: Any) -> None:
     ranks(4).run(check_strategy, TWO_AXES, without=("tokens", "sparse"))
 

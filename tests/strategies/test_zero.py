@@ -166,6 +166,7 @@ def test_the_promises_are_kept(ranks: Any, strategy: Zero, size: int) -> None:
     ranks(size).run(check_strategy, Zero(strategy.stage, owns))
 
 
+@pytest.mark.slow
 def test_the_promises_are_kept_by_unequal_owners(ranks: Any) -> None:
     ranks(3).run(check_strategy, Zero(owns="3,1,0"))
 

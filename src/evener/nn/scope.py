@@ -148,6 +148,18 @@ def resumed(found: Scope) -> Iterator[Scope]:
 
 
 @contextmanager
+def outside() -> Iterator[None]:
+    """No scope is the current one, for a model that is run beside of training; the one before it again at the end."""
+    global _current
+    outer = _current
+    _current = None
+    try:
+        yield
+    finally:
+        _current = outer
+
+
+@contextmanager
 def own_scope(scope: Scope) -> Iterator[Scope]:
     """Makes ``scope`` that of this thread alone, which computes a part of the micro-batch while others compute theirs.
 

@@ -93,10 +93,6 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
 
 
-def _under_all_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-
-
 def _listed(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str]:
     return [names.get(parameter, "") for parameter in group["params"]]
 
@@ -146,11 +142,11 @@ def take(
             return value
         return cut(value, part) if tuple(value.shape) == part.whole_shape(like.shape) else value
 
-    parameters = _under_all_names(model)
+    tensors = named_tensors(model)
 
     def taken(name: str, value: Any) -> Any:
         part = piece(name, value, own.model[name])
-        return as_held(part, parameters[name]) if own.slice_of(name, part) else part
+        return as_held(part, tensors[name]) if own.slice_of(name, part) else part
 
     weights = {name: taken(name, value) for name, value in found["model"].items()}
     set_model_state_dict(model, weights)

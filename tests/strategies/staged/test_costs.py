@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evener.nn.dropout import Dropout
+from evener.nn.scope import current, scope
 from evener.strategies.staged.costs import measure
 from evener.strategies.staged.tracing import read_both
 
@@ -54,3 +56,13 @@ def test_each_layer_has_its_time(device: str, dtype: torch.dtype | None) -> None
         assert tensor.device.type == device
         assert device == "meta" or torch.equal(tensor, before[name])
         assert tensor.grad is None
+
+
+def test_a_step_that_is_under_way_is_no_matter() -> None:
+    """A model of evener.nn.Dropout, measured inside of another's step."""
+    model = nn.Sequential(nn.Linear(4, 4), Dropout(0.5), nn.Linear(4, 2))
+    arguments = {"input": torch.ones(2, 4)}
+    graph = read_both(model, arguments, ())[True]
+    with scope(torch.arange(5), step=0, seed=0):
+        assert len(measure(model, graph, arguments, torch.device("cpu"), None)) == 3
+        assert current() is not None

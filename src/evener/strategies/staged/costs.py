@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from evener.data.batch import map_leaves
+from evener.nn.scope import outside
 from evener.strategies.model import in_type, settle_on
 from evener.strategies.staged.parcel import taken_apart
 from evener.strategies.staged.tracing import inputs_of
@@ -118,6 +119,6 @@ def measure(
     """Seconds of forward and backward of each layer, for the example ``arguments`` of the model."""
     measuring = Measuring(model, graph, device, dtype)
     names = inputs_of(graph, inspect.signature(model.forward))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with outside(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         measuring.run(*(arguments[name] for name in names.values()))
     return dict(measuring.seconds)
