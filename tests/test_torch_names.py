@@ -316,6 +316,10 @@ def test_a_store_can_be_cloned() -> None:
         assert store.get("a/key") == b"value"
 
 
+UNTRIED_ON_THE_NEWEST = {"gradient_hooks", "pipeline_backward", "run_backward", "views"}
+"""Borrowed since that was last at hand. One that is not here has been tried on all that may be installed."""
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_says_what_it_was_tested_with(file: str) -> None:
     """The oldest and the newest torch that may be installed are among them."""
@@ -325,7 +329,7 @@ def test_every_file_says_what_it_was_tested_with(file: str) -> None:
         tested = line[2].split(", ")
         oldest, newest = allowed()
         assert tested[0] == oldest
-        assert tested[-1] == newest
+        assert (tested[-1] == newest) != (file in UNTRIED_ON_THE_NEWEST)
 
 
 def test_make_tests_the_oldest_and_the_newest() -> None:
