@@ -3,12 +3,12 @@ into equal parts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import evener
@@ -16,7 +16,7 @@ from evener.nn import VocabularyParallelCrossEntropy
 from evener.task import Task
 
 SAMPLES, PADDING = 29, -100
-WORDS, WIDTH = 13, 10
+WORDS, WIDTH, LENGTH = 13, 10, 6
 
 
 def draws(*shape: int) -> Tensor:
@@ -134,11 +134,13 @@ def _added(padding: Tensor, like: Tensor) -> Tensor:
 
 
 def pad(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """To one length for all batches: one layer attends to what is padded, so that it matters how much there is."""
     inputs, targets = zip(*items, strict=True)
-    return (
-        pad_sequence(list(inputs), batch_first=True, padding_value=0),
-        pad_sequence(list(targets), batch_first=True, padding_value=PADDING),
-    )
+    return _padded(inputs, 0), _padded(targets, PADDING)
+
+
+def _padded(texts: Sequence[Tensor], value: int) -> Tensor:
+    return torch.stack([F.pad(text, (0, LENGTH - len(text)), value=value) for text in texts])
 
 
 def words(**parts: Any) -> Task:
