@@ -126,6 +126,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_a_page_has_each_section_once(page: Path) -> None:
+    headings = [line for line in page.read_text().splitlines() if line.startswith("## ")]
+    assert len(set(headings)) == len(headings)
+
+
 def test_a_skipped_block_gives_its_reason() -> None:
     text = "".join(page.read_text() for page in [README, *PAGES])
     assert len(re.findall(r"<!-- test:", text)) == sum(

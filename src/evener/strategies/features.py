@@ -147,6 +147,9 @@ class SameBits(Synchronizer):
         self._inner.share_buffers(buffers, part)
         self._share(self._whole(buffers))
 
+    def updated(self, step: int) -> None:
+        self._inner.updated(step)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -13,7 +13,22 @@ from evener.errors import ConfigurationError
 from evener.strategies.staged import drawing as drawing_of
 from evener.strategies.staged import schedule
 from evener.strategies.staged.drawing import Drawing, as_svg, in_characters
-from evener.strategies.staged.schedule import Action, bubble, length, order_of, sent, simulate, steps_of
+from evener.strategies.staged.schedule import Action, Order, bubble, length, order_of, sent, simulate
+
+
+def steps_of(order: Order) -> list[str]:
+    """The schedules' grid, if each action took one unit of time: a row for each rank."""
+    timeline = simulate(order, lambda action: 1.0)
+    width = int(length(timeline))
+    several = any(len({timed.action.stage for timed in actions}) > 1 for actions in timeline)
+    rows = [["." for _ in range(width)] for _ in order]
+    for row, actions in zip(rows, timeline, strict=True):
+        for timed in actions:
+            row[int(timed.began)] = f"{timed.action.stage}{timed.action}" if several else str(timed.action)
+    wide = max((len(cell) for row in rows for cell in row), default=1)
+    return [
+        f"{rank:2d}  " + " ".join(cell.ljust(wide) for cell in row).rstrip() for rank, row in enumerate(rows)
+    ]
 
 
 def drawn(name: str) -> list[str]:

@@ -18,7 +18,7 @@ Both orders are those of ``torch.distributed.pipelining``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
@@ -235,18 +235,3 @@ def plan_of(schedule: str, ranks: int, stages: int, micros: int, index: int) -> 
     """
     order = order_of(schedule, ranks, stages, micros)
     return Plan(order, index, tuple(tuple(sent(order, source, index)) for source in range(ranks)))
-
-
-def steps_of(order: Order) -> Sequence[str]:
-    """The schedules' grid, if each action took one unit of time: a row for each rank."""
-    timeline = simulate(order, lambda action: 1.0)
-    width = int(length(timeline))
-    several = any(len({timed.action.stage for timed in actions}) > 1 for actions in timeline)
-    rows = [["." for _ in range(width)] for _ in order]
-    for row, actions in zip(rows, timeline, strict=True):
-        for timed in actions:
-            row[int(timed.began)] = f"{timed.action.stage}{timed.action}" if several else str(timed.action)
-    wide = max((len(cell) for row in rows for cell in row), default=1)
-    return [
-        f"{rank:2d}  " + " ".join(cell.ljust(wide) for cell in row).rstrip() for rank, row in enumerate(rows)
-    ]

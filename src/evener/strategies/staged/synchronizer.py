@@ -56,6 +56,9 @@ class AroundStages(Synchronizer):
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return self._inner.micro_batch(last)
 
+    def forward(self) -> AbstractContextManager[Any]:
+        return self._inner.forward()
+
     def complete(self) -> tuple[str, ...]:
         missing = self._missing_everywhere()
         trained = self._trained()
