@@ -85,3 +85,15 @@ def test_statistics_are_those_of_the_first_forward_pass() -> None:
     )
     assert found.buffers["1.num_batches_tracked"].tolist() == [1]
     assert found.weights["1.num_batches_tracked"].item() == 3
+
+
+@pytest.mark.parametrize(
+    "how", [{"strategy": "tensor"}, {"strategy": "pipeline", "strategy_option": ("cut=2",)}], ids=str
+)
+def test_buffers_that_are_divided_are_compared_whole(ranks: Any, how: dict[str, Any]) -> None:
+    usual = {"steps": 2, "dtype": "float64", "device": "cpu"}
+    alone = record("tests.tasks:batch_norm", None, RunConfig(strategy="single", **usual), Environment())
+    divided = ranks(2).run(record, "tests.tasks:batch_norm", None, RunConfig(**usual, **how))[0]
+    assert alone.buffers
+    for name, sketch in alone.buffers.items():
+        torch.testing.assert_close(divided.buffers[name], sketch, rtol=1e-11, atol=1e-11)

@@ -55,7 +55,7 @@ class Trajectory:
     """The gradients of the task's penalty in the first step, of a run on one device: others may hold slices, of which a
     penalty need not be a function."""
     buffers: Sketches = field(default_factory=dict)
-    """As the forward pass of the first step left them."""
+    """As the first step left them."""
 
 
 Batches = Callable[[Engine], Iterator[Batch]]
@@ -78,7 +78,7 @@ def record(
     ):
         chosen = batches(engine)
         recorder = Recorder(engine)
-        return recorder.trajectory(list(_losses(engine.step(batch) for batch in chosen)))
+        return recorder.trajectory(list(_losses(recorder.seen(engine.step(batch) for batch in chosen))))
 
 
 def _losses(steps: Iterator[Step]) -> Iterator[float]:
@@ -107,6 +107,17 @@ class Recorder:
         self._buffers: Sketches = {}
         self._learner.optimizer.register_step_pre_hook(self._before_update)
 
+    def seen(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps, of which the first has left its buffers with all ranks."""
+        for number, step in enumerate(steps):
+            if not number:
+                named = self._engine.model.named_buffers(remove_duplicate=False)
+                whole = {name: self._learner.whole(buffer, buffer) for name, buffer in named}
+                self._buffers = {
+                    clean_name(name): self._sketch(name, buffer) for name, buffer in whole.items()
+                }
+            yield step
+
     def _before_update(self, *_: object) -> None:
         if not self._gradients:
             self._at_first_update()
@@ -119,8 +130,6 @@ class Recorder:
         )
 
     def _at_first_update(self) -> None:
-        named = self._engine.model.named_buffers(remove_duplicate=False)
-        self._buffers = {clean_name(name): self._sketch(name, buffer) for name, buffer in named}
         if self._engine.task.penalty is not None and self._engine.session.world_size == 1:
             self._penalty = self._of_penalty(self._engine.task.penalty)
 
