@@ -15,6 +15,7 @@ from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, DivergenceError, TaskError
 from evener.losses import Sum, loss
+from evener.nn.scope import current
 from evener.observer import Observer
 from evener.records import StepRecord
 from evener.runtime.session import Session
@@ -562,3 +563,20 @@ def test_complex_weights(ranks: Any) -> None:
     reference = spectral()
     for found in ranks(2).run(spectral):
         torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loop_left_by_an_error_leaves_no_scope_behind() -> None:
+    """The error, if somebody keeps it, keeps the frame of the loop and with it the generator of the batches."""
+    kept = None
+    with engine_of("plain", steps=2) as engine:
+        batches = engine.batches()
+        try:
+            for _ in batches:
+                assert current() is not None
+                raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            kept = error
+    assert kept is not None
+    assert current() is None
+    batches.close()  # type: ignore[attr-defined]
+    assert current() is None

@@ -94,6 +94,7 @@ class Engine:
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self.progress = Progress()
+        self._at_hand = ExitStack()
         self._current: Batch | None = None
         self._upcoming: Batch | None = None
 
@@ -132,11 +133,6 @@ class Engine:
         """Samples that were trained on, likewise."""
         return self.progress.samples
 
-    @property
-    def epochs_done(self) -> int:
-        """Passes over the training data that are complete, likewise."""
-        return self.progress.epoch
-
     # Batches
 
     @property
@@ -158,9 +154,10 @@ class Engine:
                 self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done
                 with (
-                    self._by_hand.pace.step(taken),
-                    self.learner.micro_scope(batch.micro_batches[0], taken),
-                ):
+                    self._at_hand
+                ):  # closed by close() where the loop is left by an error, which keeps this frame
+                    self._at_hand.enter_context(self._by_hand.pace.step(taken))
+                    self._at_hand.enter_context(self.learner.micro_scope(batch.micro_batches[0], taken))
                     yield batch
                 self._current = None
                 if self.steps_done == taken:  # a loop of the user's own, which took the step itself
@@ -382,6 +379,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives back the strategy's and, where the engine opened it, the session's processes and memory."""
+        self._at_hand.close()
         self._owned.close()
 
     def __enter__(self) -> Self:

@@ -149,7 +149,7 @@ def stop_and_go(directory: str, name: str, first: int, then: int, strategy: Any)
             engine.load(Path(directory))
         for batch in engine.batches():
             engine.step(batch)
-        engine.save(Path(directory))
+            engine.save(Path(directory))  # in the midst of the loop, as a run does at the end of an epoch
         return engine.state_dict()
 
 

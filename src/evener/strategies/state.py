@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 from evener.nn.names import clean_name
+from evener.nn.scope import outside
 from evener.runtime.mesh import Mesh
 from evener.strategies.local import as_held, local
 from evener.strategies.model import named_tensors
@@ -71,7 +72,8 @@ def _is_dense(value: Any) -> bool:
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
     """The state of both, as this rank holds it."""
     names = _names(model)
-    of_model: dict[str, Any] = {name: _held(value) for name, value in get_model_state_dict(model).items()}
+    with outside():  # in the midst of a step too, in which divided layers keep their weights to themselves
+        of_model: dict[str, Any] = {name: _held(value) for name, value in get_model_state_dict(model).items()}
     state = {
         names[p]: {key: _held(value) for key, value in entries.items()}
         for p, entries in optimizer.state.items()
@@ -149,7 +151,8 @@ def take(
         return as_held(part, tensors[name]) if own.slice_of(name, part) else part
 
     weights = {name: taken(name, value) for name, value in found["model"].items()}
-    set_model_state_dict(model, weights)
+    with outside():
+        set_model_state_dict(model, weights)
     state = {
         name: {key: taken(name, value) for key, value in entries.items()}
         for name, entries in found["optimizer"]["state"].items()
