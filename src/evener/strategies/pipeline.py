@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from evener.balance.partition import partition_layers
 from evener.borrowed.layers import AnyBatchNorm
 from evener.borrowed.module_tensors import own_parameters
 from evener.data.batch import map_leaves
 from evener.data.collate import collate_pairs, collate_with
-from evener.errors import ConfigurationError, EvenerError
+from evener.errors import ConfigurationError
 from evener.nn.experts import Experts
 from evener.runtime.mesh import Layout, Mesh
 from evener.strategies.afterwards import summing_afterwards
@@ -38,7 +35,14 @@ from evener.strategies.learner import Learner
 from evener.strategies.model import in_type
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.slices import Slice, mark, slice_of
-from evener.strategies.staged.costs import measure
+from evener.strategies.staged.best import (
+    Ranks,
+    measured,
+    own_limits,
+    partition,
+    seconds_and_speeds,
+    seconds_per_byte,
+)
 from evener.strategies.staged.cutting import Stages, layers_of, words_of
 from evener.strategies.staged.drawing import Drawing
 from evener.strategies.staged.running import StagedForward, called_with
@@ -48,8 +52,6 @@ from evener.strategies.staged.synchronizer import AroundStages
 from evener.strategies.staged.tracing import Arguments, read_both
 
 AXIS = "pipeline"
-_ALIKE = 1.15
-"""Ranks whose times differ by less are taken as equally fast."""
 _LOOKS_AT_SAMPLES = (AnyBatchNorm, Experts)
 """Layers whose result depends on several samples together, so that a micro-batch must not be cut."""
 
@@ -73,7 +75,8 @@ class Pipeline(Strategy):
     balance: str = "time"
     """How the model is cut: by the measured ``time`` of its layers and ranks, or into ``equal`` numbers of layers."""
     memory: str | None = None
-    """The most bytes of weights that each rank's stages may have, ``4e9,1e9``; ``-`` for any, None for any on all."""
+    """The most bytes of weights that each rank's stages may have, ``4e9,1e9``, and ``-`` for any. None is half of what
+    each rank's device has, for gradients want as much again."""
 
     axis: ClassVar[str] = AXIS
     divides_model: ClassVar[bool] = True
@@ -115,28 +118,30 @@ class Pipeline(Strategy):
         self, model: nn.Module, graph: fx.Graph, example: dict[str, Any] | None, learner: Learner
     ) -> str:
         layers, ranks = layers_of(graph), learner.mesh.degree(AXIS)
-        stages = ranks * self.stages_per_rank
-        speeds, seconds = [1.0] * ranks, [1.0] * len(layers)
+        speeds, seconds, crossing = [1.0] * ranks, [1.0] * len(layers), [0.0] * (len(layers) - 1)
         if self.balance == "time":
-            times = _measured(model, graph, example, learner)
-            seconds = [sum(row[layer] for row in times) / len(times) for layer in layers]
-            speeds = _speeds(times, learner)
+            rows = measured(model, graph, example, learner)
+            seconds, speeds = seconds_and_speeds(rows, learner, AXIS)
+            each = seconds_per_byte(learner, AXIS)
+            crossing = [each * nbytes for nbytes in rows[0].crossing]
         weights = learner.settings.weights
         if weights is not None and learner.data.degree == 1 and len(weights) == ranks:
-            speeds = list(weights)
-        limits = self._limits(ranks)
-        of_stages = [(speeds[stage % ranks], limits[stage % ranks]) for stage in range(stages)]
-        return words_of(layers, _partition(model, layers, seconds, of_stages))
+            speeds = [weight / max(weights) for weight in weights]
+        given = Ranks(tuple(speeds), tuple(self._limits(learner))).of_stages(ranks * self.stages_per_rank)
+        return words_of(layers, partition(model, layers, seconds, crossing, *given))
 
-    def _limits(self, ranks: int) -> list[float]:
-        """The most bytes of weights of one of the stages of each rank."""
-        found = _limits(self.memory) if self.memory is not None else [math.inf] * ranks
+    def _limits(self, learner: Learner) -> list[float]:
+        """The most bytes of weights of each rank of the axis."""
+        ranks = learner.mesh.degree(AXIS)
+        if self.memory is None:
+            return own_limits(learner, AXIS)
+        found = _limits(self.memory)
         if len(found) != ranks:
             raise ConfigurationError(
                 f"memory {self.memory!r} has {len(found)} limits for {ranks} ranks of the axis 'pipeline': give one "
                 "for each"
             )
-        return [limit / self.stages_per_rank for limit in found]
+        return found
 
     # The model
 
@@ -146,7 +151,11 @@ class Pipeline(Strategy):
         count = ranks * self.stages_per_rank
         if cut is None:
             layers = layers_of(read_both(model, self.example, ())[True])
-            cut = words_of(layers, _partition(model, layers, [1.0] * len(layers), [(1.0, math.inf)] * count))
+            ones = [1.0] * len(layers)
+            pieces = partition(
+                model, layers, ones, [0.0] * (len(layers) - 1), [1.0] * count, [math.inf] * count
+            )
+            cut = words_of(layers, pieces)
         stages = Stages(model, cut, count, self.example)
         rank_of = [stage % ranks for stage in range(count)]
         stages.check_apart(rank_of)
@@ -186,10 +195,12 @@ def draw(learner: Learner) -> Drawing:
     stepper = learner.stepper
     if not isinstance(stepper, PipelineStepper):
         raise ConfigurationError(f"strategy {learner.name!r} has no pipeline that could be drawn")
-    rows = learner.session.control.gather_objects(stepper.timed)
-    if not all(rows):
+    control, post = learner.session.control, stepper.place.post
+    rows = control.gather_objects((stepper.timed, post.nbytes))
+    if not all(timed for timed, _ in rows):
         raise ConfigurationError("there is no step yet that could be drawn")
-    return Drawing(stepper.order, tuple(tuple(rows[rank]) for rank in learner.mesh.ranks(AXIS)))
+    message = max(control.gather_objects(post.one_way(max(nbytes for _, nbytes in rows))))
+    return Drawing(stepper.order, tuple(tuple(rows[rank][0]) for rank in learner.mesh.ranks(AXIS)), message)
 
 
 def _leave_to_owners(model: nn.Module, owners: dict[str, set[int]], mesh: Mesh) -> None:
@@ -229,33 +240,6 @@ def _limits(text: str | None) -> list[float]:
         ) from None
 
 
-def _partition(
-    model: nn.Module,
-    layers: Sequence[str],
-    seconds: Sequence[float],
-    of_stages: Sequence[tuple[float, float]],
-) -> list[range]:
-    """The layers of each stage; none for one whose speed is 0.
-
-    Args:
-        of_stages: The speed of each, and the most bytes of weights that it may have.
-    """
-    working = [stage for stage, (speed, _) in enumerate(of_stages) if speed]
-    if len(layers) < len(working):
-        raise ConfigurationError(
-            f"{type(model).__name__} calls {len(layers)} modules one after the other ({', '.join(layers)}), which "
-            f"cannot be cut into {len(working)} stages: use fewer ranks, or divide it into more modules"
-        )
-    speeds, limits = zip(*(of_stages[stage] for stage in working), strict=True)
-    nbytes = [sum(p.nbytes for p in model.get_submodule(layer).parameters()) for layer in layers]
-    found = iter(partition_layers(seconds, speeds, None, nbytes, limits))
-    pieces = [range(0, 0)]
-    for stage in range(len(of_stages)):
-        following = pieces[-1].stop
-        pieces.append(next(found) if stage in working else range(following, following))
-    return pieces[1:]
-
-
 # What the layers take
 
 
@@ -286,46 +270,3 @@ def _items(dataset: Any) -> Any:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return iter(dataset)
     return (dataset[index] for index in range(len(dataset)))
-
-
-def _measured(
-    model: nn.Module, graph: fx.Graph, example: dict[str, Any] | None, learner: Learner
-) -> list[dict[str, float]]:
-    """For each rank of the world, the seconds of each layer there; by their weights if they cannot be measured.
-
-    All ranks come to the same cut by the same times, also where several have the same place on the axis.
-    """
-    session = learner.session
-    try:
-        own = measure(model, graph, example or {}, session.device, learner.settings.dtype)
-    except EvenerError:
-        raise
-    except Exception as error:
-        own = {}
-        warnings.warn(
-            f"the layers' times could not be measured ({type(error).__name__}: {error}); the model is cut by the "
-            "numbers of their weights. Name the cut yourself (cut=) if that is not right",
-            stacklevel=2,
-        )
-    rows = session.control.gather_objects(own)
-    if all(rows):
-        return rows
-    weights = {
-        layer: 1.0 + sum(p.numel() for p in model.get_submodule(layer).parameters())
-        for layer in layers_of(graph)
-    }
-    return [weights] * session.world_size
-
-
-def _speeds(times: Sequence[dict[str, float]], learner: Learner) -> list[float]:
-    """Of each place on the axis, relative to the fastest; of several ranks at one place the slowest counts."""
-    mesh, throttle = learner.mesh, learner.settings.throttle
-    took = [sum(row.values()) for row in times]
-    fastest = min(took)
-    found: dict[int, float] = {}
-    for rank, seconds in enumerate(took):
-        speed = 1.0 if seconds < _ALIKE * fastest else fastest / seconds
-        factor = throttle.factor(0, rank) if throttle is not None else 1.0
-        place = mesh.layout.place(rank)[AXIS]
-        found[place] = min(found.get(place, 1.0), speed * factor)
-    return [found[place] for place in sorted(found)]

@@ -47,10 +47,12 @@ def test_each_layer_has_its_time(device: str, dtype: torch.dtype | None) -> None
     arguments = {"words": torch.tensor([1, 4, 0]), "offset": None}
     graph = read_both(model, arguments, ())[True]
     drawn = torch.get_rng_state()
-    seconds = measure(model, graph, arguments, torch.device("cpu"), dtype)
+    costs = measure(model, graph, arguments, torch.device("cpu"), dtype)
+    seconds = costs.seconds
     assert list(seconds) == ["words", "blocks.0", "blocks.1"]
     assert seconds["blocks.1"] >= 0.02
     assert all(value > 0 for value in seconds.values())
+    assert costs.crossing == (3 * 4 * (8 if dtype == torch.float64 else 4),) * 2
     assert torch.equal(drawn, torch.get_rng_state()), "the weights of the run are drawn as without it"
     for name, tensor in model.state_dict().items():
         assert tensor.device.type == device
@@ -64,5 +66,41 @@ def test_a_step_that_is_under_way_is_no_matter() -> None:
     arguments = {"input": torch.ones(2, 4)}
     graph = read_both(model, arguments, ())[True]
     with scope(torch.arange(5), step=0, seed=0):
-        assert len(measure(model, graph, arguments, torch.device("cpu"), None)) == 3
+        assert len(measure(model, graph, arguments, torch.device("cpu"), None).seconds) == 3
         assert current() is not None
+
+
+class Skipping(nn.Module):
+    """What the first layer makes is used by the last too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.narrow, self.wide = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.first(x)
+        return self.wide(self.narrow(kept)) + kept
+
+
+def test_what_crosses_a_cut_is_counted_in_bytes() -> None:
+    model, arguments = Skipping(), {"x": torch.ones(3, 4)}
+    graph = read_both(model, arguments, ())[True]
+    costs = measure(model, graph, arguments, torch.device("cpu"), None)
+    assert costs.crossing == (3 * 8 * 4, 3 * (2 + 8) * 4)
+
+
+class Changing(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.add_(1.0))
+
+
+def test_the_example_stays_as_it_is() -> None:
+    model, arguments = Changing(), {"x": torch.ones(3, 4)}
+    measure(model, read_both(model, arguments, ())[True], arguments, torch.device("cpu"), None)
+    assert torch.equal(arguments["x"], torch.ones(3, 4))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from evener.errors import ConfigurationError, TaskError
-from evener.strategies.staged.cutting import Stages, layers_of, run, words_of
+from evener.strategies.staged.code import function_of
+from evener.strategies.staged.cutting import Stages, layers_of, words_of
 from evener.strategies.staged.tracing import inputs_of, read_both
 
 
@@ -79,15 +80,11 @@ def test_the_stages_one_after_the_other_are_the_model(cut: str, training: bool) 
     stages = Stages(model, cut, cut.count(",") + 2, {"x": args[0], "twice": True})
     expected = model(*args, **kwargs)
     seen = model.seen.clone()
-    graph = stages.graph(training)
-    interpreter = fx.Interpreter(model, graph=graph)
-    names = inputs_of(graph, inspect.signature(model.forward))
+    names = inputs_of(stages.graph(training), inspect.signature(model.forward))
     values: Any = ()
     for number in range(len(stages)):
-        stage = stages.stage(number, training)
-        known = {node: arguments[name] for node, name in names.items()}
-        known |= dict(zip(stage.received, values, strict=True))
-        values = run(stage, interpreter, known)
+        function = function_of(stages.stage(number, training), list(names))
+        values = function(model, *(arguments[name] for name in names.values()), *values)
     torch.testing.assert_close(values, expected)
     torch.testing.assert_close(model.seen, (2 if training else 1) * seen)
 

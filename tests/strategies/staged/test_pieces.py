@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
+import pytest
 import torch
 
 from evener.data.batch import MicroBatch
@@ -56,13 +58,23 @@ def test_signatures_are_of_shapes_and_not_of_numbers() -> None:
     assert told(3, "words") is told(3, object()) is None
 
 
-def test_what_comes_too_early_is_kept() -> None:
-    came: list[str] = []
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_comes_too_early_is_kept(ahead: bool) -> None:
+    begun, come = list[str](), list[str]()
 
-    def receive(key: str) -> str:
-        came.append(key)
-        return key.upper()
+    def begin(key: str) -> Callable[[], str]:
+        begun.append(key)
 
-    inbox = Inbox(["a", "b", "c"], receive)
-    assert [inbox.take(key) for key in "bca"] == ["B", "C", "A"]
-    assert came == ["a", "b", "c"]
+        def wait() -> str:
+            come.append(key)
+            return key.upper()
+
+        return wait
+
+    inbox = Inbox(["a", "b", "c", "d"], begin, ahead)
+    assert begun == ["a"] * ahead
+    assert inbox.take("b") == "B"
+    assert come == ["a", "b"]
+    assert begun == ["a", "b"] + ["c"] * ahead
+    assert [inbox.take(key) for key in "cad"] == ["C", "A", "D"]
+    assert begun == come == ["a", "b", "c", "d"]

@@ -111,6 +111,7 @@ def test_a_step_is_drawn_predicted_beside_measured() -> None:
     lines = str(drawing).splitlines()
     assert lines[0] == "predicted, 2 micro-batches: 21 ms, bubble 33%"
     assert lines[3] == "measured, 2 micro-batches: 21 ms, bubble 33%"
+    assert str(Drawing(order, measured, 0.001)).startswith("predicted, 2 micro-batches: 23 ms")
     picture = ElementTree.fromstring(drawing.svg())
     bars = [element for element in picture if element.tag.endswith("rect")]
     assert len(bars) == 2 * 8

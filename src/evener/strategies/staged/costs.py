@@ -1,4 +1,4 @@
-"""What each layer of a model takes, measured on this rank before the model is divided.
+"""What each layer of a model takes, and what crosses between them, measured on this rank before the model is divided.
 
 Layer by layer: the calls of the model are made for an example, each layer with memory of its own that is given back
 before the next. So no rank ever holds the whole model. Numbers do not matter to time, and are drawn small.
@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,24 @@ from torch import Tensor, fx, nn
 from evener.data.batch import map_leaves
 from evener.nn.scope import outside
 from evener.strategies.model import in_type, settle_on
+from evener.strategies.staged.cutting import crossings
 from evener.strategies.staged.parcel import taken_apart
 from evener.strategies.staged.tracing import inputs_of
 
-_TURNS = 3
-"""Of which the fastest counts: others were disturbed."""
+_PASSES, _TURNS = 3, 3
+"""Through the model, and of each layer in each pass; the fastest counts, for others were disturbed."""
+_PATIENCE = 5.0
+"""Seconds after which no further pass begins."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the layers of a model, in the order of their first calls."""
+
+    seconds: dict[str, float]
+    """Of forward and backward, by layer."""
+    crossing: tuple[int, ...]
+    """Bytes that a cut before the second and each further layer would have to send on."""
 
 
 class Measuring(fx.Interpreter):
@@ -43,6 +57,13 @@ class Measuring(fx.Interpreter):
         self._device, self._dtype = device, dtype
         self.seconds: dict[str, float] = defaultdict(float)
         """Of forward and backward, by layer, in the order of first calls."""
+        self.nbytes: dict[fx.Node, int] = {}
+        """Of what each call made."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        self.nbytes[n] = sum(tensor.nbytes for tensor in taken_apart(found)[1])
+        return found
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._made(self.fetch_attr(target))
@@ -115,10 +136,21 @@ def measure(
     arguments: dict[str, Any],
     device: torch.device,
     dtype: torch.dtype | None,
-) -> dict[str, float]:
-    """Seconds of forward and backward of each layer, for the example ``arguments`` of the model."""
-    measuring = Measuring(model, graph, device, dtype)
+) -> Costs:
+    """Seconds of each layer and bytes between them, for the example ``arguments`` of the model."""
     names = inputs_of(graph, inspect.signature(model.forward))
+    inputs = [arguments[name] for name in names.values()]
+    passes: list[Measuring] = []
+    began = time.perf_counter()
     with outside(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        measuring.run(*(arguments[name] for name in names.values()))
-    return dict(measuring.seconds)
+        while len(passes) < _PASSES and (not passes or time.perf_counter() - began < _PATIENCE):
+            passes.append(Measuring(model, graph, device, dtype))
+            passes[-1].run(*map_leaves(_kept, inputs))
+    seconds = {layer: min(one.seconds[layer] for one in passes) for layer in passes[0].seconds}
+    nbytes = passes[0].nbytes
+    return Costs(seconds, tuple(sum(nbytes[node] for node in crossing) for crossing in crossings(graph)))
+
+
+def _kept(leaf: Any) -> Any:
+    """The model may write to what it is given."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -52,6 +51,21 @@ class Stage:
     """Whose results come from the stage before."""
     handed_on: tuple[fx.Node, ...]
     """Whose results the next stage gets."""
+
+
+def crossings(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
+    """What would be handed on by a cut before the second and each further of the layers."""
+    layers = layers_of(graph)
+    found = []
+    for place in range(1, len(layers)):
+        begun, stage_of = set[str](), dict[fx.Node, int]()
+        for node in graph.nodes:
+            if node.op == "call_module":
+                begun.add(str(node.target))
+            if node.op not in _FREE:
+                stage_of[node] = int(layers[place] in begun)
+        found.append(_crossing(stage_of, 0))
+    return found
 
 
 class Stages:
@@ -205,20 +219,3 @@ def _crossing(stage_of: Mapping[fx.Node, int], boundary: int) -> tuple[fx.Node, 
         for node, stage in stage_of.items()
         if stage <= boundary and any(stage_of[user] > boundary for user in node.users)
     )
-
-
-def run(stage: Stage, interpreter: fx.Interpreter, known: dict[fx.Node, Any]) -> Any:
-    """Makes the calls of a stage; returns the model's outputs from the last one, from others what is handed on.
-
-    Args:
-        known: The model's inputs, and what was received.
-    """
-    interpreter.env = known
-    try:
-        for node in stage.calls:
-            interpreter.env[node] = interpreter.run_node(node)
-            if node.op == "output":
-                return interpreter.env[node]
-        return tuple(interpreter.env[node] for node in stage.handed_on)
-    finally:
-        interpreter.env = {}

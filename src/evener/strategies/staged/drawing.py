@@ -79,17 +79,18 @@ class Drawing:
 
     order: Order
     measured: Timeline
+    message: float = 0.0
+    """Seconds for which what goes from rank to rank is on its way."""
 
     @property
     def predicted(self) -> Timeline:
-        """By the schedule, with the measured mean time of each stage's forward and backward, and no time for
-        messages."""
+        """By the schedule, with the measured mean time of each stage's forward and backward, and that of a message."""
         took: dict[tuple[str, int], list[float]] = defaultdict(list)
         for actions in self.measured:
             for action, began, ended in actions:
                 took[action.kind, action.stage].append(ended - began)
         mean = {key: sum(values) / len(values) for key, values in took.items()}
-        return simulate(self.order, lambda action: mean[action.kind, action.stage])
+        return simulate(self.order, lambda action: mean[action.kind, action.stage], self.message)
 
     def _titled(self) -> list[tuple[str, Timeline]]:
         micros = 1 + max(action.micro for actions in self.order for action in actions)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from torch import Tensor
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
 from evener.runtime.watchdog import marked
+
+_PINGS = 8
 
 
 class Line:
@@ -41,11 +46,22 @@ class Line:
             work = dist.isend(moved, group=self._group(to > self._index), group_dst=to)
             self._under_way.append((work, moved))
 
-    def receive(self, rooms: Sequence[Tensor], source: int) -> None:
-        """Fills ``rooms`` with what rank ``source`` of the axis sent next."""
+    def receive(self, rooms: Sequence[Tensor], source: int) -> list[dist.Work | None]:
+        """Begins to fill ``rooms`` with what rank ``source`` of the axis sends next; :meth:`wait` ends it."""
+        group = self._group(self._index > source)
+        return [dist.irecv(room, group=group, group_src=source) for room in rooms]
+
+    @cached_property
+    def runs_ahead(self) -> bool:
+        """Whether a message may be awaited before it is needed. On a device what is sent would queue behind it."""
+        return dist.get_backend(self._group(True)) == dist.Backend.GLOO
+
+    def wait(self, under_way: Iterable[dist.Work | None]) -> None:
+        """Until all of it is done."""
         with waiting(), marked("another stage of the pipeline"):
-            for room in rooms:
-                dist.recv(room, group=self._group(self._index > source), group_src=source)
+            for work in under_way:
+                if work is not None:
+                    work.wait()
 
     def tell(self, words: Any, to: int) -> None:
         """Sends an object that can be pickled."""
@@ -55,18 +71,42 @@ class Line:
     def hear(self, source: int) -> Any:
         """The object that rank ``source`` told next. The host waits for it."""
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self.receive([length], source)
+        self.wait(self.receive([length], source))
         text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        self.receive([text], source)
+        self.wait(self.receive([text], source))
         return pickle.load(io.BytesIO(bytes(text.cpu().tolist())))
 
     def finish(self) -> None:
         """All that was sent has come."""
-        with waiting(), marked("another stage of the pipeline"):
-            for work, _ in self._under_way:
-                if work is not None:
-                    work.wait()
+        self.wait(work for work, _ in self._under_way)
         self._under_way.clear()
+
+    def one_way(self, nbytes: int) -> float:
+        """See :func:`one_way`."""
+        return one_way(nbytes, self._group(True), self._device)
+
+
+def one_way(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds for which a message of so many bytes to a neighbour is on its way, the least of some; 0 for a rank that
+    has none. All ranks of the group call it, neighbours in pairs."""
+    index = group.rank()
+    neighbour = index ^ 1
+    if neighbour >= group.size():
+        return 0.0
+    room = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=device)
+    return min(_ping(room, group, neighbour, index < neighbour) for _ in range(_PINGS))
+
+
+def _ping(room: Tensor, group: dist.ProcessGroup, neighbour: int, first: bool) -> float:
+    began = time.perf_counter()
+    with waiting(), marked("another stage of the pipeline"):
+        for sends in (first, not first):
+            if sends:
+                dist.send(room, group=group, group_dst=neighbour)
+            else:
+                dist.recv(room, group=group, group_src=neighbour)
+        room[0].item()  # the host has not waited for a device yet
+    return (time.perf_counter() - began) / 2
 
 
 Key = Any
@@ -75,17 +115,30 @@ Key = Any
 class Inbox:
     """What comes from one rank, in the order ``expected``; taken in any.
 
+    The next message is awaited while the rank still works with the one before, so that it comes without a wait for this
+    rank's word that it has room.
+
     Args:
-        receive: Receives what is named, which is the next one.
+        begin: Begins to receive what is named, which is the next one; the function that it gives waits for it.
     """
 
-    def __init__(self, expected: Sequence[Key], receive: Callable[[Key], Any]) -> None:
-        self._expected, self._receive = list(expected), receive
+    def __init__(
+        self, expected: Sequence[Key], begin: Callable[[Key], Callable[[], Any]], ahead: bool
+    ) -> None:
+        self._expected, self._begin, self._ahead = deque(expected), begin, ahead
         self._kept: dict[Key, Any] = {}
+        self._coming: Callable[[], Any] | None = None
+        self._look_ahead()
 
     def take(self, key: Key) -> Any:
         """What is named, when it has come."""
         while key not in self._kept:
-            following = self._expected.pop(0)
-            self._kept[following] = self._receive(following)
+            following = self._expected[0]
+            come = self._coming or self._begin(following)
+            self._kept[following] = come()
+            self._expected.popleft()
+            self._look_ahead()
         return self._kept.pop(key)
+
+    def _look_ahead(self) -> None:
+        self._coming = self._begin(self._expected[0]) if self._ahead and self._expected else None

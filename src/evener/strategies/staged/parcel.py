@@ -7,6 +7,7 @@ words no more.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ class Hole:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         self.trained = tensor.requires_grad
         """Whether a gradient comes back."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def room(self, device: torch.device) -> Tensor:
         """Memory for the tensor."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,14 +45,43 @@ class Post:
             )
         self._line.send(tensors, to)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether receiving may begin before what comes is needed."""
+        return self._line.runs_ahead
+
     def receive(self, key: Any, source: int) -> Any:
-        """The next tree of that rank, its tensors without gradient; and its form."""
+        """The form of the next tree of that rank, and its tensors without gradient."""
+        return self.begin(key, source)()
+
+    def begin(self, key: Any, source: int) -> Callable[[], Any]:
+        """Begins to receive, if the form is known; the function that it gives waits for what :meth:`receive` gives."""
         if key[0] is None or key not in self._forms:
-            self._forms[key] = self._line.hear(source)
-        form = self._forms[key]
+            return partial(self._heard, key, source)
+        return self._rooms(self._forms[key], source)
+
+    def _heard(self, key: Any, source: int) -> Any:
+        self._forms[key] = self._line.hear(source)
+        return self._rooms(self._forms[key], source)()
+
+    def _rooms(self, form: Form, source: int) -> Callable[[], Any]:
         rooms = [hole.room(self._device) for hole in holes_in(form)]
-        self._line.receive(rooms, source)
-        return form, rooms
+        under_way = self._line.receive(rooms, source)
+
+        def come() -> Any:
+            self._line.wait(under_way)
+            return form, rooms
+
+        return come
+
+    @property
+    def nbytes(self) -> int:
+        """Of the largest message so far."""
+        return max((sum(hole.nbytes for hole in holes_in(form)) for form in self._forms.values()), default=0)
+
+    def one_way(self, nbytes: int) -> float:
+        """Seconds for which a message of so many bytes to a neighbour is on its way. A collective call."""
+        return self._line.one_way(nbytes)
 
     def finish(self) -> None:
         """All that was sent has come."""

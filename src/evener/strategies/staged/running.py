@@ -12,13 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from evener.errors import ConfigurationError
-from evener.strategies.staged.cutting import Stages, run
+from evener.strategies.staged.code import function_of
+from evener.strategies.staged.cutting import Stages
 from evener.strategies.staged.tracing import inputs_of
 from evener.types import Forward, Tree
 
@@ -50,15 +50,8 @@ class StagedForward:
         self._signature = inspect.signature(stages.model.forward)
         graphs = {training: stages.graph(training) for training in (True, False)}
         self._inputs = {mode: inputs_of(graph, self._signature) for mode, graph in graphs.items()}
+        self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._at_hand: tuple[int, tuple[Any, ...]] | None = None
-
-    @cached_property
-    def _interpreters(self) -> dict[bool, fx.Interpreter]:
-        """Made when they are needed, since strategies of other axes may put other modules in the place of some."""
-        stages = self.stages
-        return {
-            training: fx.Interpreter(stages.model, graph=stages.graph(training)) for training in (True, False)
-        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._at_hand is None:
@@ -68,15 +61,19 @@ class StagedForward:
                 "engine.evaluate; a loop that calls the model itself needs another strategy, such as 'ddp'"
             )
         (number, received), self._at_hand = self._at_hand, None
-        training = self.stages.model.training
-        stage = self.stages.stage(number, training)
-        known: dict[fx.Node, Any] = dict(zip(stage.received, received, strict=True))
-        bound = arguments_of(self._signature, args, kwargs)
-        known |= {node: bound[name] for node, name in self._inputs[training].items()}
-        found = run(stage, self._interpreters[training], known)
+        model, bound = self.stages.model, arguments_of(self._signature, args, kwargs)
+        inputs = [bound[name] for name in self._inputs[model.training].values()]
+        found = self._function(number, model.training)(model, *inputs, *received)
         if number < len(self.stages) - 1:
             raise StageEndedError(found)
         return found
+
+    def _function(self, number: int, training: bool) -> Callable[..., Any]:
+        key = number, training
+        if key not in self._functions:
+            stage = self.stages.stage(number, training)
+            self._functions[key] = function_of(stage, list(self._inputs[training]))
+        return self._functions[key]
 
     def run(self, number: int, received: tuple[Any, ...], forward: Forward, inputs: Tree) -> Any:
         """What the stage hands on; from the last one the outputs that ``forward`` makes of the model's.

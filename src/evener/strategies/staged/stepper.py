@@ -11,13 +11,14 @@ any size. A model with BatchNorm is not: it would normalize the pieces.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from evener.data.batch import Batch, MicroBatch
 from evener.strategies.learner import Learner
 from evener.strategies.parts import StepOutcome, Stepper
-from evener.strategies.staged.parcel import put_together
+from evener.strategies.staged.parcel import put_together, signature
 from evener.strategies.staged.pieces import pieces_of
 from evener.strategies.staged.post import Post
 from evener.strategies.staged.running import StagedForward
@@ -95,13 +96,14 @@ class PipelineStepper(Stepper):
     def outputs(self, micro: MicroBatch) -> Tree:
         """One stage after the other; several batches follow each other through them."""
         place, post, outputs = self.place, self.place.post, None
+        key = partial(place.key, signature(micro.inputs), FORWARD)
         for stage in range(post.index, place.stages, post.degree):
             received: tuple[Any, ...] = ()
             if stage:
-                came = post.receive(place.key(micro, FORWARD, stage - 1), (stage - 1) % post.degree)
+                came = post.receive(key(stage - 1), (stage - 1) % post.degree)
                 received = put_together(*came)
             outputs = place.forward.run(stage, received, place.learner.task.forward, micro.inputs)
             if stage < place.stages - 1:
-                post.send(place.key(micro, FORWARD, stage), outputs, (stage + 1) % post.degree)
+                post.send(key(stage), outputs, (stage + 1) % post.degree)
         post.finish()
         return outputs

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -44,10 +44,9 @@ class Place:
         """How many there are."""
         return len(self.forward.stages)
 
-    def key(self, micro: MicroBatch, kind: str, stage: int) -> Any:
-        """What the form of a message follows from: that of the model's inputs, and which message it is."""
-        mode = self.learner.model.training, torch.is_grad_enabled()
-        return signature(micro.inputs), mode, kind, stage
+    def key(self, inputs: str | None, kind: str, stage: int) -> Any:
+        """What the form of a message follows from: the :func:`signature` of the model's inputs, and which it is."""
+        return inputs, self.learner.model.training, torch.is_grad_enabled(), kind, stage
 
 
 @dataclass
@@ -82,13 +81,15 @@ class Turn:
         checks: bool,
     ) -> None:
         self._place, self._plan, self._pieces = place, plan, pieces
+        self._signatures = [signature(piece.inputs) for piece in pieces]
         self._ask, self._step, self._checks = divisor, step, checks
         self._learner, self._post, self._last = place.learner, place.post, place.stages - 1
         self._began = time.perf_counter()
         self._divisor: float | None = None
         self._saved: dict[tuple[int, int], Saved] = {}
         self._inboxes = [
-            Inbox(expected, partial(self._receive, source)) for source, expected in enumerate(plan.expected)
+            Inbox(expected, partial(self._begin, source), place.post.runs_ahead)
+            for source, expected in enumerate(plan.expected)
         ]
         self._actions: dict[str, Callable[[int, int], None]] = {
             FORWARD: self._forward,
@@ -99,7 +100,7 @@ class Turn:
         self.totals: list[Readout] = []
         """Of the last stage."""
         self.timed: list[Timed] = []
-        """On the host, when each action ran, waiting for others left out of it."""
+        """On the host, when each action ran, from when what it needs had come until what it made was sent."""
         self.outputs: list[tuple[Any, Tensor]] = []
         """Of the first micro-batches and their totals, until it is known that the loss is a sum over samples."""
 
@@ -107,12 +108,12 @@ class Turn:
         """Does what the schedule says."""
         self._actions[action.kind](action.stage, action.micro)
 
-    def _receive(self, source: int, action: Action) -> Any:
+    def _begin(self, source: int, action: Action) -> Callable[[], Any]:
         kind = FORWARD if action.kind == FORWARD else BACKWARD
-        return self._post.receive(self._key(action.micro, kind, action.stage), source)
+        return self._post.begin(self._key(action.micro, kind, action.stage), source)
 
     def _key(self, micro: int, kind: str, stage: int) -> Any:
-        return self._place.key(self._pieces[micro], kind, stage)
+        return self._place.key(self._signatures[micro], kind, stage)
 
     def _arrived(self, kind: str, stage: int, micro: int) -> Any:
         """What stage ``stage`` sent of its action."""
@@ -121,33 +122,25 @@ class Turn:
     # Forward
 
     def _forward(self, stage: int, micro: int) -> None:
-        inputs, received = self._inputs(stage, micro)
-        piece, learner = self._pieces[micro], self._learner
+        came = self._arrived(FORWARD, stage - 1, micro) if stage else ((), [])
         began = time.perf_counter()
+        inputs, received = _leaves(*came)
+        piece, learner = self._pieces[micro], self._learner
         with learner.micro_scope(piece, self._step) as current:
             found = self._place.forward.run(stage, received, learner.task.forward, piece.inputs)
             if stage == self._last:
                 total = term_of(learner.task.exact_loss(), found, piece)
         current.rewind()
-        self._work_done(FORWARD, stage, micro, began)
+        self._learner.pace.work_done()
         if stage == self._last:
             self._keep_total(found, total, micro)
+            self._note(FORWARD, stage, micro, began)
             outputs = [total / self._divide()]
         else:
             outputs = self._send_on(stage, micro, found)
+            self._note(FORWARD, stage, micro, began)
         self._divide()
         self._saved[stage, micro] = Saved(current, inputs, [each for each in outputs if each.requires_grad])
-
-    def _inputs(self, stage: int, micro: int) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """What came, and the same for the calls of the stage, which may write to it."""
-        if not stage:
-            return [], ()
-        form, tensors = self._arrived(FORWARD, stage - 1, micro)
-        leaves = [
-            tensor.requires_grad_(hole.trained) for tensor, hole in zip(tensors, holes_in(form), strict=True)
-        ]
-        free = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
-        return [leaf for leaf in leaves if leaf.requires_grad], put_together(form, free)
 
     def _send_on(self, stage: int, micro: int, found: tuple[Any, ...]) -> list[Tensor]:
         # Copies where backward comes in two parts, which detaches them: a view cannot be.
@@ -180,8 +173,8 @@ class Turn:
         with resumed(saved.scope):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
-        self._work_done(BACKWARD, stage, micro, began)
         self._send_back(stage, micro, saved)
+        self._note(BACKWARD, stage, micro, began)
 
     def _gradients(self, stage: int, micro: int, saved: Saved) -> tuple[list[Tensor], list[Tensor] | None]:
         """The outputs that have a gradient, and it."""
@@ -193,6 +186,7 @@ class Turn:
         return [output for output, _ in found], [gradient for _, gradient in found]
 
     def _send_back(self, stage: int, micro: int, saved: Saved) -> None:
+        self._learner.pace.work_done()
         if stage:
             gradients = tuple(leaf.grad for leaf in saved.inputs)
             self._post.send(self._key(micro, BACKWARD, stage), gradients, (stage - 1) % self._post.degree)
@@ -202,22 +196,23 @@ class Turn:
         outputs, gradients = self._gradients(stage, micro, saved)
         began = time.perf_counter()
         with resumed(saved.scope):
-            saved.groups = backward_of_inputs(outputs, gradients, saved.inputs, self._weights())
-        self._work_done(INPUT, stage, micro, began)
+            saved.groups = backward_of_inputs(outputs, gradients, saved.inputs, self._weights)
         self._send_back(stage, micro, saved)
+        self._note(INPUT, stage, micro, began)
 
     def _backward_of_weights(self, stage: int, micro: int) -> None:
         saved = self._saved.pop((stage, micro))
         began = time.perf_counter()
         with resumed(saved.scope):
-            backward_of_weights(saved.groups or [], self._weights())
-        self._work_done(WEIGHT, stage, micro, began)
+            backward_of_weights(saved.groups or [], self._weights)
+        self._learner.pace.work_done()
+        self._note(WEIGHT, stage, micro, began)
 
+    @cached_property
     def _weights(self) -> list[torch.nn.Parameter]:
         return [p for p in self._learner.model.parameters() if p.requires_grad]
 
-    def _work_done(self, kind: str, stage: int, micro: int, began: float) -> None:
-        self._learner.pace.work_done()
+    def _note(self, kind: str, stage: int, micro: int, began: float) -> None:
         ended = time.perf_counter()
         self.timed.append(Timed(Action(kind, stage, micro), began - self._began, ended - self._began))
 
@@ -243,6 +238,15 @@ class Turn:
             f"{float(parts):g}: it looks at several samples together, which a pipeline cuts apart. Have it take each "
             "micro-batch as it is, with microbatches=1"
         )
+
+
+def _leaves(form: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """Those of what came that want a gradient, and all of it for the calls of a stage, which may write to it."""
+    leaves = [
+        tensor.requires_grad_(hole.trained) for tensor, hole in zip(tensors, holes_in(form), strict=True)
+    ]
+    free = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
+    return [leaf for leaf in leaves if leaf.requires_grad], put_together(form, free)
 
 
 def _samples(outputs: Any) -> int:
