@@ -1,3 +1,5 @@
+"""A run as its parts: batches, steps, records, evaluation and state."""
+
 from __future__ import annotations
 
 import math
@@ -13,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from evener.config import RunConfig
 from evener.engine import Engine
-from evener.errors import ConfigurationError, DivergenceError, TaskError
-from evener.losses import Sum, loss
+from evener.errors import ConfigurationError, TaskError
+from evener.losses import Sum
 from evener.nn.scope import current
 from evener.observer import Observer
 from evener.records import StepRecord
@@ -22,96 +24,8 @@ from evener.runtime.session import Session
 from evener.strategies.learner import Learner
 from evener.task import Task
 from tests import tasks
+from tests.engines import Weights, assert_same, copied, engine_of, stepped
 from tests.observers import Remembering
-
-Weights = dict[str, Tensor]
-
-
-def engine_of(name: str, **settings: Any) -> Engine:
-    return Engine(getattr(tasks, name)(), RunConfig(**({"dtype": "float64", "device": "cpu"} | settings)))
-
-
-def copied(engine: Engine) -> Weights:
-    return {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
-
-
-def assert_same(a: Weights, b: Weights, tolerance: float = 1e-12) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        scale = max(1e-30, value.abs().max().item())
-        assert (value - b[name]).abs().max().item() <= tolerance * scale, name
-
-
-# Loops
-
-
-def stepped(name: str, **settings: Any) -> tuple[Weights, list[float]]:
-    with engine_of(name, **settings) as engine:
-        losses = [engine.step(batch).loss for batch in engine.batches()]
-        return copied(engine), losses
-
-
-def by_hand(name: str, **settings: Any) -> tuple[Weights, list[float]]:
-    """The same as ``stepped``, written out."""
-    losses = []
-    with engine_of(name, **settings) as engine:
-        for batch in engine.batches():
-            (micro,) = batch.micro_batches
-            outputs = engine.model(micro.inputs)
-            total = engine.loss.total(outputs, micro.targets)
-            losses.append(engine.backward(total, engine.loss.count(micro.targets)))
-            engine.update()
-        return copied(engine), losses
-
-
-def test_a_loop_by_hand_is_the_step(ranks: Any) -> None:
-    for name, settings in (
-        ("batch_norm", {"steps": 8, "clip_norm": 0.2}),
-        ("branches", {"steps": 8}),  # ranks without a gradient for some parameters
-        ("sparse", {"steps": 6}),
-        ("dropout", {"steps": 6}),
-    ):
-        weights, losses = stepped(name, **settings)
-        for balance in ("equal", "0,1"):
-            for other, found in ranks(2).run(by_hand, name, balance=balance, **settings):
-                assert_same(weights, other)
-                assert found == pytest.approx(losses, rel=1e-12, nan_ok=True)
-
-
-def test_a_loop_by_hand_takes_whole_batches() -> None:
-    with engine_of("plain", batch_size=8, micro_batch=4) as engine:
-        micro = next(batches := engine.batches()).micro_batches[0]
-        with pytest.raises(ConfigurationError, match="2 micro-batches"):
-            engine.backward(engine.model(micro.inputs).sum(), 4)
-        batches.close()  # type: ignore[attr-defined]
-
-
-def adversarial(**settings: Any) -> Weights:
-    """Two optimizers in turn, and an exchange for each."""
-    with engine_of("adversaries", steps=6, **settings) as engine:
-        generator, critic = engine.model.generator, engine.model.critic
-        makes: Any = torch.optim.Adam(generator.parameters(), lr=1e-2)
-        judges = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
-        for batch in engine.batches():
-            (micro,) = batch.micro_batches
-            noise = torch.stack([micro.samples.double().sin(), micro.samples.double().cos()], 1)
-            made, n = generator(noise), len(micro.samples)
-            real, fake = critic(micro.inputs), critic(made.detach())
-            wrong = F.softplus(-real).sum() + F.softplus(fake).sum()
-            engine.backward(wrong, n)
-            engine.update(judges)
-            engine.backward(F.softplus(-critic(made)).sum(), n)
-            judges.zero_grad()
-            engine.update(makes)
-        assert engine.steps_done == 6
-        return copied(engine)
-
-
-def test_two_optimizers_in_turn(ranks: Any) -> None:
-    reference = adversarial()
-    for settings in ({}, {"balance": "5,1"}, {"balance": "0,1"}):
-        for weights in ranks(2).run(adversarial, **settings):
-            assert_same(reference, weights)
 
 
 def test_a_skipped_batch_leaves_no_count_behind() -> None:
@@ -131,9 +45,6 @@ def test_a_skipped_batch_leaves_no_count_behind() -> None:
                 outputs = engine.model(micro.inputs)
             expected[batch.index] = F.cross_entropy(outputs, micro.targets).item()
     assert losses == pytest.approx({key: expected[key] for key in losses}, rel=1e-12)
-
-
-# Losses, limits, schedulers
 
 
 def test_the_loss_of_a_step_is_known_at_once_and_told_once() -> None:
@@ -205,72 +116,6 @@ def test_a_penalty_counts_once_a_step_and_not_once_a_rank(ranks: Any) -> None:
     (_, reference), found = stepped("penalty", steps=3), ranks(2).run(stepped, "penalty", steps=3)
     for _, losses in found:
         assert losses == pytest.approx(reference, rel=1e-12)
-
-
-# Divergence
-
-
-def diverge(name: str, form: Any, **settings: Any) -> tuple[str, int]:
-    with engine_of(name, **settings) as engine:
-        try:
-            for batch in engine.batches():
-                form(engine, batch)
-        except DivergenceError as error:
-            return str(error), engine.steps_done
-    return "nothing was said", -1
-
-
-def taking_steps(engine: Engine, batch: Any) -> None:
-    engine.step(batch)
-
-
-def taking_them_by_hand(engine: Engine, batch: Any) -> None:
-    (micro,) = batch.micro_batches
-    total = engine.loss.total(engine.model(micro.inputs), micro.targets)
-    engine.backward(total, len(micro.samples))
-    engine.update()
-
-
-def place_of_bad_sample(world_size: int) -> tuple[int, int]:
-    """Step and rank that meet the sample whose target is NaN."""
-    order = [i for batch in _batches("one_bad_target") for i in batch]
-    step, place = divmod(order.index(20), 13)
-    size = min(13, tasks.SAMPLES - 13 * step)
-    return step, 0 if place < -(-size // world_size) else 1
-
-
-def _batches(name: str) -> list[list[int]]:
-    with engine_of(name, epochs=1) as engine:
-        return [batch.micro_batches[0].samples.tolist() for batch in engine.batches()]
-
-
-@pytest.mark.parametrize("form", [taking_steps, taking_them_by_hand])
-def test_a_loss_that_is_nan_names_step_and_rank_on_every_rank(ranks: Any, form: Any) -> None:
-    step, rank = place_of_bad_sample(2)
-    for message, _ in ranks(2).run(diverge, "one_bad_target", form):
-        assert f"the loss is nan in step {step} on rank {rank};" in message
-
-
-def test_a_nan_loss_in_the_very_last_step_is_found(ranks: Any) -> None:
-    step, _ = place_of_bad_sample(2)
-    for message, _ in ranks(2).run(diverge, "one_bad_target", taking_steps, steps=step + 1):
-        assert f"in step {step} " in message
-
-
-def test_a_process_alone_keeps_the_weights_before_the_nan() -> None:
-    with engine_of("one_bad_target") as engine:
-        last = place_of_bad_sample(1)[0]
-        for batch in engine.batches():
-            before = copied(engine)
-            if engine.steps_done == last:
-                with pytest.raises(DivergenceError, match="Try a lower learning rate"):
-                    engine.step(batch)
-                break
-            engine.step(batch)
-        assert_same(before, copied(engine), 0.0)
-
-
-# Going on
 
 
 def part_of_run(
@@ -346,9 +191,6 @@ def test_buffers_agree_after_a_single_further_step(ranks: Any) -> None:
     state, *_ = part_of_run("buffers", 3)
     first, second = ranks(2).run(one_step_more, state)
     assert_same(first, second, 0.0)
-
-
-# Other
 
 
 def evaluate_in_the_loop() -> tuple[list[dict[str, float]], bool]:
@@ -457,36 +299,6 @@ def test_two_engines_may_share_a_session(ranks: Any) -> None:
         assert losses[::2] == losses[1::2]
 
 
-def a_gradient_that_is_not_finite(by_hand: bool) -> str:
-    """On rank 1 alone; the loss is finite."""
-
-    class Spoiled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            scores = super().forward(x)
-            if torch.distributed.get_rank() == 1 and self.training:
-                scores = scores + (scores * 0).sqrt() * 0
-            return scores
-
-    with Engine(tasks._task(model=lambda: Spoiled(6, 3)), device="cpu", steps=1) as engine:
-        try:
-            for batch in engine.batches():
-                if by_hand:
-                    taking_them_by_hand(engine, batch)
-                else:
-                    engine.step(batch)
-        except DivergenceError as error:
-            return str(error)
-    return "nothing was said"
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_gradient_that_is_not_finite_names_step_and_rank(ranks: Any, by_hand: bool) -> None:
-    for message in ranks(2).run(a_gradient_that_is_not_finite, by_hand):
-        assert "a gradient is not finite" in message
-        assert "on rank 1" in message
-        assert by_hand or "in step 0" in message
-
-
 def test_a_task_may_be_given_as_its_function_or_its_name() -> None:
     for task in (tasks.plain(), tasks.plain, "tests.tasks:plain", "digits"):
         with Engine(task, device="cpu", steps=1) as engine:
@@ -494,43 +306,6 @@ def test_a_task_may_be_given_as_its_function_or_its_name() -> None:
     for wrong, words in (("digit", "known are digits"), (lambda: 3, "must return an evener.Task")):
         with pytest.raises(TaskError, match=words):
             Engine(wrong, device="cpu")
-
-
-def test_a_penalty_that_is_nan_names_its_own_step() -> None:
-    calls = iter(range(9))
-
-    def penalty(model: nn.Module) -> Tensor:
-        weights = torch.cat([p.reshape(-1) for p in model.parameters()])
-        return weights.sum() * (math.nan if next(calls) == 2 else 0.0)
-
-    with (
-        Engine(tasks._task(penalty=penalty), device="cpu", steps=5) as engine,
-        pytest.raises(DivergenceError, match="the penalty is nan in step 2 on all ranks"),
-    ):
-        list(map(engine.step, engine.batches()))
-
-
-def large_gradients(dtype: str) -> list[float]:
-    """Each of them is finite in half precision, their sum is not."""
-    task = Task(
-        model=lambda: nn.Linear(2000, 1, bias=False),
-        loss=loss(total=lambda outputs, _: (outputs * 100).sum(), count=len),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-6),
-        train=TensorDataset(torch.ones(12, 2000), torch.zeros(12, 1)),
-        batch_size=4,
-        epochs=1,
-    )
-    with Engine(task, device="cpu", dtype=dtype) as engine:
-        steps = [engine.step(batch) for batch in engine.batches()]
-    return [step.loss for step in steps]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_gradients_whose_sum_overflows_are_sound(ranks: Any, dtype: str) -> None:
-    assert all(map(math.isfinite, large_gradients(dtype)))
-    for losses in ranks(2).run(large_gradients, dtype):
-        assert len(losses) == 3
-        assert all(map(math.isfinite, losses))
 
 
 def spectral() -> list[Tensor]:
