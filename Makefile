@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes among which the tests are divided. Each starts ranks of its own, once.
+WORKERS ?= 2
 READY := $(VENV)/.ready
 
 # The oldest and the newest torch that pyproject.toml allows.
@@ -23,18 +25,18 @@ train: $(READY)
 	$(BIN)/evener train digits
 
 test: lint types $(READY)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 # Injected faults, long commands and long trainings.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow
 
 # Not part of `make test`: the tests on the oldest and on the newest torch, in environments of their own, into which
 # pip loads gigabytes of CUDA libraries where it finds no CPU wheel. setuptools is left to what that torch wants.
 test-versions: test-torch-$(OLDEST) test-torch-$(NEWEST)
 
 test-torch-%: $(VENV)-torch-%/.ready
-	$(<D)/bin/python -m pytest -q -m "not slow"
+	$(<D)/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 $(VENV)-torch-%/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)

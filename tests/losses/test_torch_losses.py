@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import evener
 from evener.errors import LossError
 from evener.losses import Loss, exact
+from tests.ids import placeless
 
 N, C = 11, 5
 Pair = tuple[Tensor, Tensor]
@@ -228,7 +229,7 @@ REFUSED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("loss", REFUSED, ids=str)
+@pytest.mark.parametrize("loss", REFUSED, ids=placeless)
 def test_a_loss_of_unknown_count_is_refused_with_the_lines_that_fix_it(loss: Any) -> None:
     with pytest.raises(LossError) as caught:
         exact(loss)

@@ -22,6 +22,7 @@ from evener.nn import (
     shift,
     split,
 )
+from tests.ids import placeless
 
 Tensors = list[Tensor]
 World = dist.group
@@ -426,7 +427,7 @@ def test_numbers_alone_come_as_one_dimension() -> None:
         (lambda x: broadcast(x, None, 1), "there is no rank 1 in a group of 1"),
         (lambda x: all_reduce(x, object()), "this rank is not in the group"),
     ],
-    ids=str,
+    ids=placeless,
 )
 def test_what_one_rank_can_see_is_refused_before_anything_is_sent(call: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -14,6 +14,7 @@ from evener.errors import TaskError
 from evener.strategies.borders import Moves, draw_borders
 from evener.strategies.layers import part_stateless, put
 from evener.strategies.places import parse_placement, said_places
+from tests.ids import placeless
 from tests.strategies.logical import LogicalDevices, MixedDevicesError
 
 FIRST = torch.device("cpu:0")
@@ -145,7 +146,7 @@ CASES: list[tuple[Callable[[], nn.Module], str, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "placement", "moves"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "placement", "moves"), CASES, ids=placeless)
 def test_what_crosses_a_border_is_moved_and_nothing_else(
     kind: Callable[[], nn.Module], placement: str, moves: int
 ) -> None:

@@ -18,6 +18,7 @@ from evener.strategies.build import (
     explaining_model_errors,
 )
 from tests import tasks
+from tests.ids import placeless
 
 
 def net() -> nn.Module:
@@ -79,7 +80,7 @@ FACTORIES = [decay, of_model, annotated, listed, Factory(), functools.partial(SG
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("factory", FACTORIES, ids=str)
+@pytest.mark.parametrize("factory", FACTORIES, ids=placeless)
 def test_a_factory_gets_what_its_parameter_is_called(factory: Any, compiled: bool) -> None:
     model = torch.compile(net(), backend="eager") if compiled else net()
     assert sizes(built(factory, model)) == [7]
