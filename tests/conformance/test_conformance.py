@@ -94,6 +94,21 @@ ROWS = {
     ),
     "sharded": Row(3, {"strategy": "sharded", "balance": "3,0,1"}, NO_SPARSE),
     "data x sharded": Row(4, {"mesh": "data=2,shard=2", "balance": "2,0,1,1"}, NO_SPARSE),
+    "pipeline x sharded 1": Row(
+        4, {"strategy": Sharded(zero=1, owns="1,2"), "mesh": "pipeline=2,shard=2", "balance": "2,1"}
+    ),
+    "pipeline x sharded 2": Row(
+        4, {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "pipeline=2,shard=2", "balance": "1,2"}
+    ),
+    "pipeline x data x sharded 2": Row(
+        8,
+        {"strategy": Sharded(zero=2, owns="1,3"), "mesh": "pipeline=2,data=2,shard=2", "balance": "3,0,1,1"},
+    ),
+    "pipeline x sharded 2 x tensor": Row(
+        8,
+        {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "pipeline=2,shard=2,tensor=2", "balance": "2,1"},
+        NO_PAIRS | NO_TABLES,
+    ),
     "context": Row(3, {"strategy": "context"}, NO_POSITIONS),
     "data x context": Row(
         4, {"strategy": "context", "mesh": "data=2,context=2", "balance": "2,1"}, NO_POSITIONS

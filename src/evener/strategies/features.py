@@ -131,6 +131,9 @@ class SameBits(Synchronizer):
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return self._inner.micro_batch(last)
 
+    def until_complete(self) -> AbstractContextManager[Any]:
+        return self._inner.until_complete()
+
     def complete(self) -> tuple[str, ...]:
         missing = self._inner.complete()
         self._share_whole(self._learner.model.parameters())

@@ -22,6 +22,7 @@ def divide_rows(tables: Sequence[tuple[int, int]], parts: Sequence[float]) -> li
     """For each table, given by its number of rows and the size of a row, the rows of every rank.
 
     Args:
+        tables: One without rows is nobody's.
         parts: What each rank is to own of all sizes together; they add up to 1.
 
     Returns:
@@ -31,6 +32,9 @@ def divide_rows(tables: Sequence[tuple[int, int]], parts: Sequence[float]) -> li
     found: dict[int, tuple[range, ...]] = {}
     for index in sorted(range(len(tables)), key=lambda index: -tables[index][1]):
         rows, size = tables[index]
+        if not rows:
+            found[index] = (range(0),) * len(parts)
+            continue
         wanted = [part * rows + missing / size for part, missing in zip(parts, short, strict=True)]
         counts = _rounded(wanted, rows)
         short = [(want - count) * size for want, count in zip(wanted, counts, strict=True)]

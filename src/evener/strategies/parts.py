@@ -114,6 +114,11 @@ class Synchronizer:
         """Around forward and backward of a micro-batch; gradients are exchanged with the ``last`` one."""
         return nullcontext()
 
+    def until_complete(self) -> AbstractContextManager[Any]:
+        """Around all forward and backward passes of a step, in any order, in place of :meth:`micro_batch`: gradients
+        are exchanged in :meth:`complete`, when the last of them is over."""
+        return nullcontext()
+
     def complete(self) -> tuple[str, ...]:
         """Ends the rank's own work and the exchange of gradients; names the parameters that it gave none."""
         return ()

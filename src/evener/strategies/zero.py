@@ -36,7 +36,7 @@ from evener.strategies.normalize import normalize_together
 from evener.strategies.ownership import divide_rows
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
-from evener.strategies.slices import Slice, mark, slice_of
+from evener.strategies.slices import Slice, by_axes, mark, slice_of
 from evener.strategies.zero_sum import ZeroSum
 from evener.strategies.zero_weights import AXIS, sparse_weights
 
@@ -56,7 +56,7 @@ class Zero(Strategy):
 
     name: ClassVar[str] = "sharded"
     axis: ClassVar[str] = AXIS
-    combines: ClassVar[tuple[str, ...]] = ("data", "tensor")
+    combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "tensor")
     divides_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -105,11 +105,13 @@ def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
     cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
     pieces: dict[nn.Parameter, nn.Parameter] = {}
     # What all ranks of another axis hold alike is cut by itself, and so alike on all of them.
-    for alike in (True, False):
-        chosen = {parameter: dim for parameter, dim in cut.items() if (slice_of(parameter) is None) is alike}
-        tables = [(parameter.shape[dim], _nbytes_of_row(parameter, dim)) for parameter, dim in chosen.items()]
-        for (parameter, dim), rows in zip(chosen.items(), divide_rows(tables, parts), strict=True):
-            pieces[parameter] = _piece(parameter, dim, rows, index)
+    for alike in by_axes(cut).values():
+        tables = [
+            (parameter.shape[cut[parameter]], _nbytes_of_row(parameter, cut[parameter]))
+            for parameter in alike
+        ]
+        for parameter, rows in zip(alike, divide_rows(tables, parts), strict=True):
+            pieces[parameter] = _piece(parameter, cut[parameter], rows, index)
     for module in model.modules():
         held = own_parameters(module)
         for name, given in held.items():
@@ -118,17 +120,21 @@ def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
 
 
 def _divisible(model: nn.Module) -> Iterator[nn.Parameter]:
-    """A number alone has no rows: every rank keeps it, as it does what is not trained."""
-    return (p for p in model.parameters() if p.requires_grad and p.ndim and p.numel())
+    """A number alone has no rows: every rank keeps it, as it does what is not trained. Of what is another stage's of a
+    pipeline there are none here, and these are cut too, so that all ranks know over which axes a weight is divided."""
+    found = (p for p in model.parameters() if p.requires_grad and p.ndim)
+    return (p for p in found if p.numel() or slice_of(p) is not None)
 
 
 def _dim(parameter: nn.Parameter, sparse: bool) -> int:
     """The first that has more than one row, so that a piece is one stretch of memory."""
-    return 0 if sparse else next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
+    if sparse or not parameter.numel():
+        return 0
+    return next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
 
 
 def _nbytes_of_row(parameter: nn.Parameter, dim: int) -> int:
-    return parameter.nbytes // parameter.shape[dim]
+    return parameter.nbytes // max(1, parameter.shape[dim])
 
 
 def _piece(parameter: nn.Parameter, dim: int, rows: tuple[range, ...], index: int) -> nn.Parameter:

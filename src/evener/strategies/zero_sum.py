@@ -83,16 +83,26 @@ class ZeroSum(Synchronizer):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        self._begin()
         self._last, summed_now = last, last or self._way.each_micro_batch
+        with self._computing(sending=summed_now):
+            yield
+        if summed_now and not last:
+            self._round.finish()
+
+    def until_complete(self) -> AbstractContextManager[None]:
+        self._last = False
+        return self._computing(sending=False)
+
+    @contextmanager
+    def _computing(self, sending: bool) -> Iterator[None]:
+        """Around forward and backward; full buckets are sent while that runs, or stay."""
+        self._begin()
         with self._wholes.shown():
-            self._stepping, self._sending = True, summed_now
+            self._stepping, self._sending = True, sending
             try:
                 yield
             finally:
                 self._stepping = self._sending = False
-        if summed_now and not last:
-            self._round.finish()
 
     def _begin(self) -> None:
         """A step begins, unless it has."""
@@ -213,11 +223,12 @@ class ZeroSum(Synchronizer):
 
 
 def _weights(learner: Learner) -> Iterator[Weight]:
-    """All that is trained."""
+    """All that is trained here, on some rank of the axis."""
     sparse = set(sparse_weights(learner.model))
     for parameter, name in learner.names.items():
         piece = slice_of(parameter)
         if piece is not None and piece.axis == AXIS:
-            yield Weight(name, parameter, piece, parameter in sparse)
+            if piece.pieces[-1].stop:
+                yield Weight(name, parameter, piece, parameter in sparse)
         elif parameter.requires_grad and parameter.numel():
             yield Weight(name, parameter, None, parameter in sparse)

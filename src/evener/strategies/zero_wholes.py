@@ -90,12 +90,15 @@ class Wholes:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The model holds whole weights."""
+        """The model holds whole weights, however the passes within end: a stage of a pipeline leaves the model's
+        forward by no Exception, at which PyTorch does not call :class:`After`."""
+        before = self._depth
         self.enter(self._model)
         try:
             yield
         finally:
-            self.leave(self._model)
+            while self._depth > before:
+                self.leave(self._model)
 
     def enter(self, model: nn.Module) -> None:
         """The model computes from here on; within another such stretch nothing changes.

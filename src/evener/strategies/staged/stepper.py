@@ -56,9 +56,10 @@ class PipelineStepper(Stepper):
         self.order = plan.order
         with learner.pace.step(step):
             turn = Turn(place, plan, pieces, divisor, step, self._unchecked)
-            for action in plan.own:
-                turn.take(action)
-            place.post.finish()
+            with learner.synchronizer.until_complete():
+                for action in plan.own:
+                    turn.take(action)
+                place.post.finish()
             place.forward.refusal = self._of_several(before) or self._of_loss(turn, batch, len(cut[0]))
             missing = learner.synchronizer.complete()
         self.timed = turn.timed

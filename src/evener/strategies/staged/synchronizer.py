@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
-from evener.strategies import gradients
 from evener.strategies.afterwards import zeros_of
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
-from evener.strategies.slices import slice_of
+from evener.strategies.slices import slice_over
 from evener.strategies.staged.running import StagedForward
 
 
@@ -44,7 +43,7 @@ class AroundStages(Synchronizer):
         self._owners = forward.owners
         self._axis, self._index = axis, learner.mesh.index(axis)
         self._group = learner.mesh.new_group(axis)
-        self._own: Readout | None = None
+        self._sound: tuple[Readout, ...] = ()
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -56,30 +55,34 @@ class AroundStages(Synchronizer):
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return self._inner.micro_batch(last)
 
+    def until_complete(self) -> AbstractContextManager[Any]:
+        return self._inner.until_complete()
+
     def forward(self) -> AbstractContextManager[Any]:
         return self._inner.forward()
 
     def complete(self) -> tuple[str, ...]:
-        missing = self._missing_everywhere()
+        absent = self._inner.complete()
+        self._sound = self._inner.soundness()
+        missing = self._missing_everywhere(absent)
         trained = self._trained()
         for name, parameter in trained.items():
             if parameter.grad is None and name in self._owners and name not in missing:
                 parameter.grad = zeros_of(parameter, parameter in self._sparse)
-        self._own = read(gradients.soundness(trained.values()))
-        self._inner.complete()
         self._sum_shared(p for name, p in trained.items() if name not in missing)
         for name in missing | (trained.keys() - self._owners.keys()):
             trained[name].grad = None
-        return ()
+        return tuple(sorted(missing))
 
-    def _missing_everywhere(self) -> set[str]:
-        """Weights to which no rank that uses them gave a gradient."""
+    def _missing_everywhere(self, given_none: Iterable[str]) -> set[str]:
+        """Weights to which no rank that uses them gave a gradient.
+
+        Args:
+            given_none: By this rank, of those that other axes' sums have filled.
+        """
         control = self._learner.session.control
-        absent = [
-            name
-            for name, parameter in self._trained().items()
-            if parameter.grad is None and self._index in self._owners.get(name, ())
-        ]
+        without = {name for name, parameter in self._trained().items() if parameter.grad is None}
+        absent = [name for name in without.union(given_none) if self._index in self._owners.get(name, ())]
         with waiting():
             rows = control.exchange([float(bool(absent)), float(self._forward.refusal is not None)]).wait()
             if not any(any(row) for row in rows):
@@ -109,7 +112,7 @@ class AroundStages(Synchronizer):
         return {m.weight for m in self._learner.model.modules() if isinstance(m, kinds) and m.sparse}
 
     def _sum_shared(self, parameters: Iterable[nn.Parameter]) -> None:
-        shared = [p for p in parameters if p.grad is not None and not self._is_apart(p)]
+        shared = [p for p in parameters if p.grad is not None and p.numel() and not self._is_apart(p)]
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in shared:
             assert parameter.grad is not None
@@ -126,11 +129,10 @@ class AroundStages(Synchronizer):
                 gradient.copy_(total.view_as(gradient))
 
     def _is_apart(self, parameter: nn.Parameter) -> bool:
-        piece = slice_of(parameter)
-        return piece is not None and piece.axis == self._axis
+        return slice_over(parameter, self._axis) is not None
 
     def soundness(self) -> tuple[Readout, ...]:
-        return () if self._own is None else (self._own,)
+        return self._sound
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         raise ConfigurationError(
