@@ -109,6 +109,19 @@ ROWS = {
         {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "pipeline=2,shard=2,tensor=2", "balance": "2,1"},
         NO_PAIRS | NO_TABLES,
     ),
+    "sharded x tensor": Row(
+        4, {"strategy": (Sharded(), TensorParallel()), "mesh": "shard=2,tensor=2", "balance": "2,1"}, NO_SPARSE | NO_PAIRS
+    ),
+    "sharded x dimension": Row(
+        4,
+        {"strategy": (Sharded(), FeatureParallel()), "mesh": "shard=2,tensor=2", "balance": "1,2"},
+        NO_SPARSE | NO_FEATURES,
+    ),
+    "data x sharded x tensor": Row(
+        8,
+        {"strategy": "sharded", "mesh": "data=2,shard=2,tensor=2", "balance": "3,0,1,1"},
+        NO_SPARSE | NO_PAIRS,
+    ),
     "context": Row(3, {"strategy": "context"}, NO_POSITIONS),
     "data x context": Row(
         4, {"strategy": "context", "mesh": "data=2,context=2", "balance": "2,1"}, NO_POSITIONS

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, TaskError
@@ -60,7 +61,8 @@ class Divided(nn.Module):
     """A layer of which this rank holds a part, made by :func:`divide_layer`.
 
     A part that another module reads, as in ``F.linear(x, embedding.weight)``, would be taken for the whole. So it is
-    kept to the layer itself while a micro-batch is computed.
+    kept to the layer itself while a micro-batch is computed. One that is in parts over further ranks, of which nothing
+    plain can be made, is shown to PyTorch's FSDP2, which looks at it before it gathers it.
     """
 
     held: ClassVar[dict[str, int]]
@@ -70,12 +72,13 @@ class Divided(nn.Module):
     _parts = Shared[Parts]()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight" and current() is not None:
+        found = super().__getattr__(name)
+        if name == "weight" and current() is not None and not isinstance(found, DTensor):
             raise TaskError(
                 f"{self.layer} is divided over ranks, and its weight is read from outside of it in a forward pass, "
                 "where it would be taken for the whole: call the layer, or leave it out of the plan"
             )
-        return super().__getattr__(name)
+        return found
 
     @property
     def parts(self) -> Parts:

@@ -81,7 +81,7 @@ class Fsdp(Strategy):
     name: ClassVar[str] = "sharded"
     divides_model: ClassVar[bool] = True
     axis: ClassVar[str] = AXIS
-    combines: ClassVar[tuple[str, ...]] = ("data",)
+    combines: ClassVar[tuple[str, ...]] = ("data", "tensor")
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         given = {
@@ -104,7 +104,8 @@ class Fsdp(Strategy):
         model = normalize_together(model, mesh)
         _check_layers(model)
         if settings.dtype is not None:
-            model.to(settings.dtype)
+            with marks_kept(model):
+                model.to(settings.dtype)
         _check_types(model)
         before = {name: slice_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
