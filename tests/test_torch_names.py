@@ -212,7 +212,11 @@ def test_backward_runs_within_a_context() -> None:
         names.run_backward(around(), [2 * leaf], [torch.ones(2)], None, False, [leaf])
         assert leaf.grad is not None
         assert leaf.grad.tolist() == [5, 5]
-        assert entered == ["in", "engine", "out"] * 2
+        (found,) = names.run_grad(around(), (3 * leaf).sum(), leaf, None, None, False, False)
+        assert found.tolist() == [3, 3]
+        ends = [torch.autograd.graph.get_gradient_edge(x) for x in (2 * leaf, leaf)]
+        assert names.run_grad(around(), ends[:1], ends[1:], [torch.ones(2)], None, False, False)[0].sum() == 4
+        assert entered == ["in", "engine", "out"] * 4
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns even of tensors that say so

@@ -110,7 +110,9 @@ ROWS = {
         NO_PAIRS | NO_TABLES,
     ),
     "sharded x tensor": Row(
-        4, {"strategy": (Sharded(), TensorParallel()), "mesh": "shard=2,tensor=2", "balance": "2,1"}, NO_SPARSE | NO_PAIRS
+        4,
+        {"strategy": (Sharded(), TensorParallel()), "mesh": "shard=2,tensor=2", "balance": "2,1"},
+        NO_SPARSE | NO_PAIRS,
     ),
     "sharded x dimension": Row(
         4,
@@ -125,6 +127,23 @@ ROWS = {
     "context": Row(3, {"strategy": "context"}, NO_POSITIONS),
     "data x context": Row(
         4, {"strategy": "context", "mesh": "data=2,context=2", "balance": "2,1"}, NO_POSITIONS
+    ),
+    "context x tensor": Row(4, {"mesh": "context=2,tensor=2"}, NO_POSITIONS | NO_PAIRS),
+    "sharded 1 x context": Row(
+        4, {"strategy": Sharded(zero=1), "mesh": "shard=2,context=2", "balance": "2,1"}, NO_POSITIONS
+    ),
+    "sharded 2 x context": Row(
+        4,
+        {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "shard=2,context=2", "balance": "0,1"},
+        NO_POSITIONS,
+    ),
+    "sharded x context": Row(4, {"mesh": "shard=2,context=2", "balance": "2,1"}, NO_POSITIONS | NO_SPARSE),
+    "pipeline x context": Row(4, {"mesh": "pipeline=2,context=2"}, NO_POSITIONS),
+    "data x context x tensor": Row(
+        8, {"mesh": "data=2,context=2,tensor=2", "balance": "2,1"}, NO_POSITIONS | NO_PAIRS
+    ),
+    "pipeline x context x tensor": Row(
+        8, {"mesh": "pipeline=2,context=2,tensor=2"}, NO_POSITIONS | NO_PAIRS | NO_TABLES
     ),
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def run_backward(
@@ -27,19 +27,52 @@ def run_backward(
     inputs: Tensor | Sequence[Tensor] | None,
 ) -> None:
     """``torch.autograd.backward`` with ``around`` entered while the engine runs."""
-    roots = _several(tensors)
-    given = [None] * len(roots) if gradients is None else _several(gradients)
-    started = tuple(
-        torch.ones_like(root) if gradient is None and root.numel() == 1 else gradient
-        for root, gradient in zip(roots, given, strict=True)
-    )
     retain = create_graph if retain_graph is None else retain_graph
-    into = () if inputs is None else tuple(_several(inputs))
+    into = () if inputs is None else _several(inputs)
     with around:
         _engine_run_backward(
-            tuple(roots), started, retain, create_graph, into, allow_unreachable=True, accumulate_grad=True
+            *_started(tensors, gradients),
+            retain,
+            create_graph,
+            into,
+            allow_unreachable=True,
+            accumulate_grad=True,
         )
 
 
-def _several(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def run_grad(
+    around: AbstractContextManager[Any],
+    outputs: Tensor | Sequence[Any],
+    inputs: Tensor | Sequence[Any],
+    gradients: Tensor | Sequence[Tensor | None] | None,
+    retain_graph: bool | None,
+    create_graph: bool,
+    allow_unused: bool,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` of tensors or edges, likewise."""
+    retain = create_graph if retain_graph is None else retain_graph
+    into = _several(inputs)
+    with around:
+        found: tuple[Tensor | None, ...] = _engine_run_backward(
+            *_started(outputs, gradients), retain, create_graph, into, allow_unused, accumulate_grad=False
+        )
+    return found
+
+
+def _started(
+    tensors: Tensor | Sequence[Any], gradients: Tensor | Sequence[Tensor | None] | None
+) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
+    """Where backward begins, and with which gradients: 1 for a number that has none."""
+    roots = _several(tensors)
+    given = (None,) * len(roots) if gradients is None else _several(gradients)
+    started = (
+        torch.ones_like(root)
+        if gradient is None and isinstance(root, Tensor) and root.numel() == 1
+        else gradient
+        for root, gradient in zip(roots, given, strict=True)
+    )
+    return roots, tuple(started)
+
+
+def _several(tensors: Any) -> tuple[Any, ...]:
+    return (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from evener.borrowed.run_backward import run_backward
+from evener.borrowed.run_backward import run_backward, run_grad
 from evener.errors import ConfigurationError
 from evener.nn.attention import attention_to
 from evener.nn.masks import bias_of, understood
@@ -62,6 +62,7 @@ class _Attending(TorchFunctionMode):
             F.multi_head_attention_forward: self._multi_head,
             Tensor.backward: self._backward_from,
             torch.autograd.backward: self._backward,
+            torch.autograd.grad: self._gradients,
         }
 
     def __torch_function__(
@@ -81,7 +82,7 @@ class _Attending(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        _check_dropout(dropout_p)
+        check_dropout(dropout_p)
         if query.dim() < 3 or (key.shape[-3] != query.shape[-3] and not enable_gqa):
             raise ConfigurationError(
                 f"scaled_dot_product_attention: queries {tuple(query.shape)}, keys {tuple(key.shape)}; under strategy "
@@ -100,14 +101,10 @@ class _Attending(TorchFunctionMode):
         _check_multi_head(call)
         heads, (q, k, v) = call["num_heads"], _projected(call)
         q, k, v = (torch.unflatten(x, -1, (heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
-        causal, bias = call["is_causal"], None
-        if call["attn_mask"] is not None and not causal:
-            causal, bias = understood(bias_of(_inverted(call["attn_mask"])), q.shape, self._sequence)
-        padding = call["key_padding_mask"]
-        if padding is not None:
-            hidden = bias_of(_inverted(padding)).to(q.dtype)
-            bias = hidden if bias is None else bias + hidden
-        mixed = attention_to(q, k, v, bias, causal, None).permute(2, 0, 1, 3).flatten(2)
+        mixed = multi_head_attention(
+            q, k, v, self._sequence, call["attn_mask"], call["key_padding_mask"], call["is_causal"]
+        )
+        mixed = mixed.permute(2, 0, 1, 3).flatten(2)
         return F.linear(mixed, call["out_proj_weight"], call["out_proj_bias"]), None
 
     def _backward_from(
@@ -130,11 +127,48 @@ class _Attending(TorchFunctionMode):
     ) -> None:
         run_backward(self, tensors, grad_tensors, retain_graph, create_graph, inputs)
 
+    def _gradients(self, *args: Any, **kwargs: Any) -> Any:
+        given = _GRADIENTS.bind(*args, **kwargs)
+        given.apply_defaults()
+        call = given.arguments
+        if call["is_grads_batched"] or call["materialize_grads"] or isinstance(call["inputs"], dict):
+            return torch.autograd.grad(*args, **kwargs)
+        options = (call["retain_graph"], call["create_graph"], bool(call["allow_unused"]))
+        return run_grad(self, call["outputs"], call["inputs"], call["grad_outputs"], *options)
 
+
+_GRADIENTS = inspect.signature(torch.autograd.grad)
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
-def _check_dropout(rate: float) -> None:
+def multi_head_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequence: DividedSequence,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    """What ``nn.MultiheadAttention`` computes of ``sequence`` between its projections: (batch, heads, length, width).
+
+    Args:
+        q: (batch, heads, length, width), as ``k`` and ``v``.
+        mask: As the module's ``attn_mask``.
+        padding: As its ``key_padding_mask``, (batch, length).
+        is_causal: Whether the mask is causal, which is then not looked at.
+    """
+    causal, bias = is_causal, None
+    if mask is not None and not causal:
+        causal, bias = understood(bias_of(_inverted(mask)), q.shape, sequence)
+    if padding is not None:
+        hidden = bias_of(_inverted(padding)).to(q.dtype)
+        bias = hidden if bias is None else bias + hidden
+    return attention_to(q, k, v, bias, causal, None)
+
+
+def check_dropout(rate: float) -> None:
+    """Raises ConfigurationError if weights of attention are to be dropped."""
     if rate:
         raise ConfigurationError(
             f"attention drops its weights (dropout {rate}), of which each rank of strategy 'context' would draw its "
@@ -142,15 +176,19 @@ def _check_dropout(rate: float) -> None:
         )
 
 
-def _check_multi_head(call: dict[str, Any]) -> None:
-    _check_dropout(call["dropout_p"] if call["training"] else 0.0)
-    extra = [name for name in ("bias_k", "bias_v", "static_k", "static_v") if call[name] is not None]
-    extra += ["add_zero_attn"] if call["add_zero_attn"] else []
+def check_extra_keys(extra: Sequence[str]) -> None:
+    """Raises ConfigurationError for these options of ``nn.MultiheadAttention``, if there are any."""
     if extra:
         raise ConfigurationError(
             f"nn.MultiheadAttention with {' and '.join(extra)} adds keys of no position, which each rank of strategy "
             "'context' would count again; leave it out"
         )
+
+
+def _check_multi_head(call: dict[str, Any]) -> None:
+    check_dropout(call["dropout_p"] if call["training"] else 0.0)
+    extra = [name for name in ("bias_k", "bias_v", "static_k", "static_v") if call[name] is not None]
+    check_extra_keys([*extra, *["add_zero_attn"] * call["add_zero_attn"]])
     if call["query"].dim() != 3:
         raise ConfigurationError(
             f"nn.MultiheadAttention: queries {tuple(call['query'].shape)}; under strategy 'context' they must be a "

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError
+from evener.nn.attending import check_dropout, check_extra_keys, multi_head_attention
 from evener.nn.collectives import all_gather, all_reduce, enter
 from evener.nn.drawing import drawing_apart
+from evener.nn.scope import divided
 from evener.nn.shared import Shared
 from evener.nn.tensor_parallel import Parts
 
@@ -32,7 +34,8 @@ from evener.nn.tensor_parallel import Parts
 class DividedAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` that computes some of the heads, made by :func:`divide_heads`.
 
-    Inputs and outputs are those of the plain module, alike on all ranks; ``embed_dim`` and ``num_heads`` too.
+    Inputs and outputs are those of the plain module, alike on all ranks; ``embed_dim`` and ``num_heads`` too. Where the
+    positions of sequences are divided over other ranks, their attention is that of whole sequences.
     """
 
     held: ClassVar[dict[str, tuple[int, int]]] = {
@@ -81,6 +84,11 @@ class DividedAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is a hint about attn_mask, which has to be given too")
+        if (sequence := divided()) is not None:
+            self._check_within_sequence()
+            q, k, v = self._projected(query, key, value)
+            mixed = multi_head_attention(q, k, v, sequence, attn_mask, padding, is_causal)
+            return self._joined(mixed), None
         q, k, v = self._with_extra_keys(*self._projected(query, key, value))
         mask = self._mask(attn_mask, padding, q, k)
         if need_weights:
@@ -90,6 +98,12 @@ class DividedAttention(nn.MultiheadAttention):
         with self._drawing(q.device):
             output = F.scaled_dot_product_attention(q, k, v, None if by_hint else mask, self._rate, by_hint)
         return self._joined(output), None
+
+    def _check_within_sequence(self) -> None:
+        """Raises ConfigurationError for what cannot be where ranks have a piece of each sequence."""
+        check_dropout(self._rate)
+        extra = [name for name in ("bias_k", "bias_v") if own_parameters(self).get(name) is not None]
+        check_extra_keys([*extra, *["add_zero_attn"] * self.add_zero_attn])
 
     @property
     def _parts(self) -> Parts:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from evener.errors import ConfigurationError
 from evener.nn.scope import divided
@@ -21,6 +23,11 @@ def positions(length: int, device: torch.device | str | None = None) -> Tensor:
     Raises:
         ConfigurationError: If the sequences at hand are of another length.
     """
+    asked: tuple[Any, ...] = length, device
+    for given in asked:
+        if isinstance(given, fx.Proxy):  # a model's code is being read, to be run later in parts
+            read: Any = given.tracer.create_proxy("call_function", positions, (length, device), {})
+            return cast(Tensor, read)
     sequence = divided()
     if sequence is None:
         return torch.arange(length, device=device)

@@ -55,7 +55,7 @@ class ContextParallel(Strategy):
     """
 
     axis: ClassVar[str] = AXIS
-    combines: ClassVar[tuple[str, ...]] = ("data",)
+    combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard", "tensor")
 
     method: str = "ring"
     """How attention reaches other ranks' positions: ``ring``, or ``ulysses``, which divides the heads."""
@@ -89,7 +89,10 @@ class ContextParallel(Strategy):
         return Layout({AXIS: world_size})
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
-        attend_within(model)
+        if (
+            mesh.degree("pipeline") == 1
+        ):  # whose stages attend by themselves: a call of the model ends where one does
+            attend_within(model)
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:

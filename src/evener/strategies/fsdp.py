@@ -81,7 +81,7 @@ class Fsdp(Strategy):
     name: ClassVar[str] = "sharded"
     divides_model: ClassVar[bool] = True
     axis: ClassVar[str] = AXIS
-    combines: ClassVar[tuple[str, ...]] = ("data", "tensor")
+    combines: ClassVar[tuple[str, ...]] = ("data", "context", "tensor")
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         given = {

@@ -22,12 +22,11 @@ from evener.borrowed.layers import AnyBatchNorm
 from evener.borrowed.module_tensors import own_buffers
 from evener.data.batch import MicroBatch
 from evener.errors import EvenerError, TaskError
-from evener.nn import messages
-from evener.nn.attending import attending
 from evener.nn.scope import scope
 from evener.nn.sequence import DividedSequence
 from evener.strategies.cutting import named_leaves
 from evener.strategies.learner import Learner
+from evener.strategies.local import local
 from evener.types import Tree
 
 _LOOKING_ALONG = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d)
@@ -54,15 +53,14 @@ def check_likeness(
         TaskError: On all ranks, if the outputs differ on one.
     """
     sequence: DividedSequence = piece.sequence
-    with _undisturbed(learner.model):
+    with learner.synchronizer.forward(), _undisturbed(learner.model):
         whole = _outputs(learner, micro, "the first positions of the first batch")
         joined = join(_outputs(learner, piece, "a piece of the first sequences"))
-    wrong = _difference(whole, joined)
-    found = torch.tensor([float(bool(wrong))], device=learner.session.device)
-    if messages.summed(found, sequence.group).item():
+    said = learner.session.control.gather_objects(_difference(whole, joined))
+    if wrong := next(filter(None, said), None):
         raise TaskError(
             "strategy 'context': the model does not compute from pieces of sequences what it computes from whole ones "
-            f"({wrong or 'seen on another rank'}; tried in evaluation mode on {sequence.length} positions). {_CURES}; "
+            f"({wrong}; tried in evaluation mode on {sequence.length} positions). {_CURES}; "
             f"{_suspects(learner.model)}. If it is only rounding, the option trial=0 leaves the trial out; then prove "
             "it with `evener verify`"
         )
@@ -74,10 +72,9 @@ def _outputs(learner: Learner, micro: MicroBatch, what: str) -> Tree:
     try:
         with (
             torch.no_grad(),
-            attending(sequence),
             scope(micro.samples, 0, learner.settings.seed, 1, lambda: group, sequence),
         ):
-            return learner.task.forward(learner.model, micro.inputs)
+            return learner.stepper.outputs(micro)
     except EvenerError:
         raise
     except Exception as error:
@@ -98,8 +95,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             stack.callback(own_buffers(module).update, dict(own_buffers(module)))
         for name, parameter in model.named_parameters():
-            if _hides(parameter.detach()):
-                _fill(name, parameter.detach(), stack)
+            if _hides(held := local(parameter.detach())):
+                _fill(name, held, stack)
         try:
             model.eval()
             yield

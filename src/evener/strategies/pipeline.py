@@ -80,7 +80,7 @@ class Pipeline(Strategy):
 
     axis: ClassVar[str] = AXIS
     divides_model: ClassVar[bool] = True
-    combines: ClassVar[tuple[str, ...]] = ("data", "shard", "tensor")
+    combines: ClassVar[tuple[str, ...]] = ("data", "shard", "context", "tensor")
     sums_in_backward: ClassVar[bool] = False
     example: ClassVar[Arguments | None] = None
     """What the model's ``forward`` gets, of a few samples; of an object that is prepared."""

@@ -72,7 +72,7 @@ class TensorParallel(Strategy):
 
     divides_model: ClassVar[bool] = True
     axis: ClassVar[str] = AXIS
-    combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard")
+    combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard", "context")
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         if settings.compression is not None:

@@ -56,7 +56,7 @@ class Zero(Strategy):
 
     name: ClassVar[str] = "sharded"
     axis: ClassVar[str] = AXIS
-    combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "tensor")
+    combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "context", "tensor")
     divides_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from evener.data.batch import Batch, MicroBatch
+from evener.nn.attending import attending
 from evener.strategies.learner import Learner
 from evener.strategies.parts import StepOutcome, Stepper
 from evener.strategies.staged.parcel import put_together, signature
@@ -103,8 +104,11 @@ class PipelineStepper(Stepper):
             if stage:
                 came = post.receive(key(stage - 1), (stage - 1) % post.degree)
                 received = put_together(*came)
-            outputs = place.forward.run(stage, received, place.learner.task.forward, micro.inputs)
+            with attending(micro.sequence):
+                found = place.forward.run(stage, received, place.learner.task.forward, micro.inputs)
             if stage < place.stages - 1:
-                post.send(key(stage), outputs, (stage + 1) % post.degree)
+                post.send(key(stage), found, (stage + 1) % post.degree)
+            else:
+                outputs = found
         post.finish()
         return outputs

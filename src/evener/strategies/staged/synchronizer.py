@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
+from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies.afterwards import zeros_of
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
@@ -47,7 +48,8 @@ class AroundStages(Synchronizer):
 
     @property
     def words(self) -> str:  # type: ignore[override]
-        return self._inner.words if self._learner.data.degree > 1 else "none: each weight is of one stage"
+        several = self._learner.mesh.group(*DIVIDING_TERMS) is not None
+        return self._inner.words if several else "none: each weight is of one stage"
 
     def wrap(self, replica: nn.Module) -> nn.Module:
         return self._inner.wrap(replica)

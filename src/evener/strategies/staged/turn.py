@@ -20,6 +20,7 @@ from torch import Tensor
 from evener.borrowed.pipeline_backward import backward_of_inputs, backward_of_weights
 from evener.data.batch import MicroBatch, map_leaves
 from evener.hardware.readout import Readout, read
+from evener.nn.attending import attending
 from evener.nn.scope import Scope, resumed
 from evener.strategies.learner import Learner
 from evener.strategies.replica import term_of
@@ -127,7 +128,8 @@ class Turn:
         inputs, received = _leaves(*came)
         piece, learner = self._pieces[micro], self._learner
         with learner.micro_scope(piece, self._step) as current:
-            found = self._place.forward.run(stage, received, learner.task.forward, piece.inputs)
+            with attending(piece.sequence):
+                found = self._place.forward.run(stage, received, learner.task.forward, piece.inputs)
             if stage == self._last:
                 total = term_of(learner.task.exact_loss(), found, piece)
         current.rewind()
@@ -170,7 +172,7 @@ class Turn:
         saved = self._saved.pop((stage, micro))
         outputs, gradients = self._gradients(stage, micro, saved)
         began = time.perf_counter()
-        with resumed(saved.scope):
+        with resumed(saved.scope), attending(saved.scope.sequence):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         self._send_back(stage, micro, saved)
@@ -195,7 +197,7 @@ class Turn:
         saved = self._saved[stage, micro]
         outputs, gradients = self._gradients(stage, micro, saved)
         began = time.perf_counter()
-        with resumed(saved.scope):
+        with resumed(saved.scope), attending(saved.scope.sequence):
             saved.groups = backward_of_inputs(outputs, gradients, saved.inputs, self._weights)
         self._send_back(stage, micro, saved)
         self._note(INPUT, stage, micro, began)
@@ -203,7 +205,7 @@ class Turn:
     def _backward_of_weights(self, stage: int, micro: int) -> None:
         saved = self._saved.pop((stage, micro))
         began = time.perf_counter()
-        with resumed(saved.scope):
+        with resumed(saved.scope), attending(saved.scope.sequence):
             backward_of_weights(saved.groups or [], self._weights)
         self._learner.pace.work_done()
         self._note(WEIGHT, stage, micro, began)
