@@ -59,6 +59,9 @@ def lay(names: str, mesh: str | None, world_size: int) -> Strategy:
         ("dimension", "tensor=2", 6, "ddp 3 x dimension 2"),
         ("dimension,ddp", "tensor=2,data=3", 6, "ddp 3 x dimension 2"),
         ("dimension", "data=1,tensor=2", 2, "dimension"),
+        ("auto", "context=2,tensor=2", 4, "context 2 x tensor 2"),
+        ("auto", "pipeline=2,context=2", 4, "pipeline 2 x context 2"),
+        ("auto", "data=2,shard=2,context=2", 8, "ddp 2 x sharded 2 x context 2"),
         ("auto", "data=1", 1, "single"),
     ],
 )
@@ -84,7 +87,18 @@ def test_a_mesh_stands_for_strategies(names: str, mesh: str | None, world_size: 
         ("dimension", "data=4,tensor=1", 4, "'dimension' divides over the axis 'tensor', of which the mesh"),
         ("ddp,experts", "data=4", 4, "ddp and experts both want the axis 'data'"),
         ("dimension,ddp", None, 4, "dimension and ddp together need a mesh .* along tensor and data"),
-        ("experts,dimension", "data=2,tensor=2", 4, "'experts' cannot be laid .* 'tensor' too"),
+        (
+            "experts,dimension",
+            "data=2,tensor=2",
+            4,
+            "'experts' cannot be laid .* 'tensor' too; .* no other: an expert's gradient .* leave 'experts' out",
+        ),
+        (
+            "dimension",
+            "tensor=2,context=2",
+            4,
+            "'dimension' cannot be laid .* 'context' too; .* 'data', 'shard'$",
+        ),
         ("single", "data=2", 2, "runs on one rank, not on 2"),
     ],
 )

@@ -199,6 +199,11 @@ class DividedAttention(nn.MultiheadAttention):
         return each
 
 
+def fewest_heads(attention: nn.MultiheadAttention) -> int:
+    """How many heads the rank has that has the fewest."""
+    return min(attention._parts.sizes) if isinstance(attention, DividedAttention) else attention.num_heads
+
+
 def _added(mask: Tensor, like: Tensor) -> Tensor:
     """A mask as numbers to be added: a boolean one is true where nothing may be seen."""
     if mask.is_floating_point():

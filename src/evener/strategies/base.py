@@ -55,6 +55,8 @@ class Strategy(Recipe, ABC):
     """The axis of the mesh that is its own."""
     combines: ClassVar[tuple[str, ...]] = ()
     """Further axes that a mesh may have with it, over which other strategies are laid."""
+    apart: ClassVar[str] = ""
+    """Why there are no more of these, and the way out, for the refusal."""
     sums_in_backward: ClassVar[bool] = True
     """Whether DistributedDataParallel can sum gradients while its stepper goes backward."""
     one_process: ClassVar[bool] = False

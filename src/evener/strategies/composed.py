@@ -135,7 +135,7 @@ def _check_combination(part: Strategy, degrees: Mapping[str, int]) -> None:
         others = ", ".join(repr(axis) for axis in part.combines) or "no other"
         raise ConfigurationError(
             f"strategy {part.label!r} cannot be laid over a mesh that has the axis {strange[0]!r} too; with its own, "
-            f"{part.axis!r}, it goes together with {others}"
+            f"{part.axis!r}, it goes together with {others}{part.apart and f': {part.apart}'}"
         )
 
 

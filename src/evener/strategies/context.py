@@ -30,6 +30,7 @@ from evener.errors import ConfigurationError, LossError, TaskError
 from evener.nn import messages
 from evener.nn.attending import attend_within
 from evener.nn.attention import METHODS
+from evener.nn.divided_attention import fewest_heads
 from evener.nn.sequence import ORDERS, DividedSequence
 from evener.runtime.mesh import Layout, Mesh
 from evener.strategies.base import Strategy
@@ -89,9 +90,10 @@ class ContextParallel(Strategy):
         return Layout({AXIS: world_size})
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
-        if (
-            mesh.degree("pipeline") == 1
-        ):  # whose stages attend by themselves: a call of the model ends where one does
+        if self.method == "ulysses":
+            _check_heads(model, mesh.degree(AXIS))
+        # Stages of a pipeline attend by themselves: a call of the model ends where one of them does.
+        if mesh.degree("pipeline") == 1:
             attend_within(model)
         return normalize_together(model, mesh)
 
@@ -105,6 +107,16 @@ class ContextParallel(Strategy):
         # A group of its own: what attention sends in backward never meets the buckets of gradients.
         group = learner.mesh.new_group(AXIS)
         return Cut() if group is None else Pieces(self, learner, group)
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    """Ranks that a mesh gives different numbers of heads must refuse together."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and fewest_heads(module) < ranks:
+            raise ConfigurationError(
+                f"{name or 'the model'} has {fewest_heads(module)} heads on a rank, which method 'ulysses' cannot "
+                f"divide over the {ranks} ranks of the axis 'context': use method 'ring', or fewer ranks there"
+            )
 
 
 class Pieces(Cut):

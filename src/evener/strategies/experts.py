@@ -35,6 +35,10 @@ class ExpertParallel(Ddp):
 
     divides_model = True
     combines = ()
+    apart = (
+        "an expert's gradient is whole on the rank that holds it, and would have to be summed over another axis; leave "
+        "'experts' out, and every rank holds all experts"
+    )
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         layers = _expert_layers(model)

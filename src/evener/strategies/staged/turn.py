@@ -107,7 +107,8 @@ class Turn:
 
     def take(self, action: Action) -> None:
         """Does what the schedule says."""
-        self._actions[action.kind](action.stage, action.micro)
+        with attending(self._pieces[action.micro].sequence):
+            self._actions[action.kind](action.stage, action.micro)
 
     def _begin(self, source: int, action: Action) -> Callable[[], Any]:
         kind = FORWARD if action.kind == FORWARD else BACKWARD
@@ -128,8 +129,7 @@ class Turn:
         inputs, received = _leaves(*came)
         piece, learner = self._pieces[micro], self._learner
         with learner.micro_scope(piece, self._step) as current:
-            with attending(piece.sequence):
-                found = self._place.forward.run(stage, received, learner.task.forward, piece.inputs)
+            found = self._place.forward.run(stage, received, learner.task.forward, piece.inputs)
             if stage == self._last:
                 total = term_of(learner.task.exact_loss(), found, piece)
         current.rewind()
@@ -172,7 +172,7 @@ class Turn:
         saved = self._saved.pop((stage, micro))
         outputs, gradients = self._gradients(stage, micro, saved)
         began = time.perf_counter()
-        with resumed(saved.scope), attending(saved.scope.sequence):
+        with resumed(saved.scope):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         self._send_back(stage, micro, saved)
@@ -197,7 +197,7 @@ class Turn:
         saved = self._saved[stage, micro]
         outputs, gradients = self._gradients(stage, micro, saved)
         began = time.perf_counter()
-        with resumed(saved.scope), attending(saved.scope.sequence):
+        with resumed(saved.scope):
             saved.groups = backward_of_inputs(outputs, gradients, saved.inputs, self._weights)
         self._send_back(stage, micro, saved)
         self._note(INPUT, stage, micro, began)
@@ -205,7 +205,7 @@ class Turn:
     def _backward_of_weights(self, stage: int, micro: int) -> None:
         saved = self._saved.pop((stage, micro))
         began = time.perf_counter()
-        with resumed(saved.scope), attending(saved.scope.sequence):
+        with resumed(saved.scope):
             backward_of_weights(saved.groups or [], self._weights)
         self._learner.pace.work_done()
         self._note(WEIGHT, stage, micro, began)
