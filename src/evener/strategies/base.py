@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -55,8 +55,8 @@ class Strategy(Recipe, ABC):
     """The axis of the mesh that is its own."""
     combines: ClassVar[tuple[str, ...]] = ()
     """Further axes that a mesh may have with it, over which other strategies are laid."""
-    apart: ClassVar[str] = ""
-    """Why there are no more of these, and the way out, for the refusal."""
+    apart: ClassVar[Mapping[str, str]] = {}
+    """Of further axes, why a mesh may not have them with it, and what to do instead, where that can be said."""
     sums_in_backward: ClassVar[bool] = True
     """Whether DistributedDataParallel can sum gradients while its stepper goes backward."""
     one_process: ClassVar[bool] = False

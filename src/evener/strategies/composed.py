@@ -133,9 +133,10 @@ def _check_combination(part: Strategy, degrees: Mapping[str, int]) -> None:
     strange = [axis for axis in degrees if axis != part.axis and axis not in part.combines]
     if strange:
         others = ", ".join(repr(axis) for axis in part.combines) or "no other"
+        reason = f": {part.apart[strange[0]]}" if strange[0] in part.apart else ""
         raise ConfigurationError(
-            f"strategy {part.label!r} cannot be laid over a mesh that has the axis {strange[0]!r} too; with its own, "
-            f"{part.axis!r}, it goes together with {others}{part.apart and f': {part.apart}'}"
+            f"strategy {part.label!r} cannot be laid over a mesh that has the axis {strange[0]!r} too{reason}; with "
+            f"its own, {part.axis!r}, it goes together with {others}"
         )
 
 

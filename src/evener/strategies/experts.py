@@ -10,12 +10,14 @@ gradient is whole on the rank that holds it, for the tokens of all ranks have co
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.experts import STACKED, Experts
-from evener.runtime.mesh import Mesh
+from evener.runtime.mesh import AXES, Mesh
 from evener.strategies.ddp import Ddp
 from evener.strategies.features import check_elementwise, check_untied
 from evener.strategies.parts import Settings
@@ -23,6 +25,12 @@ from evener.strategies.slices import Slice, mark
 
 AXIS = "data"
 """The axis of the mesh over which experts are divided."""
+
+
+_OF_ITS_HOLDER = (
+    "an expert's gradient is whole on the rank that holds it, and would have to be summed over another axis; leave "
+    "'experts' out, and every rank holds all experts"
+)
 
 
 class ExpertParallel(Ddp):
@@ -35,10 +43,7 @@ class ExpertParallel(Ddp):
 
     divides_model = True
     combines = ()
-    apart = (
-        "an expert's gradient is whole on the rank that holds it, and would have to be summed over another axis; leave "
-        "'experts' out, and every rank holds all experts"
-    )
+    apart: ClassVar = dict.fromkeys(AXES, _OF_ITS_HOLDER)
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         layers = _expert_layers(model)

@@ -12,6 +12,7 @@ Deeper takes less memory and more messages (Rajbhandari and others, SC 2020, htt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -26,6 +27,13 @@ from evener.strategies.fsdp import Fsdp
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.zero import Zero
+
+_NO_STAGES = (
+    "with zero=3 all ranks gather a unit together, and those of a pipeline cut their shares into different numbers of "
+    "micro-batches, some of which are in forward while others are in backward; say zero=2, as in --strategy sharded "
+    "--strategy-option zero=2 or Sharded(zero=2), which divides all but the weights of a stage"
+)
+"""Why units and stages do not go together."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,10 @@ class Sharded(Strategy):
     @property
     def combines(self) -> tuple[str, ...]:  # type: ignore[override]
         return self._depth.combines
+
+    @property
+    def apart(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {"pipeline": _NO_STAGES} if self.zero == 3 else {}
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         return self._depth.layout(world_size, settings)

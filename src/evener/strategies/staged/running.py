@@ -10,13 +10,14 @@ of the last stage the call returns; on others it ends where the stage does, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from evener.errors import ConfigurationError
+from evener.hardware.readout import Readout
 from evener.strategies.staged.code import function_of
 from evener.strategies.staged.cutting import Stages
 from evener.strategies.staged.tracing import inputs_of
@@ -47,6 +48,8 @@ class StagedForward:
         """For each parameter and buffer that is used, the places on the axis where it is."""
         self.refusal: str | None = None
         """What this rank found wrong with the task in a step, which all ranks then raise together."""
+        self.totals: Sequence[Readout] = ()
+        """Of the loss in a step, on the rank of the last stage."""
         self._signature = inspect.signature(stages.model.forward)
         graphs = {training: stages.graph(training) for training in (True, False)}
         self._inputs = {mode: inputs_of(graph, self._signature) for mode, graph in graphs.items()}

@@ -62,6 +62,7 @@ class PipelineStepper(Stepper):
                     turn.take(action)
                 place.post.finish()
             place.forward.refusal = self._of_several(before) or self._of_loss(turn, batch, len(cut[0]))
+            place.forward.totals = turn.totals
             missing = learner.synchronizer.complete()
         self.timed = turn.timed
         return StepOutcome(

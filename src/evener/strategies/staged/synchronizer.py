@@ -4,6 +4,7 @@ A weight is one rank's, and elsewhere empty, so that its gradient is summed by n
 
 - *Who has a gradient.* A weight that no sample used has none and is not stepped. The ranks tell each other in one short
   row, so that an optimizer keeps the same state everywhere, empty where the weight is.
+- *Whose numbers are not finite.* All ranks stop then: one that went on to the update would wait for one that has not.
 - *Weights of several stages* (tied ones, and numbers, which cannot be empty) are whole on every rank; their gradients
   are summed over the axis.
 - *Buffers* are those of the stage that uses them.
@@ -11,6 +12,7 @@ A weight is one rank's, and elsewhere empty, so that its gradient is summed by n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
-from evener.hardware.readout import Readout
+from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies.afterwards import zeros_of
@@ -64,32 +66,39 @@ class AroundStages(Synchronizer):
         return self._inner.forward()
 
     def complete(self) -> tuple[str, ...]:
-        absent = self._inner.complete()
+        absent = self._given_none(self._inner.complete())
         self._sound = self._inner.soundness()
-        missing = self._missing_everywhere(absent)
+        tells = bool(absent), self._forward.refusal is not None, not self._is_sound()
+        with waiting():
+            rows = self._learner.session.control.exchange([*map(float, tells)]).wait()
         trained = self._trained()
+        if any(doubt for *_, doubt in rows):
+            return tuple(trained)  # asks who it was: an error that names the rank follows
+        missing = self._missing_everywhere(absent) if any(map(any, rows)) else set()
         for name, parameter in trained.items():
             if parameter.grad is None and name in self._owners and name not in missing:
                 parameter.grad = zeros_of(parameter, parameter in self._sparse)
         self._sum_shared(p for name, p in trained.items() if name not in missing)
         for name in missing | (trained.keys() - self._owners.keys()):
             trained[name].grad = None
-        return tuple(sorted(missing))
+        return ()
 
-    def _missing_everywhere(self, given_none: Iterable[str]) -> set[str]:
-        """Weights to which no rank that uses them gave a gradient.
-
-        Args:
-            given_none: By this rank, of those that other axes' sums have filled.
-        """
-        control = self._learner.session.control
+    def _given_none(self, filled: Iterable[str]) -> list[str]:
+        """Weights of this rank's stages to which it gave no gradient: those that have none, and those that the sums of
+        other axes have ``filled``."""
         without = {name for name, parameter in self._trained().items() if parameter.grad is None}
-        absent = [name for name in without.union(given_none) if self._index in self._owners.get(name, ())]
+        return [name for name in without.union(filled) if self._index in self._owners.get(name, ())]
+
+    def _is_sound(self) -> bool:
+        """Whether this rank's numbers are finite, as far as the host need not wait for that."""
+        if is_late(self._learner.session.device):
+            return True
+        return all(math.isfinite(number.value()) for number in (*self._forward.totals, *self._sound))
+
+    def _missing_everywhere(self, absent: list[str]) -> set[str]:
+        """Weights to which no rank that uses them gave a gradient."""
         with waiting():
-            rows = control.exchange([float(bool(absent)), float(self._forward.refusal is not None)]).wait()
-            if not any(any(row) for row in rows):
-                return set()
-            said = control.gather_objects((absent, self._forward.refusal))
+            said = self._learner.session.control.gather_objects((absent, self._forward.refusal))
         for _, refusal in said:
             if refusal is not None:
                 raise ConfigurationError(refusal)
