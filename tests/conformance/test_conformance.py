@@ -52,6 +52,8 @@ NO_POSITIONS = dict.fromkeys(OF_SAMPLES, "TaskError: .* divides the loss's terms
 NO_SPARSE = {"recommender": "TaskError: items has sparse gradients, which PyTorch's FSDP2 does not sum"}
 NO_TABLES = {"recommender": "TaskError: items is divided over ranks, and its weight is read from outside"}
 NO_PAIRS = {"several": "TaskError: strategy 'tensor' looked in Several for pairs of linear layers"}
+NO_STREAM = dict.fromkeys(MODELS, "TaskError: sequence=True: .* has none of PyTorch's transformer layers")
+del NO_STREAM["transformer"]
 
 ROWS = {
     "ddp": Row(3, {"strategy": "ddp", "balance": "3,0,1"}, slow=False),
@@ -70,6 +72,12 @@ ROWS = {
     ),
     "tensor": Row(3, {"strategy": "tensor"}, NO_PAIRS),
     "data x tensor": Row(4, {"strategy": "tensor", "mesh": "data=2,tensor=2", "balance": "2,1"}, NO_PAIRS),
+    "tensor with sequence": Row(3, {"strategy": TensorParallel(sequence=True)}, NO_STREAM | NO_PAIRS),
+    "data x tensor with sequence": Row(
+        4,
+        {"strategy": TensorParallel(sequence=True), "mesh": "data=2,tensor=2", "balance": "2,1"},
+        NO_STREAM | NO_PAIRS,
+    ),
     "sharded 1": Row(3, {"strategy": Sharded(zero=1, owns="2,1,1"), "balance": "3,0,1"}),
     "sharded 2": Row(3, {"strategy": Sharded(zero=2, owns="3,0,1"), "balance": "1,2,0"}),
     "data x sharded 2": Row(

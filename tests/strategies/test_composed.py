@@ -99,10 +99,11 @@ def test_a_mesh_stands_for_strategies(names: str, mesh: str | None, world_size: 
             4,
             "'dimension' cannot be laid .* 'context' too; .* 'data', 'shard'$",
         ),
+        (
             "sharded",
             "pipeline=2,shard=2",
             4,
-            "all ranks gather a unit together, .* say zero=2, .* with 'data', 'tensor'",
+            "all ranks gather a unit together, .* say zero=2, .* with 'data', 'context', 'tensor'",
         ),
         ("auto", "pipeline=2,data=2,shard=2", 8, "'sharded' cannot be laid .* 'pipeline' too: .* say zero=2"),
         ("single", "data=2", 2, "runs on one rank, not on 2"),

@@ -207,7 +207,7 @@ class Loose(nn.Module):
             TaskError,
             "up has 6 features, which are not 1 blocks of whole runs of 4",
         ),
-        ("up=colwise,down=rowwise", TaskError, "drop drops, .* say drop=between or drop=whole"),
+        ("up=colwise,down=rowwise", TaskError, "drop drops, .* say drop=between, drop=whole or drop=seq"),
         (
             "up=colwise,other=colwise,drop=between,down=rowwise",
             TaskError,

@@ -14,6 +14,7 @@ those of three blocks, of which a rank has the same rows each.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from evener.nn.attending import check_dropout, check_extra_keys, multi_head_atte
 from evener.nn.collectives import all_gather, all_reduce, enter
 from evener.nn.drawing import drawing_apart
 from evener.nn.scope import divided
+from evener.nn.sequence_parallel import Stream
 from evener.nn.shared import Shared
 from evener.nn.tensor_parallel import Parts
 
@@ -49,6 +51,11 @@ class DividedAttention(nn.MultiheadAttention):
     }
     """The parameters of which a rank holds the rows of its heads: along which dimension, in how many blocks. Of
     ``out_proj.weight`` it holds the columns."""
+    layer: str = ""
+    """Its qualified name in the model."""
+    stream: Stream | None = None
+    """The stream that it is in, if positions are divided where heads are not. The query is a piece then, and the key
+    and the value are where they are the query itself."""
     _heads = Shared[Parts]()
 
     def forward(
@@ -123,10 +130,30 @@ class DividedAttention(nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Queries, keys and values (N, own heads, length, width of a head)."""
+        held = own_parameters(self)
+        fused, bias, stream = held["in_proj_weight"], held["in_proj_bias"], self.stream
+        if stream is not None and fused is not None and query is key is value:
+            made = list(stream.columns(self.layer, query, fused, bias).chunk(3, -1))
+        elif stream is not None:
+            made = self._projected_from(query, key, value, lambda x, *p: stream.columns(self.layer, x, *p))
+        else:
+            made = self._projected_from(query, key, value, None)
+        return [self._by_head(each) for each in made]
+
+    def _projected_from(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        of_piece: Callable[..., Tensor] | None,
+    ) -> list[Tensor]:
+        """By each projection for itself; what is the query is a piece if ``of_piece`` is given."""
         entered = {id(x): enter(x, self._parts.group) for x in (query, key, value)}
         weights, biases = self._projections()
         return [
-            self._by_head(F.linear(entered[id(x)], weight, bias))
+            of_piece(x, weight, bias)
+            if of_piece is not None and x is query
+            else F.linear(entered[id(x)], weight, bias)
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         ]
 
@@ -183,10 +210,22 @@ class DividedAttention(nn.MultiheadAttention):
         held = own_parameters(self.out_proj)
         flat = output.transpose(1, 2).flatten(2)
         assert held["weight"] is not None
-        whole: Tensor = all_reduce(F.linear(flat, held["weight"]), self._parts.group, replicated=True)
+        whole = self._summed(F.linear(flat, held["weight"]))
         if held["bias"] is not None:
             whole = whole + held["bias"]
         return whole if self.batch_first else whole.transpose(0, 1)
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        """Over the heads, (N, L, width)."""
+        if self.stream is not None:
+            return self.stream.sum(self.layer, partial, dim=1)
+        total: Tensor = all_reduce(partial, self._parts.group, replicated=True)
+        return total
+
+    def ends_stream(self) -> Iterator[nn.Parameter]:
+        """What is added to the positions of this rank alone."""
+        bias = own_parameters(self.out_proj)["bias"]
+        yield from () if bias is None else (bias,)
 
     def _shown(self, weights: Tensor, average: bool) -> Tensor:
         """Of all heads, from those of this rank (N, own heads, L, S)."""
@@ -211,9 +250,9 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     return like.new_zeros(mask.shape).masked_fill(mask, -math.inf)
 
 
-def divide_heads(attention: nn.MultiheadAttention, heads: Parts) -> DividedAttention:
+def divide_heads(attention: nn.MultiheadAttention, heads: Parts, name: str) -> DividedAttention:
     """Makes ``attention`` compute some of the heads, from parameters that whoever calls this cuts; in place."""
     attention.__class__ = DividedAttention
     assert isinstance(attention, DividedAttention)
-    attention._heads = Shared(heads)
+    attention.layer, attention._heads = name, Shared(heads)
     return attention

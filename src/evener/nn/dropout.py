@@ -30,6 +30,7 @@ from evener.hardware.sending import send
 from evener.nn.names import clean_name
 from evener.nn.scope import Scope, current
 from evener.nn.sequence import DividedSequence
+from evener.nn.sequence_parallel import Stream
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,6 +62,8 @@ class Dropout(nn.Dropout):
     part: tuple[int, int, range] | None = None
     """Where the input is a part of the features, as between divided layers: their dimension, counted from the end, how
     many there are, and which these are. Their mask is that part of the mask of all."""
+    stream: Stream | None = None
+    """Where the input is some of the positions, beside divided layers: what tells which."""
     _by_channel = False
     """Whether the mask is one for all positions."""
 
@@ -87,7 +90,8 @@ class Dropout(nn.Dropout):
         rows_first = input.movedim(self.batch_dim, 0)
         caller = self if self.layer is None else self.layer
         shape = list(self._mask_shape(rows_first))
-        given = (self.p, caller, self.batch_dim, self._by_channel, scope)
+        sequence = scope.sequence if self.stream is None else self.stream.now
+        given = (self.p, caller, self.batch_dim, self._by_channel, scope, sequence)
         if self.part is None:
             return self._scaled(input, _factor(rows_first, shape, *given))
         dim, shape[dim], own = self.part
@@ -96,7 +100,7 @@ class Dropout(nn.Dropout):
     def _compiled(self, input: Tensor) -> Tensor:
         """The same as a node of a graph, which asks for the scope when it runs; a layer without a
         name breaks it, and so does one between divided layers, which break it themselves."""
-        if self.layer is None or self.part is not None:
+        if self.layer is None or self.part is not None or self.stream is not None:
             uncompiled: Tensor = self._uncompiled(input)
             return uncompiled
         rows_first = input.movedim(self.batch_dim, 0)
@@ -224,6 +228,7 @@ def _factor(
     batch_dim: int,
     by_channel: bool,
     scope: Scope,
+    sequence: DividedSequence | None,
 ) -> Tensor:
     """0 or the scale for each element of a mask of ``shape``, in the dtype of ``rows_first``.
 
@@ -241,8 +246,8 @@ def _factor(
     layer_key = _hash64(f"{caller if named else f'#{scope.order(caller)}'}/{scope.call(caller)}")
     threshold = max(1, round(p * 65536))
     keys = _keys(scope, layer_key, rows_first.device)
-    sequence = None if by_channel else scope.sequence
-    runs = _elements(shape, samples, sequence, str(caller) if named else "")
+    divided = None if by_channel else sequence
+    runs = _elements(shape, samples, divided, str(caller) if named else "")
     kept = torch.cat([_draws(keys, run) for run in runs], 1) >= threshold - 32768
     return kept.view(tuple(shape)).to(rows_first.dtype).mul_(65536 / (65536 - threshold))
 
@@ -268,7 +273,7 @@ def _factor_node(
     scope = current()
     if scope is None:
         return F.dropout(rows_first.new_ones(tuple(shape)), p)
-    return _factor(rows_first, shape, p, layer, batch_dim, by_channel, scope)
+    return _factor(rows_first, shape, p, layer, batch_dim, by_channel, scope, scope.sequence)
 
 
 @_factor_node.register_fake

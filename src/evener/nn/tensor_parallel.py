@@ -17,7 +17,7 @@ mix with plain parameters in foreach optimizers, clipping and DistributedDataPar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.collectives import all_gather, all_reduce, enter, split
 from evener.nn.scope import current
+from evener.nn.sequence_parallel import Stream
 from evener.nn.shared import Shared
 
 
@@ -69,6 +70,8 @@ class Divided(nn.Module):
     """The parameters that are divided, and along which dimension."""
     layer: str = ""
     """Its qualified name in the model."""
+    stream: Stream | None = None
+    """The stream that it is in, if positions are divided where features are not."""
     _parts = Shared[Parts]()
 
     def __getattr__(self, name: str) -> Any:
@@ -110,8 +113,11 @@ class _Columns(Divided):
     compute: ClassVar[Compute]
 
     def forward(self, input: Tensor) -> Tensor:
-        entered = enter(input, self.parts.group)
-        return type(self).compute(self, entered, self.own("weight"), self.own("bias"))
+        weight, bias = self.own("weight"), self.own("bias")
+        assert weight is not None
+        if self.stream is not None:
+            return self.stream.columns(self.layer, input, weight, bias)
+        return type(self).compute(self, enter(input, self.parts.group), weight, bias)
 
 
 class _Rows(Divided):
@@ -130,9 +136,20 @@ class _Rows(Divided):
                 f"{input.shape[self.features]}: the colwise layers before it must make as many, in runs of one length"
             )
         partial = type(self).compute(self, input, self.own("weight"), None)
-        output = all_reduce(partial, parts.group, replicated=True)
+        output = self._summed(partial)
         bias = self.own("bias")
         return output if bias is None else output + bias.view(-1, *[1] * (-1 - self.features))
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        if self.stream is not None:
+            return self.stream.sum(self.layer, partial)
+        total: Tensor = all_reduce(partial, self.parts.group, replicated=True)
+        return total
+
+    def ends_stream(self) -> Iterator[nn.Parameter]:
+        """What is added to the positions of this rank alone."""
+        bias = own_parameters(self)["bias"]
+        yield from () if bias is None else (bias,)
 
 
 def _multiplied(layer: nn.Linear, input: Tensor, weight: Any, bias: Any) -> Tensor:

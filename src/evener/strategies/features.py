@@ -19,7 +19,7 @@ Buffers, too, are rank 0's. Only the sum in the first layer moves activations: s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -164,26 +164,35 @@ class SameBits(Synchronizer):
         return (tensor for tensor in tensors if slice_over(tensor, self._axis) is None)
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all ranks the values of the first: of small tensors of one type together, of large ones alone."""
+        """Gives all ranks the values of the first."""
+        self._together(tensors, lambda tensor: dist.broadcast(tensor, group=self._group, group_src=0))
+
+    def _sum(self, tensors: Iterable[Tensor]) -> None:
+        """Gives all ranks the sum of their values."""
+        self._together(tensors, lambda tensor: dist.all_reduce(tensor, group=self._group))
+
+    def _together(self, tensors: Iterable[Tensor], send: Callable[[Tensor], Any]) -> None:
+        """Sends in place: small tensors of one type together, large ones alone."""
         if self._group is None:
             return
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         alone = self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
         for tensor in tensors:
             if tensor.nbytes >= alone and tensor.is_contiguous():
-                self._broadcast(tensor.detach())
+                _sent(tensor.detach(), send)
             else:
                 kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
         for alike in kinds.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            self._broadcast(flat)
+            _sent(flat, send)
             parts = torch.split(flat, [tensor.numel() for tensor in alike])
             for tensor, part in zip(alike, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        with waiting():
-            dist.broadcast(tensor, group=self._group, group_src=0)
+
+def _sent(tensor: Tensor, send: Callable[[Tensor], Any]) -> None:
+    with waiting():
+        send(tensor)
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:

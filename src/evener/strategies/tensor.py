@@ -49,6 +49,7 @@ from evener.strategies.plain import Plain
 from evener.strategies.slices import Slice, mark
 from evener.strategies.tensor_plan import Plan, Use, plan_of
 from evener.strategies.tensor_regions import width
+from evener.strategies.tensor_sequence import divide_positions, in_terms_of
 
 __all__ = ["Plan", "TensorParallel", "plan_of"]
 
@@ -69,6 +70,8 @@ class TensorParallel(Strategy):
     plan: str | None = None
     """``NAME=WORD,NAME=WORD``, names as patterns, as in :mod:`evener.strategies.tensor_plan`; None to have it derived,
     and printed by rank 0."""
+    sequence: bool = False
+    """Whether norms, dropout and residual sums beside divided layers are derived to compute some of the positions."""
 
     divides_model: ClassVar[bool] = True
     axis: ClassVar[str] = AXIS
@@ -83,7 +86,7 @@ class TensorParallel(Strategy):
 
     def describe(self, model: nn.Module) -> str:
         """The plan for a model, a line for each module."""
-        found = plan_of(model, self.plan)
+        found = plan_of(model, self.plan, self.sequence)
         return f"{len(found.uses)} modules of {type(model).__name__} are divided:\n{found.describe()}"
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
@@ -92,9 +95,9 @@ class TensorParallel(Strategy):
         if group is not None:
             if self.plan is None and mesh.rank == 0:
                 print(self.describe(model), file=sys.stderr, flush=True)
-            _Division(model, group, _weights(mesh, settings), mesh.index(AXIS)).divide(
-                plan_of(model, self.plan)
-            )
+            plan = plan_of(model, self.plan, self.sequence)
+            _check_axes(plan, mesh)
+            _Division(model, group, _weights(mesh, settings), mesh.index(AXIS)).divide(plan)
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -108,6 +111,16 @@ class TensorParallel(Strategy):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer, "tensor")
+
+
+def _check_axes(plan: Plan, mesh: Mesh) -> None:
+    """Streams of pieces are no stages, and their positions are all that there are."""
+    axis = next((axis for axis in ("pipeline", "context") if mesh.degree(axis) > 1), None)
+    if axis is not None and "sequence" in plan.words.values():
+        raise ConfigurationError(
+            f"strategy 'tensor' divides positions by sequence, which does not go together with the axis {axis!r}: "
+            "leave sequence out, or that axis"
+        )
 
 
 def _weights(mesh: Mesh, settings: Settings) -> Sequence[float]:
@@ -140,10 +153,12 @@ class _Division:
     def divide(self, plan: Plan) -> None:
         """All modules of the plan."""
         for name, use in plan.uses.items():
-            getattr(self, f"_{use.word}")(name or "the model", self._modules[name], use)
+            if use.word not in ("whole", "sequence"):
+                getattr(self, f"_{use.word}")(name or "the model", self._modules[name], use)
         self._check_runs()
         self._check_tied()
         self._cut()
+        divide_positions(self._modules, plan, self._group, self._index)
         for module in self._model.modules():
             _slowly(module)
 
@@ -184,7 +199,7 @@ class _Division:
         assert isinstance(attention, nn.MultiheadAttention)
         heads = self._parts(name, attention.num_heads)
         features = self._parts_of_heads(heads, attention.head_dim)
-        divide_heads(attention, heads)
+        divide_heads(attention, heads, name)
         for held, (dim, blocks) in DividedAttention.held.items():
             self._say(attention, held, dim, features, blocks)
         self._say(attention.out_proj, "weight", 1, features)
@@ -272,7 +287,7 @@ def _slowly(module: nn.Module) -> None:
 class SameGradient(SameBits):
     """As :class:`~evener.strategies.features.SameBits`; and proves in the first step that there was but rounding to
     choose from: ranks that compute the same samples have the same gradient of what each holds whole. On a GPU that is
-    known a step later.
+    known a step later. Of what each used with positions of its own, the gradients are summed.
 
     A loss that does without whole scores is told how they are divided.
     """
@@ -281,6 +296,7 @@ class SameGradient(SameBits):
         super().__init__(learner, AXIS, inner)
         self._compared: list[nn.Parameter] | None = None
         self._alike: Readout = Here(torch.ones(0))
+        self._terms = in_terms_of(learner.model)
         self._loss = learner.task.loss
         if isinstance(self._loss, VocabularyParallelCrossEntropy):
             self._loss.divide(_scores_apart(learner.model))
@@ -292,7 +308,9 @@ class SameGradient(SameBits):
 
     def _share_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         self._judge()
-        whole = [p for p in self._whole(parameters) if p.grad is not None]
+        given = [p for p in self._whole(parameters) if p.grad is not None]
+        whole = [p for p in given if p not in self._terms]
+        self._sum(gradients.values(p) for p in given if p in self._terms)
         if self._compared is not None or self._group is None or not whole:
             super()._share_whole(whole)
             return

@@ -8,6 +8,7 @@ A plan says a word for a module, by its name::
     whole          sees all of them, though it stands beside          blocks.0.drop=whole
     heads          an nn.MultiheadAttention, by its heads             blocks.0.attention=heads
     vocabulary     an embedding, or the scores of an output layer     embed=vocabulary
+    sequence       computes some of the positions, with all in it     blocks=sequence
 
 The words are those of DTensor's plans. ``colwise:8`` keeps runs of 8 features together, as the heads of a projection
 are, and ``colwise:8:3`` cuts three blocks of rows alike, as a fused projection to queries, keys and values has.
@@ -39,9 +40,12 @@ from evener.strategies.tensor_regions import (
     of_transformer,
     width,
 )
+from evener.strategies.tensor_stream import check_streams, derived_streams, is_within
 from evener.strategies.tensor_trace import traced
 
-WORDS = ("colwise", "rowwise", "between", "whole", "heads", "vocabulary")
+WORDS = ("colwise", "rowwise", "between", "whole", "heads", "vocabulary", "sequence")
+_NUMBERS = {"colwise": 2, "rowwise": 1, "sequence": 1}
+"""How many a word may have."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,11 @@ class Use:
     length: int = 0
     """Of ``between``: the features that there are in all."""
     dim: int = -1
-    """Of ``between``: their dimension, counted from the end."""
+    """Of ``between``: their dimension, counted from the end. Of ``sequence``: that of the positions."""
 
     def __str__(self) -> str:
+        if self.word == "sequence":
+            return self.word if self.dim == 1 else f"{self.word}:{self.dim}"
         numbers = [self.unit, self.blocks] if self.blocks > 1 else [self.unit] if self.unit > 1 else []
         return ":".join([self.word, *map(str, numbers if self.word in ("colwise", "rowwise") else [])])
 
@@ -68,6 +74,11 @@ class Plan:
     """How the modules of a model are divided, by their names."""
 
     uses: Mapping[str, Use]
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What each module is."""
+        return {name: use.word for name, use in self.uses.items()}
 
     def __str__(self) -> str:
         """As it is given."""
@@ -79,13 +90,14 @@ class Plan:
         return "\n".join(f"  {name:{longest}}  {use}" for name, use in self.uses.items())
 
 
-def plan_of(model: nn.Module, plan: str | None = None) -> Plan:
+def plan_of(model: nn.Module, plan: str | None = None, sequence: bool = False) -> Plan:
     """How the strategy ``tensor`` divides a model, in the order of its modules.
 
     Args:
         model: May be on the meta device; it stays as it is.
         plan: ``NAME=WORD,NAME=WORD``, where names are patterns as of files: ``*`` is anything. The last that fits
             counts; ``auto`` alone stands for what would be derived. None to have it derived.
+        sequence: Whether what is derived includes which modules compute some of the positions.
 
     Raises:
         TaskError: If there is nothing to divide, or a module cannot be divided so; with its name.
@@ -95,11 +107,14 @@ def plan_of(model: nn.Module, plan: str | None = None) -> Plan:
     derived = _derived(model, modules)
     if plan is None:
         _check_found(model, derived)
-        return Plan({name: derived[name] for name in modules if name in derived})
-    uses = _given(plan, modules, derived)
+    if sequence:
+        derived |= _streams(model, modules, derived, plan)
+    uses = _given("auto" if plan is None else plan, modules, derived)
     for name, use in uses.items():
         _check_use(name, use, modules[name])
-    return Plan(_with_between(uses, derived, modules))
+    found = Plan(_with_between(uses, derived, modules))
+    check_streams(modules, found.words, {name: use.dim for name, use in found.uses.items()})
+    return found
 
 
 # Given
@@ -129,13 +144,19 @@ def _given(plan: str, modules: Mapping[str, nn.Module], derived: Mapping[str, Us
 
 def _use(entry: str, words: str) -> Use:
     word, *numbers = words.split(":")
-    fits = word in WORDS and len(numbers) <= 2 * (word == "colwise") + (word == "rowwise")
-    if not fits or not all(number.isdecimal() and int(number) for number in numbers):
+    fits = word in WORDS and len(numbers) <= _NUMBERS.get(word, 0)
+    if not fits or not all(_is_number(number, word) for number in numbers):
         raise ConfigurationError(
             f"plan: {entry!r} is not NAME=WORD with one of the words {', '.join(WORDS)}, or colwise:UNIT, "
-            "colwise:UNIT:BLOCKS or rowwise:UNIT"
+            "colwise:UNIT:BLOCKS, rowwise:UNIT or sequence:DIM"
         )
+    if word == "sequence":
+        return Use(word, dim=int(numbers[0]) if numbers else 1)
     return Use(word, *map(int, numbers))
+
+
+def _is_number(number: str, word: str) -> bool:
+    return number.isdecimal() and (int(number) > 0 or word == "sequence")
 
 
 def _check_use(name: str, use: Use, module: nn.Module) -> None:
@@ -146,6 +167,7 @@ def _check_use(name: str, use: Use, module: nn.Module) -> None:
         "heads": (nn.MultiheadAttention,),
         "between": (AnyBatchNorm, AnyDropout),
         "whole": (nn.Module,),
+        "sequence": (nn.Module,),
     }
     kind = type(module).__name__
     if not isinstance(module, wanted[use.word]):
@@ -182,12 +204,14 @@ def _with_between(
             elif told is None and _drops(modules[name]):
                 raise TaskError(
                     f"plan: {name} drops, and nothing tells whether it sees the part of the features that a rank has "
-                    f"of {' or '.join(made)}, or all of them: say {name}=between or {name}=whole"
+                    f"of {' or '.join(made)}, or all of them: say {name}=between, {name}=whole or {name}=sequence"
                 )
     strange = [name for name, use in found.items() if use.word == "between" and not use.length]
     if strange:
         raise TaskError(f"plan: {strange[0]} is between, and no layer beside it is colwise")
-    return {name: found[name] for name in modules if name in found and found[name].word != "whole"}
+    streams = [name for name, use in found.items() if use.word == "sequence"]
+    silent = {name for name, use in found.items() if use.word == "whole" and not is_within(name, streams)}
+    return {name: found[name] for name in modules if name in found.keys() - silent}
 
 
 def _parent(name: str) -> str:
@@ -228,6 +252,24 @@ def _derived(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Us
         if not weights & shared and not used & found.keys():
             found |= {names[module]: use for module, use in _uses(region)}
     return found | {name: Use("vocabulary") for name in _vocabulary(modules) if name not in found}
+
+
+def _streams(
+    model: nn.Module, modules: Mapping[str, nn.Module], derived: Mapping[str, Use], plan: str | None
+) -> dict[str, Use]:
+    if plan is not None and "auto" not in (entry.strip() for entry in plan.split(",")):
+        raise ConfigurationError(
+            f"sequence=True adds to what is derived, and plan {plan!r} has no auto: put that into it, or say "
+            "NAME=sequence"
+        )
+    found = derived_streams(modules, {name: use.word for name, use in derived.items()})
+    if not found:
+        raise TaskError(
+            f"sequence=True: {type(model).__name__} has none of PyTorch's transformer layers with divided attention, "
+            "and no norm or dropout in an nn.Sequential beside divided layers: say plan='auto,NAME=sequence' for "
+            "modules from (samples, positions, features) to the same, or leave sequence out"
+        )
+    return {name: Use("sequence", dim=dim) for name, dim in found.items()}
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
