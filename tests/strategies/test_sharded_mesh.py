@@ -114,7 +114,7 @@ def test_the_battery_of_strategies_on_stages(ranks: Any) -> None:
 
 
 class Root(nn.Module):
-    """In step 1 the gradient of its own weight is no number on one rank, the first of the second stage."""
+    """In step 1 the gradient of its weight is no number, on the first rank of the second stage alone."""
 
     def __init__(self) -> None:
         super().__init__()
