@@ -150,9 +150,7 @@ ROWS = {
     "data x context x tensor": Row(
         8, {"mesh": "data=2,context=2,tensor=2", "balance": "2,1"}, NO_POSITIONS | NO_PAIRS
     ),
-    "pipeline x context x tensor": Row(
-        8, {"mesh": "pipeline=2,context=2,tensor=2"}, NO_POSITIONS | NO_PAIRS | NO_TABLES
-    ),
+    "pipeline x context x tensor": Row(8, {"mesh": "pipeline=2,context=2,tensor=2"}, NO_POSITIONS | NO_PAIRS),
 }
 
 

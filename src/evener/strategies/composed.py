@@ -135,8 +135,8 @@ def _check_combination(part: Strategy, degrees: Mapping[str, int]) -> None:
         others = ", ".join(repr(axis) for axis in part.combines) or "no other"
         reason = f": {part.apart[strange[0]]}" if strange[0] in part.apart else ""
         raise ConfigurationError(
-            f"strategy {part.label!r} cannot be laid over a mesh that has the axis {strange[0]!r} too{reason}; with "
-            f"its own, {part.axis!r}, it goes together with {others}"
+            f"strategy {part.label!r} cannot be laid over a mesh that has the axis {strange[0]!r} too{reason}. "
+            f"Its own, {part.axis!r}, goes together with {others}"
         )
 
 
