@@ -78,6 +78,38 @@ def attention(batched: bool = True, **options: Any) -> Callable[[], Several]:
     return lambda: Several(compute, heads=nn.MultiheadAttention(6, 3, **options), memory=nn.Linear(6, 6))
 
 
+def bags() -> dict[str, tuple[Callable[[], Several], str, Tensor]]:
+    """Of two dimensions, or with offsets, of which one bag is empty and one has words of one rank alone."""
+    words = torch.tensor([[3, 0, 0, 6], [6, 1, 6, 2], [0, 1, 0, 1]])
+    start, stop = torch.tensor([0, 4, 4]), torch.tensor([0, 4, 4, 12])
+
+    def weighed(model: Any, x: Tensor) -> Tensor:
+        factors = torch.sigmoid(model.weights(x)[..., 0])
+        made: Tensor = model.bag(x, per_sample_weights=factors)
+        return made + model.bag(x.flatten(), start, factors.flatten())
+
+    def several(compute: Callable[[Any, Tensor], Tensor], **options: Any) -> Callable[[], Several]:
+        beside = {"weights": lambda: nn.Embedding(7, 1)} if compute is weighed else {}
+        return lambda: Several(
+            compute, bag=nn.EmbeddingBag(7, 4, **options), **{name: make() for name, make in beside.items()}
+        )
+
+    plain = lambda model, x: model.bag(x) + model.bag(x.flatten(), start)  # noqa: E731
+    last = lambda model, x: model.bag(x.flatten(), stop)  # noqa: E731
+    options: dict[str, dict[str, Any]] = {
+        "sum": {"mode": "sum"},
+        "mean": {"mode": "mean", "padding_idx": 0},
+        "sparse sum": {"mode": "sum", "sparse": True, "padding_idx": -1},
+        "sparse mean": {"mode": "mean", "sparse": True},
+    }
+    found = {name: (several(plain, **each), "bag=vocabulary", words) for name, each in options.items()}
+    found["last offset"] = several(last, mode="mean", include_last_offset=True), "bag=vocabulary", words
+    for sparse in (False, True):
+        given = {"mode": "sum", "sparse": sparse, "padding_idx": 3}
+        found[f"weighed, sparse={sparse}"] = several(weighed, **given), "bag=vocabulary", words
+    return found
+
+
 CASES: dict[str, tuple[Callable[[], Several], str, Tensor]] = {
     "a row alone": (lambda: Several(lambda m, x: m.down(x), down=nn.Linear(5, 3)), "down=rowwise", draws(4, 2, 5)),
     "scores alone": (lambda: Several(lambda m, x: m.head(x), head=nn.Linear(5, 7)), "head=vocabulary", draws(4, 5)),
@@ -109,6 +141,7 @@ CASES: dict[str, tuple[Callable[[], Several], str, Tensor]] = {
         "embed=vocabulary",
         torch.tensor([[3, 0, 0], [6, 1, 6]]),
     ),
+    **{f"bags, {name}": case for name, case in bags().items()},
     "attention": (attention(batch_first=True), "heads=heads", draws(2, 4, 6)),
     "attention, length first": (attention(), "heads=heads", draws(4, 2, 6)),
     "attention with learned keys": (
@@ -153,6 +186,15 @@ def held() -> tuple[str, dict[str, str]]:
         with pytest.raises(TaskError) as caught:
             model[1](torch.zeros(2, 7))
         refused["width"] = str(caught.value)
+        bag = nn.Sequential(nn.EmbeddingBag(5, 2))
+        TensorParallel("0=vocabulary").parallelize(bag, mesh, Settings())
+        for given in (
+            {"per_sample_weights": torch.ones(2, 2)},
+            {"offsets": torch.zeros(1, dtype=torch.int64)},
+        ):
+            with pytest.raises(TaskError) as caught:
+                bag[0](torch.zeros(2, 2, dtype=torch.int64), **given)
+            refused[next(iter(given))] = str(caught.value)
         with pytest.raises(ConfigurationError) as elsewhere:
             pickle.loads(pickle.dumps(model))(torch.zeros(2, 4))
         refused["pickled"] = str(elsewhere.value)
@@ -177,6 +219,8 @@ def test_what_a_part_says_and_refuses(ranks: Any) -> None:
         assert words == f"ColumnLinear(in_features=4, out_features=5, bias=True, part={part})"
         assert "0 is divided over ranks, and its weight is read from outside" in refused["read"]
         assert f"1 reads {3 - rank} of 5 features on this rank and got 7" in refused["width"]
+        assert "they are one for each word, and go with 'sum'" in refused["per_sample_weights"]
+        assert "give words (bags, words of each), or (words) with the offsets" in refused["offsets"]
         assert "copied to another process" in refused["pickled"]
         assert "copied to another process" in refused["attention"]
 

@@ -56,6 +56,10 @@ def pair(*between: nn.Module, first: Any = None, last: Any = None) -> nn.Sequent
         (nn.Sequential(nn.Embedding(9, 4)), "0=vocabulary"),
         (nn.Sequential(nn.Embedding(4, 9)), ""),
         (nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), ""),
+        (nn.Sequential(nn.EmbeddingBag(9, 4)), "0=vocabulary"),
+        (nn.Sequential(nn.EmbeddingBag(9, 4, mode="max")), ""),
+        (nn.Sequential(nn.EmbeddingBag(9, 4, max_norm=1.0)), ""),
+        (nn.Sequential(nn.Embedding(9, 4), nn.GRU(4, 6), nn.LSTMCell(4, 6)), "0=vocabulary"),
         (nn.ModuleList([nn.MultiheadAttention(4, 2)]), "0=heads"),
     ],
     ids=str,
@@ -182,7 +186,8 @@ class Loose(nn.Module):
         self.embed = nn.Embedding(9, 4, max_norm=1.0)
         self.attention = nn.MultiheadAttention(4, 2)
         self.attention.out_proj = nn.Linear(4, 4)
-        self.lazy = nn.LazyLinear(3)
+        self.lazy, self.most = nn.LazyLinear(3), nn.EmbeddingBag(9, 4, mode="max")
+        self.cell, self.steps = nn.GRUCell(4, 4), nn.LSTM(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -202,6 +207,13 @@ class Loose(nn.Module):
         ("embed=vocabulary", TaskError, "embed cannot be divided: it has max_norm"),
         ("attention=heads", TaskError, "attention cannot be divided: its out_proj is a Linear"),
         ("lazy=vocabulary", TaskError, "lazy cannot be divided: it is a LazyLinear"),
+        ("most=vocabulary", TaskError, "most cannot be divided: it has mode='max'; .* sums and means"),
+        (
+            "steps=colwise",
+            TaskError,
+            "steps cannot be divided: it is a LSTM, each step .*; leave it out of the plan",
+        ),
+        ("cell=vocabulary", TaskError, "cell cannot be divided: it is a GRUCell, each step of which"),
         (
             "up=colwise:4,down=rowwise",
             TaskError,
@@ -220,6 +232,15 @@ def test_a_plan_that_cannot_be(plan: str, kind: type[EvenerError], words: str) -
     with pytest.raises(kind) as caught:
         plan_of(Loose(), plan)
     assert re.search(words, str(caught.value)), caught.value
+
+
+def test_what_no_plan_divides_is_said() -> None:
+    described = TensorParallel().describe(nn.Sequential(nn.Embedding(9, 4), nn.GRU(4, 6)))
+    first, *_, last = described.splitlines()
+    assert first == "1 modules of Sequential are divided:"
+    assert last.startswith(
+        "  1 is left whole: it is a GRU, each step of which needs all features of the one before"
+    )
 
 
 def test_nothing_to_divide() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -215,6 +216,74 @@ class VocabularyEmbedding(Divided, nn.Embedding):
         return padding - own.start if padding is not None and padding in own else None
 
 
+class VocabularyBag(Divided, nn.EmbeddingBag):
+    """``nn.EmbeddingBag`` that holds some of the words, for sums and means: each rank adds up its own."""
+
+    held: ClassVar = {"weight": 0}
+
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        words, factors, bags = self._flat(input, offsets, per_sample_weights)
+        kept = (
+            torch.ones_like(words, dtype=torch.bool)
+            if self.padding_idx is None
+            else words != self.padding_idx
+        )
+        local = words - self.parts.own.start
+        here = kept & (local >= 0) & (local < len(self.parts.own))
+        own = self._own_sparsely if self.sparse else self._own_densely
+        total: Tensor = all_reduce(own(local, here, factors, bags), self.parts.group, replicated=True)
+        if self.mode == "sum":
+            return total
+        ones = total.new_ones(1, 1)
+        return total / self._added(torch.zeros_like(words), ones, bags, kept.to(total.dtype)).clamp(min=1)
+
+    def _flat(
+        self, input: Tensor, offsets: Tensor | None, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The words of all bags, what they are multiplied by, and where each bag begins, and the last one ends."""
+        if factors is not None and (self.mode != "sum" or factors.shape != input.shape):
+            raise TaskError(
+                f"{self.layer}: per_sample_weights of shape {tuple(factors.shape)} for words of shape "
+                f"{tuple(input.shape)} and mode {self.mode!r}: they are one for each word, and go with 'sum'"
+            )
+        if factors is not None:
+            factors = enter(factors, self.parts.group).flatten()
+        if input.dim() == 2 and offsets is None:
+            bags = torch.arange(len(input) + 1, device=input.device) * input.shape[1]
+        elif input.dim() == 1 and offsets is not None:
+            bags = offsets if self.include_last_offset else F.pad(offsets, (0, 1), value=len(input))
+        else:
+            raise TaskError(
+                f"{self.layer}: give words (bags, words of each), or (words) with the offsets of the bags"
+            )
+        return input.flatten(), factors, bags
+
+    def _added(
+        self, rows: Tensor, weight: Tensor, bags: Tensor, factors: Tensor | None, sparse: bool = False
+    ) -> Tensor:
+        bags = bags.to(rows.dtype)
+        given: dict[str, Any] = {"mode": "sum", "sparse": sparse, "per_sample_weights": factors}
+        return F.embedding_bag(rows, weight, bags, include_last_offset=True, **given)
+
+    def _own_densely(self, local: Tensor, here: Tensor, factors: Tensor | None, bags: Tensor) -> Tensor:
+        """Words of other ranks are multiplied by zero."""
+        weight = self.own("weight")
+        assert weight is not None
+        factors = here.to(weight.dtype) if factors is None else factors.masked_fill(~here, 0)
+        return self._added(local.masked_fill(~here, 0), weight, bags, factors)
+
+    def _own_sparsely(self, local: Tensor, here: Tensor, factors: Tensor | None, bags: Tensor) -> Tensor:
+        """The gradient names the rows that were looked up: no rows but these may be."""
+        weight = self.own("weight")
+        assert weight is not None
+        before = F.pad(here.cumsum(0), (1, 0))[bags]
+        return self._added(
+            local[here], weight, before, None if factors is None else factors[here], sparse=True
+        )
+
+
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -278,6 +347,7 @@ ROWS: dict[type[nn.Module], type[Divided]] = {
 VOCABULARY: dict[type[nn.Module], type[Divided]] = {
     nn.Linear: VocabularyLinear,
     nn.Embedding: VocabularyEmbedding,
+    nn.EmbeddingBag: VocabularyBag,
 }
 
 

@@ -16,7 +16,7 @@ the first step they are compared, and a layer that took a part for the whole is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar
@@ -48,7 +48,7 @@ from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.slices import Slice, mark
 from evener.strategies.tensor_plan import Plan, Use, plan_of
-from evener.strategies.tensor_regions import width
+from evener.strategies.tensor_regions import EMBEDDINGS, RECURRENT, obstacle, width
 from evener.strategies.tensor_sequence import divide_positions, in_terms_of
 
 __all__ = ["Plan", "TensorParallel", "plan_of"]
@@ -87,7 +87,8 @@ class TensorParallel(Strategy):
     def describe(self, model: nn.Module) -> str:
         """The plan for a model, a line for each module."""
         found = plan_of(model, self.plan, self.sequence)
-        return f"{len(found.uses)} modules of {type(model).__name__} are divided:\n{found.describe()}"
+        words = f"{len(found.uses)} modules of {type(model).__name__} are divided:\n{found.describe()}"
+        return "\n".join([words, *(f"  {line}" for line in _left_whole(model))])
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         # A group of its own: the messages of forward and backward never meet those of the buckets.
@@ -111,6 +112,13 @@ class TensorParallel(Strategy):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer, "tensor")
+
+
+def _left_whole(model: nn.Module) -> Iterator[str]:
+    """The layers that no plan divides, with the reason."""
+    for name, module in model.named_modules():
+        if isinstance(module, RECURRENT):
+            yield f"{clean_name(name) or 'the model'} is left whole: {obstacle(module)}"
 
 
 def _check_axes(plan: Plan, mesh: Mesh) -> None:
@@ -190,7 +198,7 @@ class _Division:
             self._say(layer, held, dim, parts)
 
     def _vocabulary(self, name: str, layer: nn.Module, use: Use) -> None:
-        words = layer.num_embeddings if isinstance(layer, nn.Embedding) else width(layer)[1]
+        words = layer.num_embeddings if isinstance(layer, EMBEDDINGS) else width(layer)[1]
         parts = self._parts(name, words)
         for held, dim in divide_layer(layer, VOCABULARY, parts, name).held.items():
             self._say(layer, held, dim, parts)

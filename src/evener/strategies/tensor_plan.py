@@ -30,6 +30,8 @@ from evener.errors import ConfigurationError, TaskError
 from evener.nn.names import clean_name
 from evener.strategies.tensor_regions import (
     CONVOLUTIONS,
+    EMBEDDINGS,
+    RECURRENT,
     Region,
     features,
     in_sequence,
@@ -163,13 +165,15 @@ def _check_use(name: str, use: Use, module: nn.Module) -> None:
     wanted: dict[str, tuple[type, ...]] = {
         "colwise": (nn.Linear, *CONVOLUTIONS),
         "rowwise": (nn.Linear, *CONVOLUTIONS),
-        "vocabulary": (nn.Linear, nn.Embedding),
+        "vocabulary": (nn.Linear, *EMBEDDINGS),
         "heads": (nn.MultiheadAttention,),
         "between": (AnyBatchNorm, AnyDropout),
         "whole": (nn.Module,),
         "sequence": (nn.Module,),
     }
     kind = type(module).__name__
+    if isinstance(module, RECURRENT) and use.word not in ("whole", "sequence"):
+        raise TaskError(f"plan: {name} cannot be divided: {obstacle(module)}; leave it out of the plan")
     if not isinstance(module, wanted[use.word]):
         kinds = ", ".join(each.__name__.removeprefix("_") for each in wanted[use.word])
         raise TaskError(f"plan: {name} is a {kind}, and {use.word} is for {kinds}")
@@ -306,9 +310,9 @@ def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     for names in holders.values():
         kinds = [modules[name] for name in names]
         large = any(
-            isinstance(kind, nn.Embedding) and kind.num_embeddings > kind.embedding_dim for kind in kinds
+            isinstance(kind, EMBEDDINGS) and kind.num_embeddings > kind.embedding_dim for kind in kinds
         )
-        whole = all(isinstance(kind, nn.Embedding | nn.Linear) and not obstacle(kind) for kind in kinds)
+        whole = all(isinstance(kind, (nn.Linear, *EMBEDDINGS)) and not obstacle(kind) for kind in kinds)
         if large and whole:
             yield from names
 

@@ -21,6 +21,8 @@ from evener.borrowed.module_tensors import own_parameters
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 ELEMENTWISE = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Sigmoid, nn.Tanh, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Tanhshrink, nn.Softshrink),
@@ -78,14 +80,21 @@ def features(layer: nn.Module) -> int:
 
 def obstacle(layer: nn.Module) -> str | None:
     """Why a linear layer, convolution or embedding cannot be divided; None if it can."""
-    if type(layer) not in (nn.Linear, nn.Embedding, *CONVOLUTIONS):
+    if isinstance(layer, RECURRENT):
+        return (
+            f"it is a {type(layer).__name__}, each step of which needs all features of the one before, so that ranks "
+            "would wait for each other at every position; the layers beside it can be divided"
+        )
+    if type(layer) not in (nn.Linear, *EMBEDDINGS, *CONVOLUTIONS):
         return f"it is a {type(layer).__name__}, which may compute something else"
     if own_parameters(layer).keys() - {"bias"} != {"weight"}:
         return "its weight is computed from other parameters"
     if isinstance(layer, CONVOLUTIONS) and (layer.groups > 1 or layer.padding_mode != "zeros"):
         return f"it has groups={layer.groups} and padding_mode={layer.padding_mode!r}, not 1 and 'zeros'"
-    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+    if isinstance(layer, EMBEDDINGS) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         return "it has max_norm or scale_grad_by_freq, which look at more than a rank's rows"
+    if isinstance(layer, nn.EmbeddingBag) and layer.mode not in ("sum", "mean"):
+        return f"it has mode={layer.mode!r}; of words that are divided there are sums and means"
     return None
 
 
@@ -122,7 +131,7 @@ def is_told(module: nn.Module) -> bool:
 def fit(column: nn.Module, row: nn.Module) -> bool:
     """Whether what one layer makes is what the other reads."""
     alike = type(column) is type(row) and column is not row
-    if not alike or type(column) is nn.Embedding or obstacle(column) or obstacle(row):
+    if not alike or type(column) in EMBEDDINGS or obstacle(column) or obstacle(row):
         return False
     return width(column)[1] == width(row)[0]
 
@@ -132,7 +141,7 @@ def in_sequence(model: nn.Sequential) -> Iterator[Region]:
     layers, start = list(_flat(model)), 0
     while start < len(layers):
         end = start + 1
-        if obstacle(layers[start]) is None and not isinstance(layers[start], nn.Embedding):
+        if obstacle(layers[start]) is None and not isinstance(layers[start], EMBEDDINGS):
             while end < len(layers) and is_local(layers[end], layers[start]):
                 end += 1
             if end < len(layers) and fit(layers[start], layers[end]):
