@@ -27,8 +27,8 @@ from tests.strategies.test_context import (  # noqa: F401 (some as tasks of this
     HEADS,
     PADDING,
     WIDTH,
-    Block,
     Model,
+    Ordinary,
     count,
     counting,
     dropping,
@@ -65,7 +65,7 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class Repeated(Block):
+class Repeated(Ordinary):
     """Repeated in backward."""
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
