@@ -28,6 +28,7 @@ from evener.testing import check_strategy
 from evener.testing.trials import NAMES
 from evener.verification import Trajectory, record, relative_error
 from tests.comparing import worst
+from tests.conformance import models
 from tests.strategies import wide
 from tests.test_standin import STEPS, TRAITS, trained
 from tests.test_standin import task as device_task
@@ -330,6 +331,31 @@ def test_what_is_derived_is_printed_by_one_rank(ranks: Any) -> None:
     assert first.startswith("6 modules of Sequential are divided:\n  0.0  colwise\n  0.1  between")
     assert other == ""
     assert ranks(2).run(printed, "auto") == ["", ""]
+
+
+def scored(name: str, strategy: Any) -> tuple[Any, dict[str, float], Any]:
+    """What is divided of the output layer, and the scores of a training pass, of evaluation and of prediction."""
+    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=2)
+    with Engine(getattr(models, name)(), config) as engine:
+        shapes = []
+        handle = engine.model.register_forward_hook(lambda _, inputs, output: shapes.append(output.shape[1]))
+        for batch in engine.batches():
+            engine.step(batch)
+        handle.remove()
+        return (
+            slice_of(engine.model.out.weight),
+            {"classes": shapes[0], **engine.evaluate()},
+            engine.predict(engine.task.evaluate, everywhere=True),
+        )
+
+
+def test_scores_of_a_plain_loss_are_divided_and_whole_for_all_who_ask(ranks: Any) -> None:
+    ((none, metrics, predicted),) = ranks(1).run(scored, "recurrent", "single")
+    assert none is None
+    for piece, found, outputs in ranks(2).run(scored, "recurrent", "tensor"):
+        assert piece.pieces[-1].stop == found["classes"] == models.WORDS
+        assert found == pytest.approx(metrics, rel=1e-11)
+        assert relative_error(predicted, outputs) <= 1e-11
 
 
 @pytest.mark.parametrize("trait", ["penalty, AdamW, clipping", "BatchNorm, accumulation", "Dropout"])

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.nn import Dropout
 from evener.strategies.tensor import TensorParallel, plan_of
+from evener.strategies.tensor_trace import output_layer
 from tests.strategies import wide
 
 
@@ -209,7 +210,7 @@ class Loose(nn.Module):
         ("lazy=vocabulary", TaskError, "lazy cannot be divided: it is a LazyLinear"),
         ("most=vocabulary", TaskError, "most cannot be divided: it has mode='max'; .* sums and means"),
         (
-            "steps=colwise",
+            "steps=rowwise",
             TaskError,
             "steps cannot be divided: it is a LSTM, each step .*; leave it out of the plan",
         ),
@@ -241,6 +242,56 @@ def test_what_no_plan_divides_is_said() -> None:
     assert last.startswith(
         "  1 is left whole: it is a GRU, each step of which needs all features of the one before"
     )
+
+
+class Scores(nn.Module):
+    """Ends in scores of words, of which the function makes the output."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Embedding(9, 4), nn.GRU(4, 4), nn.Linear(4, 9)
+        self.function = function
+
+    def forward(self, words: Tensor) -> Any:
+        hidden, _ = self.cell(self.embed(words))
+        return self.function(self, hidden)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda m, x: m.head(x), "head"),
+        (lambda m, x: m.head(x).transpose(1, 2), "head"),
+        (lambda m, x: torch.permute(m.head(x), (0, 2, 1)).contiguous(), "head"),
+        (lambda m, x: m.head(x).view(-1, 9) if m.training else m.head(x).reshape(-1, 9), "head"),
+        (lambda m, x: m.head(x).softmax(-1), None),
+        (lambda m, x: m.head(x) if m.training else m.head(x)[:, -1], None),
+        (lambda m, x: m.head(x) + m.head(x), None),
+        (lambda m, x: (m.head(x), x), None),
+        (lambda m, x: x, None),
+        (lambda m, x: m.head(x * m.head.weight.mean()), None),
+    ],
+)
+def test_the_layer_whose_scores_are_the_output(function: Any, found: str | None) -> None:
+    assert output_layer(Scores(function)) == found
+
+
+def test_layers_in_a_row_end_in_the_output() -> None:
+    assert output_layer(nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 9)))) == "1.1"
+    assert output_layer(nn.Sequential(nn.Linear(3, 9), nn.Softmax(-1))) is None
+
+
+def test_scores_are_derived_where_they_are_the_output() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 9))
+    assert str(plan_of(model, output="3")) == "0=colwise,2=rowwise,3=vocabulary"
+    assert str(plan_of(model, "auto,3=whole", output="3")) == "0=colwise,2=rowwise"
+    tied = nn.Sequential(
+        nn.Embedding(5, 5), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 5, bias=False)
+    )
+    tied[4].weight = tied[0].weight
+    assert str(plan_of(tied, output="4")) == "1=colwise,3=rowwise"
+    narrow = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+    assert str(plan_of(narrow, output="2")) == "0=colwise,2=rowwise"
 
 
 def test_nothing_to_divide() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -50,6 +50,8 @@ from evener.strategies.slices import Slice, mark
 from evener.strategies.tensor_plan import Plan, Use, plan_of
 from evener.strategies.tensor_regions import EMBEDDINGS, RECURRENT, obstacle, width
 from evener.strategies.tensor_sequence import divide_positions, in_terms_of
+from evener.strategies.tensor_trace import output_layer
+from evener.task import call_model
 
 __all__ = ["Plan", "TensorParallel", "plan_of"]
 
@@ -76,6 +78,8 @@ class TensorParallel(Strategy):
     divides_model: ClassVar[bool] = True
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard", "context")
+    output: ClassVar[str | None] = None
+    """The layer that makes the scores of the task's loss; of an object that is prepared."""
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         if settings.compression is not None:
@@ -84,9 +88,22 @@ class TensorParallel(Strategy):
             )
         return Layout({AXIS: world_size})
 
+    def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
+        task, found = learner.task, replace(self)
+        if (
+            isinstance(task.loss, nn.CrossEntropyLoss | VocabularyParallelCrossEntropy)
+            and task.forward is call_model
+        ):
+            object.__setattr__(found, "output", output_layer(model))
+        return found
+
+    def plan_for(self, model: nn.Module) -> Plan:
+        """How a model is divided."""
+        return plan_of(model, self.plan, self.sequence, self.output)
+
     def describe(self, model: nn.Module) -> str:
         """The plan for a model, a line for each module."""
-        found = plan_of(model, self.plan, self.sequence)
+        found = self.plan_for(model)
         words = f"{len(found.uses)} modules of {type(model).__name__} are divided:\n{found.describe()}"
         return "\n".join([words, *(f"  {line}" for line in _left_whole(model))])
 
@@ -96,7 +113,7 @@ class TensorParallel(Strategy):
         if group is not None:
             if self.plan is None and mesh.rank == 0:
                 print(self.describe(model), file=sys.stderr, flush=True)
-            plan = plan_of(model, self.plan, self.sequence)
+            plan = self.plan_for(model)
             _check_axes(plan, mesh)
             _Division(model, group, _weights(mesh, settings), mesh.index(AXIS)).divide(plan)
         return normalize_together(model, mesh)

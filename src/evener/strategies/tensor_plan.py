@@ -92,7 +92,9 @@ class Plan:
         return "\n".join(f"  {name:{longest}}  {use}" for name, use in self.uses.items())
 
 
-def plan_of(model: nn.Module, plan: str | None = None, sequence: bool = False) -> Plan:
+def plan_of(
+    model: nn.Module, plan: str | None = None, sequence: bool = False, output: str | None = None
+) -> Plan:
     """How the strategy ``tensor`` divides a model, in the order of its modules.
 
     Args:
@@ -100,6 +102,7 @@ def plan_of(model: nn.Module, plan: str | None = None, sequence: bool = False) -
         plan: ``NAME=WORD,NAME=WORD``, where names are patterns as of files: ``*`` is anything. The last that fits
             counts; ``auto`` alone stands for what would be derived. None to have it derived.
         sequence: Whether what is derived includes which modules compute some of the positions.
+        output: The linear layer that makes the scores of a loss, which is derived to be divided by these.
 
     Raises:
         TaskError: If there is nothing to divide, or a module cannot be divided so; with its name.
@@ -107,6 +110,8 @@ def plan_of(model: nn.Module, plan: str | None = None, sequence: bool = False) -
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     derived = _derived(model, modules)
+    if output is not None and output not in derived and _has_words(modules[output], _shared(model)):
+        derived[output] = Use("vocabulary")
     if plan is None:
         _check_found(model, derived)
     if sequence:
@@ -315,6 +320,11 @@ def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[str]:
         whole = all(isinstance(kind, (nn.Linear, *EMBEDDINGS)) and not obstacle(kind) for kind in kinds)
         if large and whole:
             yield from names
+
+
+def _has_words(layer: nn.Module, shared: set[nn.Parameter]) -> bool:
+    """Whether an output layer has more scores than features, as an embedding that is divided, and is alone."""
+    return not obstacle(layer) and width(layer)[1] > width(layer)[0] and not shared & set(layer.parameters())
 
 
 def _check_found(model: nn.Module, found: Mapping[str, Use]) -> None:

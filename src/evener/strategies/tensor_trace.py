@@ -30,6 +30,7 @@ from evener.strategies.tensor_regions import (
     Region,
     fit,
     is_local,
+    is_sequence,
     is_told,
     obstacle,
 )
@@ -50,6 +51,38 @@ _OF_TWO = {
 }
 _METHODS = {"relu", "tanh", "sigmoid", "exp", "square", "abs"}
 _METHODS_OF_TWO = {"mul", "add", "sub", "div"}
+_SHAPES = {"transpose", "permute", "movedim", "view", "reshape", "flatten", "contiguous", "unflatten", "mT"}
+"""What changes no number, as methods of tensors and functions of torch."""
+
+
+def output_layer(model: nn.Module) -> str | None:
+    """The name of the linear layer whose scores are the model's output, perhaps with other dimensions; None if there is
+    none, or nothing proves it."""
+    if is_sequence(model):
+        name, last = next(reversed([*model.named_children()]), ("", model))
+        inner = output_layer(last) if is_sequence(last) and last is not model else None
+        return name if isinstance(last, nn.Linear) else None if inner is None else f"{name}.{inner}"
+    with torch.random.fork_rng([]):
+        graphs = list(_graphs(model))
+    found = {_output_of(graph, model) for graph in graphs}
+    return found.pop() if len(found) == 1 else None
+
+
+def _output_of(graph: fx.Graph, model: nn.Module) -> str | None:
+    node = next(node for node in graph.nodes if node.op == "output").args[0]
+    while isinstance(node, fx.Node) and _reshapes(node):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "call_module":
+        return None
+    name = str(node.target)
+    uses = [other for other in graph.nodes if f"{other.target}.".startswith(f"{name}.")]  # of its weight too
+    plain = isinstance(model.get_submodule(name), nn.Linear) and len(uses) == len(node.users) == 1
+    return name if plain else None
+
+
+def _reshapes(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in _SHAPES and len(node.users) == 1
 
 
 def traced(module: nn.Module) -> list[Region]:
