@@ -15,6 +15,9 @@ from typing import Any
 
 import cloudpickle
 
+_START_SECONDS = 240
+"""Eight ranks on two cores, where another process starts as many, are long in importing torch."""
+
 
 def _serve(rank: int, world_size: int, store: str, path: list[str], connection: Connection) -> None:
     sys.path[:] = path
@@ -25,9 +28,12 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], connection: 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    place = dist.FileStore(store, world_size)
+    place.set(f"up {rank}", "")
+    place.wait([f"up {other}" for other in range(world_size)], timedelta(seconds=_START_SECONDS))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=place,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=60),
@@ -73,16 +79,18 @@ class RankPool:
         Raises:
             AssertionError: With the rank's traceback, if it failed on any; the ranks are then started afresh.
         """
+        patience = timeout
         if not self._processes:
             self._start()
+            patience += _START_SECONDS
         message = cloudpickle.dumps((function, args, kwargs))
         for connection in self._connections:
             connection.send_bytes(message)
         answers = []
         for rank, connection in enumerate(self._connections):
-            if not connection.poll(timeout):
+            if not connection.poll(patience):
                 self.close()
-                raise AssertionError(f"rank {rank} did not answer within {timeout} s")
+                raise AssertionError(f"rank {rank} did not answer within {patience} s")
             answers.append(cloudpickle.loads(connection.recv_bytes()))
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failures:
