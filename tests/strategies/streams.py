@@ -219,6 +219,11 @@ def norms_all() -> Task:
     )
 
 
+def drops() -> Task:
+    """By a function, in training."""
+    return words(lambda: Odd(lambda m, x: nn.functional.dropout(x, 0.3, m.training)))
+
+
 def flat() -> Task:
     return task_of(Flat, draws(SAMPLES, 5))
 

@@ -212,6 +212,7 @@ ODD = TensorParallel("auto,inner=sequence,inner.up=colwise,inner.down=rowwise,in
         ("counts", ODD, "inner.place, in inner, has a tensor of shape .* where dimension 1 must be"),
         ("adds_all", ODD, "inner is sequence, and cannot compute some of the positions: RuntimeError"),
         ("norms_all", ODD, r"inner.norm, in inner, has a tensor of shape \(8, 3, 10\) where dimension 1 must be the 7"),
+        ("drops", ODD, "inner is sequence, and in training a function in its forward draws random numbers"),
         ("flat", DERIVED, r"plan: 0 to 5 is sequence, and gets a tensor of shape \(8, 5\) first"),
         ("repeats_inside", TensorParallel("feed=sequence,feed.drop=sequence,feed.up=colwise,feed.down=rowwise"),
          "feed.norm computes some of the positions, in feed, and is called outside .* checkpoint feed"),

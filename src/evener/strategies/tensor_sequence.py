@@ -144,7 +144,14 @@ class Tried:
             self._tried = True
             with torch.no_grad(), _undisturbed(self._modules):
                 apart = _apart(stream, compute, args, kwargs)
+                draws = self._draws(stream, compute, args, kwargs)
             self._apart = read(apart)
+            if draws:
+                raise TaskError(
+                    f"plan: {stream.name} is sequence, and in training a function in its forward draws random numbers, "
+                    "which would be the same for the positions of all ranks. Drop with modules; one of your own that "
+                    f"draws is to be whole in the plan. Or leave {stream.name} out of it"
+                )
             if is_late(apart.device):
                 return
         apart_before, self._apart = self._apart.value(), Here(0.0)
@@ -155,6 +162,24 @@ class Tried:
                 "positions, or counts them. Bring that into a divided layer, give it a module that the plan has as "
                 f"whole, or leave {stream.name} out of the plan"
             )
+
+    def _draws(self, stream: Stream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether anything but dropout modules and attention moves the common generator in training."""
+        inner = [each for module in self._modules for each in module.modules()]
+        whole = [each for each in inner if isinstance(vars(each).get("forward"), MadeWhole)]
+        idle = {inside for each in whole for inside in each.modules()}
+        for each in inner:
+            each.training = each not in idle and not isinstance(each, (AnyDropout, DividedAttention))
+        before = _generators(args[0].device)
+        with stream.whole(args[0].shape[stream.dim]):
+            compute(*args, **kwargs)
+        return not all(map(torch.equal, before, _generators(args[0].device)))
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """The states of the generators that all modules draw from; those of a card are on the host, too."""
+    cards = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.random.get_rng_state(), *cards]
 
 
 def _apart(stream: Stream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
