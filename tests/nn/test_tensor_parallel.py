@@ -248,3 +248,30 @@ def test_what_is_drawn_apart_leaves_the_common_generator_alike() -> None:
         after.append(torch.rand(2))
     assert torch.equal(*after)
     assert not torch.equal(drawn[0], drawn[1][:3])
+
+
+def unknown_word(word: int, sparse: bool) -> list[str]:
+    """What an embedding and a bag of 7 words say of another word."""
+    said = []
+    with Session("cpu", 60) as session:
+        mesh = session.lay(Layout({"tensor": session.world_size}))
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            options = {} if kind is nn.Embedding else {"mode": "sum"}
+            model: nn.Module = nn.Sequential(kind(7, 4, sparse=sparse, **options))
+            model = TensorParallel("0=vocabulary").parallelize(model, mesh, Settings())
+            try:
+                model(torch.tensor([[1, word]]))
+            except (IndexError, RuntimeError) as error:
+                said.append(type(error).__name__)
+    return said
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("word", [7, -1])
+def test_a_word_that_no_rank_has_is_refused_on_all(ranks: Any, word: int, sparse: bool) -> None:
+    plain = []
+    for layer in (nn.Embedding(7, 4, sparse=sparse), nn.EmbeddingBag(7, 4, mode="sum", sparse=sparse)):
+        with pytest.raises((IndexError, RuntimeError)) as caught:
+            layer(torch.tensor([[1, word]]))
+        plain.append(caught.type.__name__)
+    assert ranks(2).run(unknown_word, word, sparse) == [plain, plain]

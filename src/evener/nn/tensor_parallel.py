@@ -188,6 +188,12 @@ class VocabularyLinear(ColumnLinear):
         return all_gather(scores, self.parts.group, -1, self.parts.sizes, replicated=True)
 
 
+def _is_elsewhere(words: Tensor, parts: Parts) -> Tensor:
+    """Whether another rank has the word. One that none has is looked up here, and refused as by PyTorch's layer."""
+    here = (words >= parts.own.start) & (words < parts.own.stop)
+    return ~here & (words >= 0) & (words < parts.whole)
+
+
 class VocabularyEmbedding(Divided, nn.Embedding):
     """``nn.Embedding`` that holds some of the words: each rank looks up its own, and the sum over the ranks has all."""
 
@@ -196,19 +202,18 @@ class VocabularyEmbedding(Divided, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         parts, weight = self.parts, self.own("weight")
         assert weight is not None
-        local = input - parts.own.start
-        outside = (local < 0) | (local >= len(parts.own))
+        local, elsewhere = input - parts.own.start, _is_elsewhere(input, parts)
         lookup = self._sparsely if self.sparse else self._densely
-        return all_reduce(lookup(local, outside, weight), parts.group, replicated=True)
+        return all_reduce(lookup(local, elsewhere, weight), parts.group, replicated=True)
 
-    def _densely(self, local: Tensor, outside: Tensor, weight: Tensor) -> Tensor:
-        found = F.embedding(local.masked_fill(outside, 0), weight, self._own_padding)
-        return found.masked_fill(outside[..., None], 0)
+    def _densely(self, local: Tensor, elsewhere: Tensor, weight: Tensor) -> Tensor:
+        found = F.embedding(local.masked_fill(elsewhere, 0), weight, self._own_padding)
+        return found.masked_fill(elsewhere[..., None], 0)
 
-    def _sparsely(self, local: Tensor, outside: Tensor, weight: Tensor) -> Tensor:
+    def _sparsely(self, local: Tensor, elsewhere: Tensor, weight: Tensor) -> Tensor:
         """The gradient names the rows that were looked up, also where it is zero: no rows but these may be."""
-        found = F.embedding(local[~outside], weight, self._own_padding, sparse=True)
-        return found.new_zeros(*local.shape, found.shape[-1]).masked_scatter(~outside[..., None], found)
+        found = F.embedding(local[~elsewhere], weight, self._own_padding, sparse=True)
+        return found.new_zeros(*local.shape, found.shape[-1]).masked_scatter(~elsewhere[..., None], found)
 
     @property
     def _own_padding(self) -> int | None:
@@ -230,8 +235,7 @@ class VocabularyBag(Divided, nn.EmbeddingBag):
             if self.padding_idx is None
             else words != self.padding_idx
         )
-        local = words - self.parts.own.start
-        here = kept & (local >= 0) & (local < len(self.parts.own))
+        local, here = words - self.parts.own.start, kept & ~_is_elsewhere(words, self.parts)
         own = self._own_sparsely if self.sparse else self._own_densely
         total: Tensor = all_reduce(own(local, here, factors, bags), self.parts.group, replicated=True)
         if self.mode == "sum":
