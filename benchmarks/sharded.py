@@ -35,7 +35,7 @@ from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.runtime.session import Session
-from evener.strategies.zero import Zero
+from evener.strategies.sharding.zero import Zero
 
 OWNS = "2,1,1"
 """Of the three ranks on two cores."""

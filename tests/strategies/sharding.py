@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import evener
 from evener.runtime.mesh import Mesh
-from evener.strategies.fsdp import Fsdp
 from evener.strategies.parts import Settings
+from evener.strategies.sharding.fsdp import Fsdp
 from evener.task import Task
 
 WORDS, WIDTH, LENGTH, SAMPLES, PADDING = 11, 6, 5, 37, -100

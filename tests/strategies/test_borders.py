@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.errors import TaskError
-from evener.strategies.borders import Moves, draw_borders
 from evener.strategies.layers import part_stateless, put
-from evener.strategies.places import parse_placement, said_places
+from evener.strategies.one_process.borders import Moves, draw_borders
+from evener.strategies.one_process.places import parse_placement, said_places
 from tests.ids import placeless
 from tests.strategies.logical import LogicalDevices, MixedDevicesError
 

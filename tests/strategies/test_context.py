@@ -23,8 +23,8 @@ from evener.engine import Engine
 from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.runtime.environment import Environment
 from evener.strategies.context import ContextParallel
-from evener.strategies.cutting import Cutting
-from evener.strategies.likeness import _undisturbed
+from evener.strategies.sequences.cutting import Cutting
+from evener.strategies.sequences.likeness import _undisturbed
 from evener.task import Task
 from evener.verification import Trajectory, record, relative_error
 from tests.comparing import worst

@@ -19,8 +19,8 @@ from evener.errors import ConfigurationError, DivergenceError, EvenerError, Task
 from evener.observer import Observer
 from evener.records import StepRecord
 from evener.runtime.environment import Environment
-from evener.strategies.fsdp import Fsdp
 from evener.strategies.local import local
+from evener.strategies.sharding.fsdp import Fsdp
 from evener.strategies.slices import slice_of
 from evener.task import Task
 from evener.testing import check_strategy

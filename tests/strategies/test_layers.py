@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from evener.errors import ConfigurationError, TaskError
 from evener.runtime.mesh import Layout
 from evener.strategies.layers import Gathering, Layers, moves_of, placement_of
+from evener.strategies.one_process.places import parse_placement, said_places
 from evener.strategies.parts import Settings
-from evener.strategies.places import parse_placement, said_places
 from evener.testing.tasks import CLASSES, FEATURES
 from tests.comparing import worst
 from tests.strategies.logical import LogicalDevices, MixedDevicesError

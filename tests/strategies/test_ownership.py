@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.strategies.ownership import divide_rows
+from evener.strategies.sharding.ownership import divide_rows
 
 PARTS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.7, 40.0]), min_size=1, max_size=5).filter(any)
 TABLES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=12)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError, TaskError
-from evener.strategies.devices import parse_devices
-from evener.strategies.places import (
+from evener.strategies.one_process.devices import parse_devices
+from evener.strategies.one_process.places import (
     Unit,
     check_together,
     computed_places,
@@ -23,7 +23,7 @@ from evener.strategies.places import (
     said_places,
     units_of,
 )
-from evener.strategies.profile import profile
+from evener.strategies.one_process.profile import profile
 
 ZERO, ONE = parse_devices(["cpu:0", "cpu:1"])
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from evener.data.batch import MicroBatch
 from evener.errors import TaskError
-from evener.strategies.rows import UnjoinableError, cut, different, is_ambiguous, join
+from evener.strategies.one_process.rows import UnjoinableError, cut, different, is_ambiguous, join
 
 CPU = torch.device("cpu")
 

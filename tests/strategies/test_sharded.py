@@ -8,10 +8,10 @@ import pytest
 
 from evener.errors import ConfigurationError
 from evener.strategies.composed import laid
-from evener.strategies.fsdp import Fsdp
 from evener.strategies.names import strategies_called
 from evener.strategies.sharded import Sharded
-from evener.strategies.zero import Zero
+from evener.strategies.sharding.fsdp import Fsdp
+from evener.strategies.sharding.zero import Zero
 
 
 @pytest.mark.parametrize(

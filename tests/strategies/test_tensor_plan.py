@@ -14,8 +14,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.nn import Dropout
+from evener.strategies.planned.trace import output_layer
 from evener.strategies.tensor import TensorParallel, plan_of
-from evener.strategies.tensor_trace import output_layer
 from tests.strategies import wide
 
 

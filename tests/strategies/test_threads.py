@@ -10,8 +10,8 @@ import torch
 
 from evener.errors import RankTimeoutError, TaskError
 from evener.hardware.stopwatch import HostStopwatch
-from evener.strategies.devices import parse_devices
-from evener.strategies.threads import Crew, LeftAloneError, Meeting, Together
+from evener.strategies.one_process.devices import parse_devices
+from evener.strategies.one_process.threads import Crew, LeftAloneError, Meeting, Together
 
 DEVICES = parse_devices(["cpu:0", "cpu:1", "cpu:2"])
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from evener.errors import ConfigurationError, TaskError
-from evener.strategies.units import units_of
+from evener.strategies.sharding.units import units_of
 
 
 def block() -> nn.Module:

@@ -22,8 +22,8 @@ from evener.engine import Engine
 from evener.errors import ConfigurationError, EvenerError
 from evener.runtime.environment import Environment
 from evener.strategies import Settings
+from evener.strategies.sharding.zero import Zero
 from evener.strategies.slices import slice_of
-from evener.strategies.zero import Zero
 from evener.task import Task
 from evener.testing import check_strategy
 from evener.verification import Trajectory, record, relative_error

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
+from evener.strategies.sharding.buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
+from evener.strategies.sharding.weights import Weight
 from evener.strategies.slices import Slice
-from evener.strategies.zero_buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
-from evener.strategies.zero_weights import Weight
 
 PIECES = {"a": (range(2), range(2, 3)), "b": (range(1), range(1, 3)), "c": (range(3), range(3, 3))}
 

@@ -12,7 +12,7 @@ cut where it has been loaded, padding included. In evaluation the outputs for al
 that metrics see whole sequences, whatever they count.
 
 That a model looks along the sequence in some other way cannot be read off its modules. So it is tried, before the
-first step (:mod:`evener.strategies.likeness`).
+first step (:mod:`evener.strategies.sequences.likeness`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from evener.nn.divided_attention import fewest_heads
 from evener.nn.sequence import ORDERS, DividedSequence
 from evener.runtime.mesh import Layout, Mesh
 from evener.strategies.base import Strategy
-from evener.strategies.cutting import Cutting, map_named
 from evener.strategies.ddp import summing
 from evener.strategies.learner import Learner
-from evener.strategies.likeness import alike, check_likeness
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
+from evener.strategies.sequences.cutting import Cutting, map_named
+from evener.strategies.sequences.likeness import alike, check_likeness
 from evener.types import Tree
 
 AXIS = "context"

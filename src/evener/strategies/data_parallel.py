@@ -46,14 +46,14 @@ from evener.nn.batch_norm import exact_batch_norm
 from evener.nn.scope import Scope, own_scope
 from evener.runtime.mesh import Layout
 from evener.strategies.base import Strategy
-from evener.strategies.copies import add_gradients, copied, follow, take_buffers
-from evener.strategies.devices import Devices, devices_of, home_of, parse_devices, refuse_ranks
 from evener.strategies.learner import Learner
+from evener.strategies.one_process.copies import add_gradients, copied, follow, take_buffers
+from evener.strategies.one_process.devices import Devices, devices_of, home_of, parse_devices, refuse_ranks
+from evener.strategies.one_process.rows import UncutError, UnjoinableError, cut, different, is_ambiguous, join
+from evener.strategies.one_process.threads import Crew, LeftAloneError, Meeting, Together
 from evener.strategies.parts import Settings, StepOutcome, Stepper, Synchronizer
 from evener.strategies.replica import Replica
-from evener.strategies.rows import UncutError, UnjoinableError, cut, different, is_ambiguous, join
 from evener.strategies.single import Alone
-from evener.strategies.threads import Crew, LeftAloneError, Meeting, Together
 from evener.types import Tree
 
 

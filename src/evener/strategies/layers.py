@@ -2,10 +2,11 @@
 
 The devices compute one after the other, so that several are not faster than one that could hold all: ``pipeline`` keeps
 them busy at the same time, and ``ddp`` or ``sharded`` divide the samples. What it needs is no process but this one, and
-no change of the model: values are moved where they cross from one device to another (:mod:`evener.strategies.borders`).
+no change of the model: values are moved where they cross from one device to another
+(:mod:`evener.strategies.one_process.borders`).
 
-Where a part goes the user says, or it is computed (:mod:`evener.strategies.places`) from one forward pass on the host.
-The model is built there and moved in parts: no device ever holds the whole.
+Where a part goes the user says, or it is computed (:mod:`evener.strategies.one_process.places`) from one forward pass
+on the host. The model is built there and moved in parts: no device ever holds the whole.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ from evener.nn.names import clean_name
 from evener.runtime.mesh import Layout
 from evener.strategies import gradients
 from evener.strategies.base import Strategy
-from evener.strategies.borders import Moves, Places, draw_borders
-from evener.strategies.devices import Devices, devices_of, home_of, parse_devices, refuse_ranks, shown
 from evener.strategies.learner import Learner
 from evener.strategies.model import settle_on
-from evener.strategies.parts import Settings, Stepper, Synchronizer
-from evener.strategies.places import (
+from evener.strategies.one_process.borders import Moves, Places, draw_borders
+from evener.strategies.one_process.devices import (
+    Devices,
+    devices_of,
+    home_of,
+    parse_devices,
+    refuse_ranks,
+    shown,
+)
+from evener.strategies.one_process.places import (
     check_together,
     computed_places,
     held_tensors,
@@ -45,10 +52,11 @@ from evener.strategies.places import (
     parse_placement,
     said_places,
 )
+from evener.strategies.one_process.profile import Seen, profile
+from evener.strategies.one_process.rows import leaves
+from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
-from evener.strategies.profile import Seen, profile
 from evener.strategies.reading import Reading
-from evener.strategies.rows import leaves
 from evener.strategies.single import Alone
 
 N = TypeVar("N", int, float)

@@ -23,10 +23,10 @@ from torch import nn
 from evener.errors import ConfigurationError
 from evener.runtime.mesh import Layout, Mesh
 from evener.strategies.base import Strategy
-from evener.strategies.fsdp import Fsdp
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Settings, Stepper, Synchronizer
-from evener.strategies.zero import Zero
+from evener.strategies.sharding.fsdp import Fsdp
+from evener.strategies.sharding.zero import Zero
 
 _NO_STAGES = (
     "with zero=3 all ranks gather a unit together, and those of a pipeline cut their shares into different numbers of "
@@ -49,11 +49,11 @@ class Sharded(Strategy):
     owns: str | None = None
     """With 1 and 2, the part of each rank, such as ``2,1``; equal parts if None."""
     wrap: str | None = None
-    """With 3, as :class:`~evener.strategies.fsdp.Fsdp`."""
+    """With 3, as :class:`~evener.strategies.sharding.fsdp.Fsdp`."""
     reshard: bool = True
-    """With 3, as :class:`~evener.strategies.fsdp.Fsdp`."""
+    """With 3, as :class:`~evener.strategies.sharding.fsdp.Fsdp`."""
     offload: bool = False
-    """With 3, as :class:`~evener.strategies.fsdp.Fsdp`."""
+    """With 3, as :class:`~evener.strategies.sharding.fsdp.Fsdp`."""
 
     axis: ClassVar[str] = "shard"
     divides_model: ClassVar[bool] = True

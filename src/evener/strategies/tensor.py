@@ -1,7 +1,7 @@
 """The layers of a model divided over ranks that compute the same samples, each with a part of the features.
 
 For a model whose layers are too wide for one device, or where one sample takes too long there. Which layers these are
-is the plan (:mod:`evener.strategies.tensor_plan`); what they compute is in :mod:`evener.nn.tensor_parallel`::
+is the plan (:mod:`evener.strategies.planned.plan`); what they compute is in :mod:`evener.nn.tensor_parallel`::
 
               embed          up              down         head
     rank 0    words 0..5  ─▶ columns 0..6 ─▶ rows 0..6 ─▶ words 0..5
@@ -46,11 +46,11 @@ from evener.strategies.learner import Learner
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
+from evener.strategies.planned.plan import Plan, Use, plan_of
+from evener.strategies.planned.regions import EMBEDDINGS, RECURRENT, obstacle, width
+from evener.strategies.planned.sequence import divide_positions, in_terms_of
+from evener.strategies.planned.trace import output_layer
 from evener.strategies.slices import Slice, mark
-from evener.strategies.tensor_plan import Plan, Use, plan_of
-from evener.strategies.tensor_regions import EMBEDDINGS, RECURRENT, obstacle, width
-from evener.strategies.tensor_sequence import divide_positions, in_terms_of
-from evener.strategies.tensor_trace import output_layer
 from evener.task import call_model
 
 __all__ = ["Plan", "TensorParallel", "plan_of"]
@@ -70,7 +70,7 @@ class TensorParallel(Strategy):
     """
 
     plan: str | None = None
-    """``NAME=WORD,NAME=WORD``, names as patterns, as in :mod:`evener.strategies.tensor_plan`; None to have it derived,
+    """``NAME=WORD,NAME=WORD``, names as patterns, as in :mod:`evener.strategies.planned.plan`; None to have it derived,
     and printed by rank 0."""
     sequence: bool = False
     """Whether norms, dropout and residual sums beside divided layers are derived to compute some of the positions."""

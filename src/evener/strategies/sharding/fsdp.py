@@ -1,7 +1,7 @@
 """Parameters, gradients and the optimizer's state divided over the ranks that divide the samples, on PyTorch's FSDP2.
 
 Each rank keeps an equal part of every parameter's rows, with the gradient and the optimizer's state of that part. A
-unit of the model (:mod:`evener.strategies.units`) is whole on a rank only while it is at work::
+unit of the model (:mod:`evener.strategies.sharding.units`) is whole on a rank only while it is at work::
 
     rank 0    rows 0 1 ─┐              ┌─▶ unit, samples 0 1 2 ─▶ its gradients ─┐         ┌─▶ rows 0 1 ─▶ optimizer
                         ├─ all_gather ─┤                                         ├─ sum ───┤
@@ -51,10 +51,10 @@ from evener.strategies.model import marks_kept
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
+from evener.strategies.sharding.turns import Gather, Scatter, Turns
+from evener.strategies.sharding.units import units_of
 from evener.strategies.single import Alone
 from evener.strategies.slices import Slice, mark, slice_of
-from evener.strategies.turns import Gather, Scatter, Turns
-from evener.strategies.units import units_of
 
 AXIS = "shard"
 """The axis of the mesh over which rows are divided."""

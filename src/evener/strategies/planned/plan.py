@@ -28,7 +28,7 @@ from evener.borrowed.layers import AnyBatchNorm, AnyDropout
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.names import clean_name
-from evener.strategies.tensor_regions import (
+from evener.strategies.planned.regions import (
     CONVOLUTIONS,
     EMBEDDINGS,
     RECURRENT,
@@ -42,8 +42,8 @@ from evener.strategies.tensor_regions import (
     of_transformer,
     width,
 )
-from evener.strategies.tensor_stream import check_streams, derived_streams, is_within
-from evener.strategies.tensor_trace import traced
+from evener.strategies.planned.streams import check_streams, derived_streams, is_within
+from evener.strategies.planned.trace import traced
 
 WORDS = ("colwise", "rowwise", "between", "whole", "heads", "vocabulary", "sequence")
 _NUMBERS = {"colwise": 2, "rowwise": 1, "sequence": 1}

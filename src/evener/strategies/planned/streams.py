@@ -22,7 +22,7 @@ from evener.borrowed.module_tensors import own_parameters
 from evener.errors import TaskError
 from evener.nn.dropout import Dropout
 from evener.nn.names import clean_name
-from evener.strategies.tensor_regions import CONVOLUTIONS, ELEMENTWISE, is_sequence
+from evener.strategies.planned.regions import CONVOLUTIONS, ELEMENTWISE, is_sequence
 
 Words = Mapping[str, str]
 """What a plan says of modules, by their names."""

@@ -27,11 +27,11 @@ from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
+from evener.strategies.sharding.buckets import Bucket, Round, buckets_of
+from evener.strategies.sharding.ways import ToAll, ToOwners, Way
+from evener.strategies.sharding.weights import AXIS, Weight, sparse_weights
+from evener.strategies.sharding.wholes import Wholes
 from evener.strategies.slices import slice_of
-from evener.strategies.zero_buckets import Bucket, Round, buckets_of
-from evener.strategies.zero_ways import ToAll, ToOwners, Way
-from evener.strategies.zero_weights import AXIS, Weight, sparse_weights
-from evener.strategies.zero_wholes import Wholes
 
 
 class ZeroSum(Synchronizer):

@@ -21,8 +21,8 @@ from evener.collectives.owners import Owners
 from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
 from evener.nn.shared import Shared
-from evener.strategies.zero_buckets import Bucket
-from evener.strategies.zero_weights import Weight
+from evener.strategies.sharding.buckets import Bucket
+from evener.strategies.sharding.weights import Weight
 
 
 class Wholes:

@@ -26,7 +26,7 @@ from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout, read
 from evener.hardware.stopwatch import waiting
 from evener.strategies import gradients
-from evener.strategies.zero_weights import Weight
+from evener.strategies.sharding.weights import Weight
 
 MOST_ON_THE_WAY = 2
 """Buckets that are being summed while another is filled: what is in memory beyond the sums."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from evener.borrowed.module_tensors import own_buffers
-from evener.strategies.rows import leaves
+from evener.strategies.one_process.rows import leaves
 
 
 @dataclass

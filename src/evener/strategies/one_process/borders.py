@@ -29,8 +29,8 @@ from evener.borrowed.version import version
 from evener.data.batch import map_leaves
 from evener.errors import TaskError
 from evener.nn.names import clean_name
-from evener.strategies.devices import same
-from evener.strategies.rows import leaves
+from evener.strategies.one_process.devices import same
+from evener.strategies.one_process.rows import leaves
 
 Places = Mapping[str, torch.device]
 """The device of every module, by each of its names, parents before children."""

@@ -18,8 +18,8 @@ from evener.collectives.owners import Owners, Pending
 from evener.collectives.registry import make, make_owners
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies.learner import Learner
-from evener.strategies.zero_buckets import Bucket
-from evener.strategies.zero_weights import AXIS
+from evener.strategies.sharding.buckets import Bucket
+from evener.strategies.sharding.weights import AXIS
 
 _OTHERS = tuple(axis for axis in DIVIDING_TERMS if axis != AXIS)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from evener.errors import RankTimeoutError, TaskError
 from evener.hardware.stopwatch import Stopwatch
 from evener.nn.peers import Peers
-from evener.strategies.devices import Devices
+from evener.strategies.one_process.devices import Devices
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from evener.borrowed.module_tensors import own_buffers
 from evener.errors import TaskError
-from evener.strategies.devices import same
+from evener.strategies.one_process.devices import same
 
 _PLAIN = (bool, int, float, str, type(None))
 """Attributes of a module that a copy takes over before every pass."""

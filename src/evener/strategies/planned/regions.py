@@ -2,7 +2,7 @@
 
 What follows from the structure of a model is found here: layers in a row in ``nn.Sequential``, and PyTorch's own
 transformer layers, whose forward is known. What only a forward of the user's tells is in
-:mod:`evener.strategies.tensor_trace`.
+:mod:`evener.strategies.planned.trace`.
 """
 
 from __future__ import annotations

@@ -33,12 +33,12 @@ from evener.strategies.ddp import summing
 from evener.strategies.features import check_elementwise
 from evener.strategies.learner import Learner
 from evener.strategies.normalize import normalize_together
-from evener.strategies.ownership import divide_rows
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
+from evener.strategies.sharding.ownership import divide_rows
+from evener.strategies.sharding.summing import ZeroSum
+from evener.strategies.sharding.weights import AXIS, sparse_weights
 from evener.strategies.slices import Slice, by_axes, mark, slice_of
-from evener.strategies.zero_sum import ZeroSum
-from evener.strategies.zero_weights import AXIS, sparse_weights
 
 
 @dataclass(frozen=True)

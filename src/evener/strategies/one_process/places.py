@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from evener.borrowed.module_tensors import own_buffers, own_parameters
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.names import clean_name
-from evener.strategies.borders import called_children
-from evener.strategies.devices import Devices, parse_devices
-from evener.strategies.profile import Seen
+from evener.strategies.one_process.borders import called_children
+from evener.strategies.one_process.devices import Devices, parse_devices
+from evener.strategies.one_process.profile import Seen
 
 TRAINED_COPIES = 4
 """Bytes of training over those of a weight: itself, its gradient, and two numbers of an optimizer such as Adam."""

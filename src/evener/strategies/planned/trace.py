@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from evener.strategies.tensor_regions import (
+from evener.strategies.planned.regions import (
     ACTIVATIONS,
     CONVOLUTIONS,
     Region,

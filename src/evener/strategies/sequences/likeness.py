@@ -24,9 +24,9 @@ from evener.data.batch import MicroBatch
 from evener.errors import EvenerError, TaskError
 from evener.nn.scope import scope
 from evener.nn.sequence import DividedSequence
-from evener.strategies.cutting import named_leaves
 from evener.strategies.learner import Learner
 from evener.strategies.local import local
+from evener.strategies.sequences.cutting import named_leaves
 from evener.types import Tree
 
 _LOOKING_ALONG = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d)

@@ -1,4 +1,4 @@
-"""Streams made of a divided model, as :mod:`evener.strategies.tensor_stream` finds them, and tried.
+"""Streams made of a divided model, as :mod:`evener.strategies.planned.streams` finds them, and tried.
 
 That functions of the user's own look at no other position cannot be read off modules. So before a stream first divides,
 it computes in evaluation mode what it was given, whole and in pieces, which must come to the same. On a GPU that is
@@ -34,9 +34,9 @@ from evener.nn.sequence_parallel import (
     instead_of_forward,
 )
 from evener.nn.tensor_parallel import Divided
-from evener.strategies.tensor_plan import Plan
-from evener.strategies.tensor_regions import is_sequence
-from evener.strategies.tensor_stream import ALONE, children, members, outermost, runs
+from evener.strategies.planned.plan import Plan
+from evener.strategies.planned.regions import is_sequence
+from evener.strategies.planned.streams import ALONE, children, members, outermost, runs
 
 
 def divide_positions(modules: Mapping[str, nn.Module], plan: Plan, group: ProcessGroup, index: int) -> None:
