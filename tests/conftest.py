@@ -30,6 +30,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if placed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{placed[0]} has another name in every process: use ids=tests.ids.placeless")
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -25,6 +25,7 @@ from evener.task import Task
 from evener.testing import check_strategy
 from evener.verification import Trajectory, record
 from tests.comparing import worst
+from tests.ids import placeless
 from tests.strategies import stages, wide
 from tests.tasks import _task
 
@@ -206,7 +207,7 @@ def stop_and_go(
         (wide.words, (((Sharded(), TensorParallel()), 4, FEATURES), ("single", 1, None))),
         slow(wide.words, (("tensor", 2, None), ((Sharded(), TensorParallel()), 4, FEATURES))),
     ],
-    ids=str,
+    ids=placeless,
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, task: Any, places: Any) -> None:
     reference = trajectory(f"{task.__module__}:{task.__name__}", Environment(), strategy="single", steps=5)

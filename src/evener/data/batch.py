@@ -41,6 +41,11 @@ class MicroBatch:
         """The same with inputs and targets on ``device``."""
         return self.map(lambda leaf: move(leaf, device, non_blocking))
 
+    def rows(self, start: int, stop: int) -> MicroBatch:
+        """The samples from ``start`` to ``stop``, which share its memory; every tensor has them along dimension 0."""
+        part = self.map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf)
+        return dataclasses.replace(part, samples=self.samples[start:stop])
+
     def map(self, function: Callable[[Any], Any]) -> MicroBatch:
         """The same with ``function`` applied to every leaf of inputs and targets."""
         return dataclasses.replace(

@@ -35,15 +35,7 @@ def cut(micro: MicroBatch, counts: Sequence[int]) -> list[MicroBatch]:
         UncutError: If a part of inputs or targets cannot be cut; names it.
     """
     check_rows(micro)
-    edges = [0, *accumulate(counts)]
-    return [
-        dataclasses.replace(micro.map(_rows(start, stop)), samples=micro.samples[start:stop])
-        for start, stop in pairwise(edges)
-    ]
-
-
-def _rows(start: int, stop: int) -> Any:
-    return lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf
+    return [micro.rows(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 
 def check_rows(micro: MicroBatch) -> None:

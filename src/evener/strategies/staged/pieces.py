@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +23,7 @@ def pieces_of(micro: MicroBatch, wanted: int) -> list[MicroBatch]:
     if count < 2:
         return [micro]
     cuts = [samples * index // count for index in range(count + 1)]
-    return [_piece(micro, slice(*ends)) for ends in pairwise(cuts)]
+    return [micro.rows(start, stop) for start, stop in pairwise(cuts)]
 
 
 def by_samples(tree: Any, samples: int) -> bool:
@@ -40,11 +39,6 @@ def by_samples(tree: Any, samples: int) -> bool:
 
     map_leaves(look, tree)
     return all(fits)
-
-
-def _piece(micro: MicroBatch, rows: slice) -> MicroBatch:
-    part = micro.map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
-    return replace(part, samples=micro.samples[rows])
 
 
 def detached(leaf: Any) -> Any:
