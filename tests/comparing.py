@@ -1,12 +1,18 @@
-"""How far two sets of weights lie apart, in one number."""
+"""How far two sets of weights lie apart, in one number, and runs that are handed on from place to place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from evener.config import RunConfig
+from evener.engine import Engine
+from evener.task import Task
 from evener.verification import relative_error
 
 
@@ -15,3 +21,46 @@ def worst(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float
     assert reference.keys() == other.keys()
     errors = [relative_error(value, other[name]) for name, value in reference.items()]
     return torch.tensor(errors, dtype=torch.float64).max().item()
+
+
+Leg = tuple[int, Mapping[str, Any], int]
+"""How many ranks, their settings, and until after which step."""
+
+
+def handed_on(ranks: Any, task: Callable[[], Task], legs: Sequence[Leg]) -> list[dict[str, Any]]:
+    """A run of which each leg goes on from the checkpoint of the one before; the states of the last one's ranks."""
+    states, first = list[dict[str, Any]](), 0
+    with tempfile.TemporaryDirectory() as directory:
+        for size, settings, then in legs:
+            states = ranks(size).run(_leg, directory, task, first, then, settings)
+            first = then
+    return states
+
+
+def _leg(
+    directory: str, task: Callable[[], Task], first: int, then: int, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    config = RunConfig(**{"device": "cpu", "dtype": "float64", "steps": then} | dict(settings))
+    with Engine(task(), config) as engine:
+        if first:
+            engine.load(Path(directory))
+        for batch in engine.batches():
+            engine.step(batch)
+            engine.save(Path(directory))  # in the midst of the loop, as a run does at the end of an epoch
+        return engine.state_dict()
+
+
+def trained_by_hand(
+    task: Callable[[], Task],
+    total: Callable[[Any, Any], Tensor],
+    count: Callable[[Any], Any],
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """The weights after an epoch in a loop of the user's own, on one rank of several that call this."""
+    config = RunConfig(device="cpu", dtype="float64", epochs=1, clip_norm=0.1, **settings)
+    with Engine(task(), config) as engine:
+        for batch in engine.batches():
+            (micro,) = batch.micro_batches
+            engine.backward(total(engine.model(micro.inputs), micro.targets), count(micro.targets))
+            engine.update()
+        return {name: value.detach().clone() for name, value in engine.learner.tensors().items()}

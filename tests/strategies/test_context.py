@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from evener.strategies.sequences.cutting import Cutting
 from evener.strategies.sequences.likeness import _undisturbed
 from evener.task import Task
 from evener.verification import Trajectory, record, relative_error
-from tests.comparing import worst
+from tests.comparing import handed_on, trained_by_hand, worst
 
 WORDS, WIDTH, HEADS, SAMPLES, LONGEST = 11, 6, 3, 21, 15
 PADDING = -100
@@ -283,40 +281,18 @@ def test_evaluation_sees_whole_sequences_and_predictions_are_in_order(ranks: Any
             assert relative_error(outputs, predicted) <= 1e-12
 
 
-def stop_and_go(directory: str, first: int, then: int, strategy: str) -> dict[str, Any]:
-    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=then)
-    with Engine(multi(), config) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(Path(directory))
-        return engine.state_dict()
-
-
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any) -> None:
     reference = trajectory("multi", Environment(), strategy="single", steps=8)
-    with tempfile.TemporaryDirectory() as directory:
-        places = (("context", 3), ("single", 1), ("context", 2), ("ddp", 3))
-        for index, (strategy, size) in enumerate(places):
-            found = ranks(size).run(stop_and_go, directory, 2 * index, 2 * index + 2, strategy)
+    places = (("context", 3), ("single", 1), ("context", 2), ("ddp", 3))
+    legs = [(size, {"strategy": name}, 2 * leg) for leg, (name, size) in enumerate(places, start=1)]
+    found = handed_on(ranks, multi, legs)
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 
 
-def by_hand(strategy: str) -> dict[str, Tensor]:
-    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", epochs=1, clip_norm=0.1)
-    with Engine(ordinary(), config) as engine:
-        for batch in engine.batches():
-            (micro,) = batch.micro_batches
-            engine.backward(total(engine.model(micro.inputs), micro.targets), count(micro.targets))
-            engine.update()
-        return {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
-
-
 def test_a_loop_of_the_users_own(ranks: Any) -> None:
-    (weights,) = ranks(1).run(by_hand, "single")
-    for found in ranks(2).run(by_hand, "context"):
+    (weights,) = ranks(1).run(trained_by_hand, ordinary, total, count, strategy="single")
+    for found in ranks(2).run(trained_by_hand, ordinary, total, count, strategy="context"):
         assert worst(weights, found) <= 1e-11
 
 

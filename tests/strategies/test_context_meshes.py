@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import evener
 from evener.config import RunConfig
-from evener.engine import Engine
 from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.nn import VocabularyParallelCrossEntropy
 from evener.runtime.environment import Environment
@@ -21,7 +20,7 @@ from evener.strategies.pipeline import Pipeline
 from evener.strategies.sharded import Sharded
 from evener.task import Task
 from evener.verification import Trajectory, record, relative_error
-from tests.comparing import worst
+from tests.comparing import trained_by_hand, worst
 from tests.strategies.test_context import (  # noqa: F401 (some as tasks of this module, by name)
     DIFFERS,
     HEADS,
@@ -154,20 +153,10 @@ def test_evaluation_sees_whole_sequences(ranks: Any, mesh: str) -> None:
         assert relative_error(outputs, predicted) <= 1e-12
 
 
-def by_hand(**settings: Any) -> dict[str, Tensor]:
-    config = RunConfig(device="cpu", dtype="float64", epochs=1, clip_norm=0.1, **settings)
-    with Engine(heads(), config) as engine:
-        for batch in engine.batches():
-            (micro,) = batch.micro_batches
-            engine.backward(total(engine.model(micro.inputs), micro.targets), count(micro.targets))
-            engine.update()
-        return {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
-
-
 @pytest.mark.parametrize("mesh", [TENSOR, pytest.param(SHARDS, marks=slow)])
 def test_a_loop_of_the_users_own(ranks: Any, mesh: str) -> None:
-    (weights,) = ranks(1).run(by_hand)
-    for found in ranks(4).run(by_hand, mesh=mesh):
+    (weights,) = ranks(1).run(trained_by_hand, heads, total, count)
+    for found in ranks(4).run(trained_by_hand, heads, total, count, mesh=mesh):
         assert worst(weights, found) <= 1e-11
 
 

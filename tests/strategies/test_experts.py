@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from evener.runtime.environment import Environment
 from evener.strategies.slices import slice_of
 from evener.task import Task
 from evener.verification import Trajectory, record, relative_error
-from tests.comparing import worst
+from tests.comparing import handed_on, trained_by_hand, worst
 
 WORDS, WIDTH, SAMPLES = 11, 6, 37
 PADDING = -100
@@ -177,17 +175,6 @@ def test_each_rank_holds_its_experts_and_evaluates_as_one_device(ranks: Any) -> 
         assert relative_error(predicted, outputs) <= 1e-12
 
 
-def stop_and_go(directory: str, first: int, then: int, strategy: str) -> dict[str, Any]:
-    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=then, balance="equal")
-    with Engine(full(), config) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(Path(directory))
-        return engine.state_dict()
-
-
 @pytest.mark.parametrize(
     "places",
     [(("experts", 3), ("single", 1)), (("single", 1), ("experts", 2)), (("experts", 2), ("ddp", 3))],
@@ -195,26 +182,15 @@ def stop_and_go(directory: str, first: int, then: int, strategy: str) -> dict[st
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, places: Any) -> None:
     reference = trajectory("full", Environment(), strategy="single", steps=7)
-    with tempfile.TemporaryDirectory() as directory:
-        for (strategy, size), first, then in zip(places, (0, 4), (4, 7), strict=True):
-            found = ranks(size).run(stop_and_go, directory, first, then, strategy)
+    legs = [(size, {"strategy": name}, then) for (name, size), then in zip(places, (4, 7), strict=True)]
+    found = handed_on(ranks, full, legs)
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 
 
-def by_hand(strategy: str, **settings: Any) -> dict[str, Tensor]:
-    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", epochs=1, clip_norm=0.1, **settings)
-    with Engine(task(), config) as engine:
-        for batch in engine.batches():
-            (micro,) = batch.micro_batches
-            engine.backward(total(engine.model(micro.inputs), micro.targets), count(micro.targets))
-            engine.update()
-        return {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
-
-
 def test_a_loop_of_the_users_own(ranks: Any) -> None:
-    (weights,) = ranks(1).run(by_hand, "single")
-    for found in ranks(3).run(by_hand, "experts", balance="3,0,1"):
+    (weights,) = ranks(1).run(trained_by_hand, task, total, count, strategy="single")
+    for found in ranks(3).run(trained_by_hand, task, total, count, strategy="experts", balance="3,0,1"):
         assert worst(weights, found) <= 1e-11
 
 

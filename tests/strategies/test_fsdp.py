@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ from evener.task import Task
 from evener.testing import check_strategy
 from evener.testing.tasks import broken
 from evener.verification import Trajectory, record, relative_error
-from tests.comparing import worst
+from tests.comparing import handed_on, worst
 from tests.strategies.seven import step_by_hand
 from tests.strategies.sharding import (  # noqa: F401 (some as tasks of this module, by name)
     SAMPLES,
@@ -161,17 +159,6 @@ def sizes() -> dict[str, int]:
 # Checkpoints, evaluation, a loop of the user's own
 
 
-def stop_and_go(directory: str, first: int, then: int, **settings: Any) -> dict[str, Any]:
-    """Goes on from the checkpoint at ``first`` steps, and leaves one at ``then``."""
-    with Engine(task(), RunConfig(device="cpu", dtype="float64", steps=then, **settings)) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(Path(directory))
-        return engine.state_dict()
-
-
 WHERE: dict[str, tuple[int, dict[str, Any]]] = {
     "one device": (1, {"strategy": "single"}),
     "replicas": (2, {"strategy": "ddp"}),
@@ -194,10 +181,9 @@ WHERE: dict[str, tuple[int, dict[str, Any]]] = {
 )
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, places: tuple[str, str]) -> None:
     reference = trajectory("task", Environment(), strategy="single", steps=7)
-    with tempfile.TemporaryDirectory() as directory:
-        for place, first, then in zip(places, (0, 4), (4, 7), strict=True):
-            number, settings = WHERE[place]
-            found = ranks(number).run(stop_and_go, directory, first, then, **settings)
+    found = handed_on(
+        ranks, task, [(*WHERE[place], then) for place, then in zip(places, (4, 7), strict=True)]
+    )
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 

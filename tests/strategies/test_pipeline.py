@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from evener.strategies.pipeline import Pipeline, draw
 from evener.strategies.slices import slice_of
 from evener.task import Task
 from evener.verification import Trajectory, record, relative_error
-from tests.comparing import worst
+from tests.comparing import handed_on, worst
 from tests.strategies.stages import (  # noqa: F401 (some as tasks of this module, by name)
     WORDS,
     choosing,
@@ -140,17 +138,6 @@ def test_ties_are_whole_on_every_rank(ranks: Any) -> None:
         assert whole & set(one["apart"]) == {"frozen"}, "used by one stage"
 
 
-def stop_and_go(directory: str, first: int, then: int, strategy: Any, mesh: str | None) -> dict[str, Any]:
-    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=then)
-    with Engine(normalized(), config) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(Path(directory))
-        return engine.state_dict()
-
-
 @pytest.mark.parametrize(
     "places",
     [
@@ -162,9 +149,11 @@ def stop_and_go(directory: str, first: int, then: int, strategy: Any, mesh: str 
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, places: Any) -> None:
     reference = trajectory("normalized", Environment(), strategy="single", steps=5)
-    with tempfile.TemporaryDirectory() as directory:
-        for (strategy, size, mesh), first, then in zip(places, (0, 3), (3, 5), strict=True):
-            found = ranks(size).run(stop_and_go, directory, first, then, strategy, mesh)
+    legs = [
+        (size, {"strategy": strategy, "mesh": mesh}, then)
+        for (strategy, size, mesh), then in zip(places, (3, 5), strict=True)
+    ]
+    found = handed_on(ranks, normalized, legs)
     for state in found:
         assert worst(reference.weights, {name: state["model"][name] for name in reference.weights}) <= 1e-11
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from evener.strategies.tensor import TensorParallel
 from evener.task import Task
 from evener.testing import check_strategy
 from evener.verification import Trajectory, record
-from tests.comparing import worst
+from tests.comparing import handed_on, worst
 from tests.ids import placeless
 from tests.strategies import stages, wide
 from tests.tasks import _task
@@ -186,19 +184,6 @@ def test_the_battery_of_strategies_on_divided_layers(ranks: Any) -> None:
 # State
 
 
-def stop_and_go(
-    directory: str, task: Any, first: int, then: int, strategy: Any, mesh: str | None
-) -> dict[str, Any]:
-    config = RunConfig(strategy=strategy, mesh=mesh, device="cpu", dtype="float64", steps=then)
-    with Engine(task(), config) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(Path(directory))
-        return engine.state_dict()
-
-
 @pytest.mark.parametrize(
     ("task", "places"),
     [
@@ -211,8 +196,10 @@ def stop_and_go(
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, task: Any, places: Any) -> None:
     reference = trajectory(f"{task.__module__}:{task.__name__}", Environment(), strategy="single", steps=5)
-    with tempfile.TemporaryDirectory() as directory:
-        for (strategy, size, mesh), first, then in zip(places, (0, 3), (3, 5), strict=True):
-            found = ranks(size).run(stop_and_go, directory, task, first, then, strategy, mesh)
+    legs = [
+        (size, {"strategy": strategy, "mesh": mesh}, then)
+        for (strategy, size, mesh), then in zip(places, (3, 5), strict=True)
+    ]
+    found = handed_on(ranks, task, legs)
     for state in found:
         assert worst(reference.weights, {name: state["model"][name] for name in reference.weights}) <= 1e-11

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from evener.task import Task
 from evener.testing import check_strategy
 from evener.testing.trials import NAMES
 from evener.verification import Trajectory, record, relative_error
-from tests.comparing import worst
+from tests.comparing import handed_on, worst
 from tests.conformance import models
 from tests.strategies import wide
 from tests.test_standin import STEPS, TRAITS, trained
@@ -143,17 +141,6 @@ def test_evaluation_is_that_of_one_device(ranks: Any, name: str) -> None:
         assert sorted(pieces["1.running_mean"] for pieces, *_ in found) == [1, 2, 2]
 
 
-def stop_and_go(directory: str, name: str, first: int, then: int, strategy: Any) -> dict[str, Any]:
-    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=then)
-    with Engine(getattr(wide, name)(), config) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-            engine.save(Path(directory))  # in the midst of the loop, as a run does at the end of an epoch
-        return engine.state_dict()
-
-
 @pytest.mark.parametrize(
     ("name", "places"),
     [
@@ -168,9 +155,10 @@ def stop_and_go(directory: str, name: str, first: int, then: int, strategy: Any)
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, name: str, places: Any) -> None:
     reference = trajectory(name, Environment(), strategy="single", steps=5)
-    with tempfile.TemporaryDirectory() as directory:
-        for (strategy, size), first, then in zip(places, (0, 3), (3, 5), strict=True):
-            found = ranks(size).run(stop_and_go, directory, name, first, then, strategy)
+    legs = [
+        (size, {"strategy": strategy}, then) for (strategy, size), then in zip(places, (3, 5), strict=True)
+    ]
+    found = handed_on(ranks, getattr(wide, name), legs)
     for state in found:
         weights = {key: value for key, value in reference.weights.items() if key in state["model"]}
         assert worst(weights, {key: state["model"][key] for key in weights}) <= 1e-11

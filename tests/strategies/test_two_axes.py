@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from evener.testing import check_strategy
 from evener.testing.tasks import broken
 from evener.verification import Trajectory, relative_error
 from evener.verification import record as record_steps
-from tests.comparing import worst
+from tests.comparing import handed_on, worst
 from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module, by name)
     FEATURES,
     SAMPLES,
@@ -173,26 +172,13 @@ def test_evaluation_and_predictions(ranks: Any) -> None:
         assert found[1] is None or relative_error(few, found[1]) <= 1e-12
 
 
-def stop_and_go(directory: str, first: int, then: int, strategy: str, name: str) -> dict[str, Any]:
-    """Goes on from the checkpoint at ``first`` steps, and leaves one at ``then``."""
-    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", steps=then)
-    with Engine(globals()[name](), config) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(Path(directory))
-        return engine.state_dict()
-
-
 @pytest.mark.parametrize("name", ["plain", "normalised"])
 @pytest.mark.parametrize("places", [(4, 1), (1, 4), (4, 2), (2, 4)], ids=str)
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, name: str, places: tuple[int, int]) -> None:
     reference = trajectory(name, Environment(), strategy="single", steps=7)
     strategies = {1: "single", 2: "ddp", 4: TWO_AXES}
-    with tempfile.TemporaryDirectory() as directory:
-        for size, first, then in zip(places, (0, 4), (4, 7), strict=True):
-            found = ranks(size).run(stop_and_go, directory, first, then, strategies[size], name)
+    legs = [(size, {"strategy": strategies[size]}, then) for size, then in zip(places, (4, 7), strict=True)]
+    found = handed_on(ranks, globals()[name], legs)
     for state in found:
         weights = {key: value for key, value in reference.weights.items() if key in state["model"]}
         assert worst(weights, state["model"]) <= 1e-11

@@ -7,7 +7,6 @@ import pickle
 import re
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from evener.strategies.slices import slice_of
 from evener.task import Task
 from evener.testing import check_strategy
 from evener.verification import Trajectory, record, relative_error
-from tests.comparing import worst
+from tests.comparing import handed_on, worst
 from tests.strategies.seven import normalised, penalised, plain, step_by_hand  # noqa: F401 (some by name)
 
 WORDS, WIDTH, SAMPLES = 11, 6, 37
@@ -265,17 +264,6 @@ def test_the_first_stage_divides_the_optimizer_alone(ranks: Any) -> None:
 # Checkpoints
 
 
-def stop_and_go(directory: str, first: int, then: int, settings: dict[str, Any]) -> dict[str, Any]:
-    config = RunConfig(**{"device": "cpu", "dtype": "float64", "steps": then} | settings)
-    with Engine(recurrent(), config) as engine:
-        if first:
-            engine.load(Path(directory))
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(Path(directory))
-        return engine.state_dict()
-
-
 ONE: dict[str, Any] = {"strategy": "single"}
 
 
@@ -292,9 +280,8 @@ ONE: dict[str, Any] = {"strategy": "single"}
 )
 def test_a_checkpoint_is_taken_into_every_other_division(ranks: Any, places: Any) -> None:
     reference = trajectory("recurrent", Environment(), strategy="single", steps=7)
-    with tempfile.TemporaryDirectory() as directory:
-        for (settings, size), first, then in zip(places, (0, 4), (4, 7), strict=True):
-            found = ranks(size).run(stop_and_go, directory, first, then, settings)
+    legs = [(size, settings, then) for (settings, size), then in zip(places, (4, 7), strict=True)]
+    found = handed_on(ranks, recurrent, legs)
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 
