@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -27,6 +28,8 @@ def pytest_configure() -> None:
     hypothesis.settings.register_profile("untimed", deadline=None)  # other programs may run meanwhile
     hypothesis.settings.load_profile("untimed")
     torch.set_num_threads(1)
+    # A shell starts what it leaves in the background so that it ignores this, and so would all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
