@@ -7,7 +7,9 @@ import hypothesis
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.ranks import Modules, RankPool
+
+_MODULES = Modules()
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_runtest_teardown() -> None:
+    _MODULES.set_apart()
