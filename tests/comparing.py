@@ -23,15 +23,21 @@ def worst(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float
     return torch.tensor(errors, dtype=torch.float64).max().item()
 
 
-Leg = tuple[int, Mapping[str, Any], int]
-"""How many ranks, their settings, and until after which step."""
+Place = tuple[int, Mapping[str, Any]]
+"""How many ranks, and their settings."""
 
 
-def handed_on(ranks: Any, task: Callable[[], Task], legs: Sequence[Leg]) -> list[dict[str, Any]]:
-    """A run of which each leg goes on from the checkpoint of the one before; the states of the last one's ranks."""
+def handed_on(
+    ranks: Any, task: Callable[[], Task], places: Sequence[Place], until: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A run that each place takes on from the checkpoint of the one before; the states of the last one's ranks.
+
+    Args:
+        until: After which step each place leaves it.
+    """
     states, first = list[dict[str, Any]](), 0
     with tempfile.TemporaryDirectory() as directory:
-        for size, settings, then in legs:
+        for (size, settings), then in zip(places, until, strict=True):
             states = ranks(size).run(_leg, directory, task, first, then, settings)
             first = then
     return states

@@ -153,9 +153,8 @@ class Engine:
                 upcoming = None if self.steps_done + 1 == self.config.steps else self._next(loader)
                 self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done
-                with (
-                    self._at_hand
-                ):  # closed by close() where the loop is left by an error, which keeps this frame
+                # Of the engine, for close() to end it: an error by which a loop is left may keep this frame.
+                with self._at_hand:
                     self._at_hand.enter_context(self._by_hand.pace.step(taken))
                     self._at_hand.enter_context(self.learner.micro_scope(batch.micro_batches[0], taken))
                     yield batch

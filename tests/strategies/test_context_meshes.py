@@ -21,15 +21,13 @@ from evener.strategies.sharded import Sharded
 from evener.task import Task
 from evener.verification import Trajectory, record, relative_error
 from tests.comparing import trained_by_hand, worst
-from tests.strategies.test_context import (  # noqa: F401 (some as tasks of this module, by name)
-    DIFFERS,
+from tests.strategies.sentences import (  # noqa: F401 (some as tasks of this module, by name)
     HEADS,
     PADDING,
     WIDTH,
     Model,
     Ordinary,
     count,
-    counting,
     dropping,
     evaluated,
     layered,
@@ -39,6 +37,7 @@ from tests.strategies.test_context import (  # noqa: F401 (some as tasks of this
     task,
     total,
 )
+from tests.strategies.test_context_refused import DIFFERS, counting  # noqa: F401
 
 
 class Scores(Model):

@@ -182,8 +182,7 @@ def test_each_rank_holds_its_experts_and_evaluates_as_one_device(ranks: Any) -> 
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, places: Any) -> None:
     reference = trajectory("full", Environment(), strategy="single", steps=7)
-    legs = [(size, {"strategy": name}, then) for (name, size), then in zip(places, (4, 7), strict=True)]
-    found = handed_on(ranks, full, legs)
+    found = handed_on(ranks, full, [(size, {"strategy": name}) for name, size in places], (4, 7))
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 

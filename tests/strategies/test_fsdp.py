@@ -181,9 +181,7 @@ WHERE: dict[str, tuple[int, dict[str, Any]]] = {
 )
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, places: tuple[str, str]) -> None:
     reference = trajectory("task", Environment(), strategy="single", steps=7)
-    found = handed_on(
-        ranks, task, [(*WHERE[place], then) for place, then in zip(places, (4, 7), strict=True)]
-    )
+    found = handed_on(ranks, task, [WHERE[place] for place in places], (4, 7))
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 

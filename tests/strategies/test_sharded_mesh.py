@@ -196,10 +196,7 @@ def test_the_battery_of_strategies_on_divided_layers(ranks: Any) -> None:
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, task: Any, places: Any) -> None:
     reference = trajectory(f"{task.__module__}:{task.__name__}", Environment(), strategy="single", steps=5)
-    legs = [
-        (size, {"strategy": strategy, "mesh": mesh}, then)
-        for (strategy, size, mesh), then in zip(places, (3, 5), strict=True)
-    ]
-    found = handed_on(ranks, task, legs)
+    where = [(size, {"strategy": strategy, "mesh": mesh}) for strategy, size, mesh in places]
+    found = handed_on(ranks, task, where, (3, 5))
     for state in found:
         assert worst(reference.weights, {name: state["model"][name] for name in reference.weights}) <= 1e-11

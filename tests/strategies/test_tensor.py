@@ -155,10 +155,8 @@ def test_evaluation_is_that_of_one_device(ranks: Any, name: str) -> None:
 )
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, name: str, places: Any) -> None:
     reference = trajectory(name, Environment(), strategy="single", steps=5)
-    legs = [
-        (size, {"strategy": strategy}, then) for (strategy, size), then in zip(places, (3, 5), strict=True)
-    ]
-    found = handed_on(ranks, getattr(wide, name), legs)
+    where = [(size, {"strategy": strategy}) for strategy, size in places]
+    found = handed_on(ranks, getattr(wide, name), where, (3, 5))
     for state in found:
         weights = {key: value for key, value in reference.weights.items() if key in state["model"]}
         assert worst(weights, {key: state["model"][key] for key in weights}) <= 1e-11

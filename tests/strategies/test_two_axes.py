@@ -177,8 +177,8 @@ def test_evaluation_and_predictions(ranks: Any) -> None:
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, name: str, places: tuple[int, int]) -> None:
     reference = trajectory(name, Environment(), strategy="single", steps=7)
     strategies = {1: "single", 2: "ddp", 4: TWO_AXES}
-    legs = [(size, {"strategy": strategies[size]}, then) for size, then in zip(places, (4, 7), strict=True)]
-    found = handed_on(ranks, globals()[name], legs)
+    where = [(size, {"strategy": strategies[size]}) for size in places]
+    found = handed_on(ranks, globals()[name], where, (4, 7))
     for state in found:
         weights = {key: value for key, value in reference.weights.items() if key in state["model"]}
         assert worst(weights, state["model"]) <= 1e-11

@@ -280,8 +280,7 @@ ONE: dict[str, Any] = {"strategy": "single"}
 )
 def test_a_checkpoint_is_taken_into_every_other_division(ranks: Any, places: Any) -> None:
     reference = trajectory("recurrent", Environment(), strategy="single", steps=7)
-    legs = [(size, settings, then) for (settings, size), then in zip(places, (4, 7), strict=True)]
-    found = handed_on(ranks, recurrent, legs)
+    found = handed_on(ranks, recurrent, [(size, settings) for settings, size in places], (4, 7))
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.borrowed.module_tensors import own_parameters
-from evener.errors import ConfigurationError
 from evener.nn.attending import check_dropout, check_extra_keys, multi_head_attention
 from evener.nn.collectives import all_gather, all_reduce, enter
 from evener.nn.drawing import drawing_apart
@@ -115,11 +114,7 @@ class DividedAttention(nn.MultiheadAttention):
     @property
     def _parts(self) -> Parts:
         """The heads of the ranks."""
-        if self._heads.value is None:
-            raise ConfigurationError(
-                "a divided nn.MultiheadAttention was copied to another process; only its state_dict can be"
-            )
-        return self._heads.value
+        return self._heads.of("a divided nn.MultiheadAttention")
 
     @property
     def _rate(self) -> float:

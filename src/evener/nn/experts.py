@@ -176,8 +176,8 @@ class Experts(nn.Module):
                 f"{self} got a mask {tuple(mask.shape)} of {mask.dtype} for tokens {tuple(x.shape[:-1])}; it must be "
                 "of that shape, and bool: True where there is a token"
             )
-        if len(self.held) < self.experts and self._divided.value is None:
-            raise ConfigurationError(f"{self} was copied to another process; only its state_dict can be")
+        if len(self.held) < self.experts:
+            self._divided.of(self)
 
     def _mixed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         group = self._divided.value[0] if self._divided.value else data_group()

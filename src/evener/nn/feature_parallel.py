@@ -41,14 +41,13 @@ class FeatureParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.columns is None:
             return super().forward(input)
-        if self._ranks.value is None:
-            raise ConfigurationError(f"{self} was copied to another process; only its state_dict can be")
+        ranks = self._ranks.of(self)
         if input.shape[-1] != len(self.columns):
             raise ConfigurationError(
                 f"{self} got {input.shape[-1]} features: the layer that reads the features must be the first, and "
                 "nothing before it may change their number"
             )
-        output: Tensor = _Sum.apply(F.linear(input, self.weight), self._ranks.value)  # type: ignore[no-untyped-call]
+        output: Tensor = _Sum.apply(F.linear(input, self.weight), ranks)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from evener.borrowed.module_tensors import own_parameters
-from evener.errors import ConfigurationError, TaskError
+from evener.errors import TaskError
 from evener.nn import messages
 from evener.nn.collectives import all_gather, all_reduce, enter, reduce_scatter, split
 from evener.nn.sequence import DividedSequence
@@ -91,9 +92,7 @@ class Stream:
         Raises:
             ConfigurationError: In another process, which is none of these ranks.
         """
-        if self._ranks.value is None:
-            raise ConfigurationError(f"{self.name} was copied to another process; only its state_dict can be")
-        return self._ranks.value
+        return self._ranks.of(self.name)
 
     @property
     def now(self) -> DividedSequence | None:
@@ -142,7 +141,7 @@ class Stream:
         if now is None:
             alike: Tensor = compute(*args, **kwargs)
             return alike
-        gather = lambda x: all_gather(x, self.group, self.dim, now.sizes, replicated=True)  # noqa: E731
+        gather = partial(all_gather, group=self.group, dim=self.dim, sizes=now.sizes, replicated=True)
         named = dict(zip(kwargs, _mapped(gather, kwargs.values()), strict=True))
         output = compute(*_mapped(gather, args), **named)
         self._check_length(name, output, divided=False)
@@ -190,6 +189,11 @@ def _mapped(function: Callable[[Tensor], Tensor], values: Any) -> tuple[Any, ...
 # Instead of a module's forward
 
 
+def _forward_of(module: nn.Module) -> Compute:
+    """That of its class."""
+    return partial(type(module).forward, module)
+
+
 class InPieces:
     """A module that looks at each position alone, in a stream."""
 
@@ -198,15 +202,14 @@ class InPieces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._stream.check(self._name, args, kwargs)
-        return type(self._module).forward(self._module, *args, **kwargs)
+        return _forward_of(self._module)(*args, **kwargs)
 
 
 class MadeWhole(InPieces):
     """A module that sees all positions, in a stream."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compute = lambda *args, **kwargs: type(self._module).forward(self._module, *args, **kwargs)  # noqa: E731
-        return self._stream.made_whole(self._name, compute, args, kwargs)
+        return self._stream.made_whole(self._name, _forward_of(self._module), args, kwargs)
 
 
 class Streamed:
@@ -216,8 +219,7 @@ class Streamed:
         self._module, self._stream = module, stream
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compute = lambda *args, **kwargs: type(self._module).forward(self._module, *args, **kwargs)  # noqa: E731
-        return self._stream(compute, *args, **kwargs)
+        return self._stream(_forward_of(self._module), *args, **kwargs)
 
 
 class StreamsInARow:

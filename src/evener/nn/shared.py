@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
+from evener.errors import ConfigurationError
+
 T = TypeVar("T")
 
 
@@ -12,6 +14,16 @@ class Shared(Generic[T]):
 
     def __init__(self, value: T | None = None) -> None:
         self.value = value
+
+    def of(self, owner: object) -> T:
+        """The value.
+
+        Raises:
+            ConfigurationError: In another process, where what ``owner`` uses is not.
+        """
+        if self.value is None:
+            raise ConfigurationError(f"{owner} was copied to another process; only its state_dict can be")
+        return self.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared[T]:
         return self

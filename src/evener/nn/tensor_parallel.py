@@ -91,9 +91,7 @@ class Divided(nn.Module):
         Raises:
             ConfigurationError: In another process, which is none of these ranks.
         """
-        if self._parts.value is None:
-            raise ConfigurationError(f"{self} was copied to another process; only its state_dict can be")
-        return self._parts.value
+        return self._parts.of(self)
 
     def own(self, name: str) -> Tensor | None:
         """This rank's part of a parameter."""

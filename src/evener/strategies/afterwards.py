@@ -22,6 +22,7 @@ from evener.hardware.readout import Readout, read
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
+from evener.strategies.flat import sent_as_one
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
 from evener.strategies.single import Alone
@@ -44,7 +45,7 @@ class Afterwards(Synchronizer):
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         self._learner, self._group = learner, group
         self._all_reduce = self._summed_by()
-        self._sparse = set(_sparse_parameters(learner.model))
+        self._sparse = gradients.sparse_weights(learner.model)
         self._own: Readout | None = None
 
     def _summed_by(self) -> AllReduce:
@@ -116,10 +117,7 @@ class Afterwards(Synchronizer):
             for gradient in found:
                 self._all_reduce(gradient).wait()
             return
-        flat = torch.cat([gradient.reshape(-1) for gradient in found])
-        self._all_reduce(flat, key_of(parameters)).wait()
-        for gradient, part in zip(found, torch.split(flat, [g.numel() for g in found]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        sent_as_one(found, lambda flat: self._all_reduce(flat, key_of(parameters)).wait())
 
     def _check_sound(self, sound: Sequence[bool]) -> None:
         if not all(sound):
@@ -152,12 +150,6 @@ def zeros_of(parameter: Tensor, sparse: bool) -> Tensor:
     return torch.sparse_coo_tensor(
         indices, parameter.new_zeros((0, *shape[1:])), shape, check_invariants=False
     )
-
-
-def _sparse_parameters(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            yield module.weight
 
 
 def _buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> Iterator[list[nn.Parameter]]:

@@ -38,6 +38,7 @@ from evener.runtime.mesh import Layout, Mesh
 from evener.strategies import gradients
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
+from evener.strategies.flat import by_kind, sent_as_one
 from evener.strategies.learner import Learner
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
@@ -175,24 +176,16 @@ class SameBits(Synchronizer):
         """Sends in place: small tensors of one type together, large ones alone."""
         if self._group is None:
             return
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        alone = self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
-        for tensor in tensors:
-            if tensor.nbytes >= alone and tensor.is_contiguous():
-                _sent(tensor.detach(), send)
-            else:
-                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        for alike in kinds.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            _sent(flat, send)
-            parts = torch.split(flat, [tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-
-def _sent(tensor: Tensor, send: Callable[[Tensor], Any]) -> None:
-    with waiting():
-        send(tensor)
+        large = self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
+        together = []
+        with waiting():
+            for tensor in (tensor.detach() for tensor in tensors):
+                if tensor.nbytes >= large and tensor.is_contiguous():
+                    send(tensor)
+                else:
+                    together.append(tensor)
+            for alike in by_kind(together):
+                sent_as_one(alike, send)
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:

@@ -54,6 +54,12 @@ def values(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.values()
 
 
+def sparse_weights(model: nn.Module) -> set[Tensor]:
+    """Those whose gradients are sparse."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return {module.weight for module in model.modules() if isinstance(module, kinds) and module.sparse}
+
+
 def soundness(parameters: Iterable[nn.Parameter]) -> Tensor:
     """A number that is finite if all gradients are; the host does not wait for it."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

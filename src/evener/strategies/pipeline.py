@@ -147,15 +147,8 @@ class Pipeline(Strategy):
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         ranks = mesh.degree(AXIS)
-        cut = self.cut
-        count = ranks * self.stages_per_rank
-        if cut is None:
-            layers = layers_of(read_both(model, self.example, ())[True])
-            ones = [1.0] * len(layers)
-            pieces = partition(
-                model, layers, ones, [0.0] * (len(layers) - 1), [1.0] * count, [math.inf] * count
-            )
-            cut = words_of(layers, pieces)
+        cut, count = self.cut, ranks * self.stages_per_rank
+        assert cut is not None, "prepared() has found one"
         stages = Stages(model, cut, count, self.example)
         rank_of = [stage % ranks for stage in range(count)]
         stages.check_apart(rank_of)

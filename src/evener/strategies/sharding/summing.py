@@ -29,7 +29,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
 from evener.strategies.sharding.buckets import Bucket, Round, buckets_of
 from evener.strategies.sharding.ways import ToAll, ToOwners, Way
-from evener.strategies.sharding.weights import AXIS, Weight, sparse_weights
+from evener.strategies.sharding.weights import AXIS, Weight
 from evener.strategies.sharding.wholes import Wholes
 from evener.strategies.slices import slice_of
 
@@ -224,7 +224,7 @@ class ZeroSum(Synchronizer):
 
 def _weights(learner: Learner) -> Iterator[Weight]:
     """All that is trained here, on some rank of the axis."""
-    sparse = set(sparse_weights(learner.model))
+    sparse = gradients.sparse_weights(learner.model)
     for parameter, name in learner.names.items():
         piece = slice_of(parameter)
         if piece is not None and piece.axis == AXIS:

@@ -8,7 +8,7 @@ The piece is a view of its own rows of the whole, so that an update of the one i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,6 @@ from evener.strategies.slices import Slice
 
 AXIS = "shard"
 """The axis of the mesh over which rows are divided."""
-
-
-def sparse_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Those whose gradients are sparse."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            yield module.weight
 
 
 class Weight:

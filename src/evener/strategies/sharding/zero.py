@@ -28,6 +28,7 @@ from evener.balance.shares import parse_shares
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, ShareError
 from evener.runtime.mesh import Layout, Mesh
+from evener.strategies import gradients
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
 from evener.strategies.features import check_elementwise
@@ -37,7 +38,7 @@ from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.sharding.ownership import divide_rows
 from evener.strategies.sharding.summing import ZeroSum
-from evener.strategies.sharding.weights import AXIS, sparse_weights
+from evener.strategies.sharding.weights import AXIS
 from evener.strategies.slices import Slice, by_axes, mark, slice_of
 
 
@@ -101,7 +102,7 @@ class Zero(Strategy):
 
 def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
     """Puts this rank's piece in the place of every weight that is trained."""
-    sparse = set(sparse_weights(model))
+    sparse = gradients.sparse_weights(model)
     cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
     pieces: dict[nn.Parameter, nn.Parameter] = {}
     # What all ranks of another axis hold alike is cut by itself, and so alike on all of them.

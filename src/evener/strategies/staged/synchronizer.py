@@ -15,10 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,7 +24,9 @@ from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
+from evener.strategies import gradients
 from evener.strategies.afterwards import zeros_of
+from evener.strategies.flat import by_kind, sent_as_one
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
 from evener.strategies.slices import slice_over
@@ -46,6 +46,7 @@ class AroundStages(Synchronizer):
         self._owners = forward.owners
         self._axis, self._index = axis, learner.mesh.index(axis)
         self._group = learner.mesh.new_group(axis)
+        self._sparse = gradients.sparse_weights(learner.model)
         self._sound: tuple[Readout, ...] = ()
 
     @property
@@ -117,27 +118,17 @@ class AroundStages(Synchronizer):
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for p, name in self._learner.names.items() if p.requires_grad}
 
-    @cached_property
-    def _sparse(self) -> set[Tensor]:
-        kinds = (nn.Embedding, nn.EmbeddingBag)
-        return {m.weight for m in self._learner.model.modules() if isinstance(m, kinds) and m.sparse}
-
     def _sum_shared(self, parameters: Iterable[nn.Parameter]) -> None:
-        shared = [p for p in parameters if p.grad is not None and p.numel() and not self._is_apart(p)]
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in shared:
-            assert parameter.grad is not None
-            if parameter.grad.is_sparse:
-                with waiting():
-                    dist.all_reduce(parameter.grad, group=self._group)
-            else:
-                kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
-        for found in kinds.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in found])
-            with waiting():
-                dist.all_reduce(flat, group=self._group)
-            for gradient, total in zip(found, torch.split(flat, [g.numel() for g in found]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+        shared = (p for p in parameters if p.numel() and not self._is_apart(p))
+        found = [p.grad for p in shared if p.grad is not None]
+        with waiting():
+            for gradient in (gradient for gradient in found if gradient.is_sparse):
+                self._all_reduce(gradient)
+            for alike in by_kind(gradient for gradient in found if not gradient.is_sparse):
+                sent_as_one(alike, self._all_reduce)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
 
     def _is_apart(self, parameter: nn.Parameter) -> bool:
         return slice_over(parameter, self._axis) is not None
