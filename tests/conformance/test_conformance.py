@@ -55,7 +55,6 @@ NO_POSITIONS = dict.fromkeys(OF_SAMPLES, "TaskError: .* divides the loss's terms
 }
 
 NO_SPARSE = {"recommender": "TaskError: items has sparse gradients, which PyTorch's FSDP2 does not sum"}
-NO_TABLES = {"recommender": "TaskError: items is divided over ranks, and its weight is read from outside"}
 NO_PAIRS = {"several": "TaskError: strategy 'tensor' looked in Several for pairs of linear layers"}
 NO_STREAM = dict.fromkeys(MODELS, "TaskError: sequence=True: .* has none of PyTorch's transformer layers")
 del NO_STREAM["transformer"]
@@ -93,9 +92,9 @@ ROWS = {
         {"strategy": (Sharded(zero=2, owns="2,1"), FeatureParallel()), "mesh": "shard=2,tensor=2"},
         NO_FEATURES,
     ),
-    "pipeline x tensor": Row(4, {"mesh": "pipeline=2,tensor=2"}, NO_PAIRS | NO_TABLES),
+    "pipeline x tensor": Row(4, {"mesh": "pipeline=2,tensor=2"}, NO_PAIRS),
     "pipeline x data x tensor": Row(
-        8, {"mesh": "pipeline=2,data=2,tensor=2", "balance": "2,1"}, NO_PAIRS | NO_TABLES, always=True
+        8, {"mesh": "pipeline=2,data=2,tensor=2", "balance": "2,1"}, NO_PAIRS, always=True
     ),
     "sharded 2 x tensor": Row(
         4, {"strategy": (Sharded(zero=2, owns="2,1"), TensorParallel()), "mesh": "shard=2,tensor=2"}, NO_PAIRS
@@ -120,7 +119,7 @@ ROWS = {
     "pipeline x sharded 2 x tensor": Row(
         8,
         {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "pipeline=2,shard=2,tensor=2", "balance": "2,1"},
-        NO_PAIRS | NO_TABLES,
+        NO_PAIRS,
     ),
     "sharded x tensor": Row(
         4,
