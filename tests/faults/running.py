@@ -1,0 +1,73 @@
+"""A fault, what was promised of it, and whether that came true of the whole command."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.processes import Ended, await_files, end, start
+
+START_SECONDS = 25.0
+"""A command on a busy machine takes so long to start its ranks; it counts to no promise."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in a run, and how it must end."""
+
+    name: str
+    task: str
+    """Of :mod:`tests.faults.tasks`; one that touches the file ``fault`` of its directory when the fault begins."""
+    status: int
+    words: tuple[str, ...]
+    """Regular expressions that standard error must hold, each once or more."""
+    seconds: float
+    """How long after its fault the run may last."""
+    arguments: tuple[str, ...] = ()
+    signals: tuple[tuple[float, signal.Signals], ...] = ()
+    """What the launcher gets: so many seconds after the file ``fault`` is there, this signal."""
+    never: tuple[str, ...] = field(default=("Traceback",))
+    """What standard error must not hold."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def rows(*faults: Fault, slow: Sequence[str] = ()) -> list[object]:
+    """Parameters of a test, those whose names are in ``slow`` marked so."""
+    marks = {fault.name: [pytest.mark.slow] if fault.name in slow else [] for fault in faults}
+    assert set(slow) <= set(marks)
+    return [pytest.param(fault, id=fault.name.replace(" ", "-"), marks=marks[fault.name]) for fault in faults]
+
+
+def suffer(fault: Fault, directory: Path, processes: int = 2) -> Ended:
+    """``evener train`` with the fault, in a directory of its own; fails where the promise is not kept."""
+    settings = ("--processes", str(processes), "--device", "cpu", "--run-dir", str(directory / "run"))
+    task = f"tests.faults.tasks:{fault.task}"
+    os.environ["EVENER_TESTS_FAULT"] = str(directory / "fault")
+    began = time.monotonic()
+    program = start("-m", "evener.cli.main", "train", task, *settings, *fault.arguments)
+    if fault.signals:
+        await_files(directory / "fault")
+        for delay, number in fault.signals:
+            time.sleep(delay)
+            os.kill(program.pid, number)
+    ended = end(program, START_SECONDS + fault.seconds + 60)
+    lasted = time.monotonic() - began
+    if (directory / "fault").exists():
+        assert time.time() - (directory / "fault").stat().st_mtime < fault.seconds, ended.err
+    else:
+        assert lasted < START_SECONDS + fault.seconds, ended.err
+    assert ended.status == fault.status, ended.err
+    for word in fault.words:
+        assert re.search(word, ended.err), f"{word!r} is not in\n{ended.err}"
+    for word in fault.never:
+        assert not re.search(word, ended.err), f"{word!r} is in\n{ended.err}"
+    return ended

@@ -1,0 +1,72 @@
+"""Tasks in which something goes wrong at a given place; they say when it does by writing a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import evener
+from evener.runtime.environment import detect
+from evener.task import Task
+from tests.tasks import classes, draws
+
+SAMPLES = 48
+
+
+def begun() -> None:
+    """The fault begins now."""
+    Path(os.environ["EVENER_TESTS_FAULT"]).write_text("begun")
+
+
+class Acts(nn.Module):
+    """Hands its input on, and in the ``call``-th pass of ``rank`` (None: of each) in training does ``act`` first."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor | None], call: int = 4, rank: int | None = 1) -> None:
+        super().__init__()
+        self._act, self._call, self._rank, self._calls = act, call, rank, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += self.training
+        if self.training and self._calls == self._call and self._rank in (None, detect().rank):
+            changed = self._act(x)
+            return x if changed is None else changed
+        return x
+
+
+def task(*acts: nn.Module, **parts: Any) -> Task:
+    """A perceptron whose first layer's features pass through ``acts``."""
+    data = TensorDataset(draws(SAMPLES, 6), classes(SAMPLES, 3))
+    usual: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(6, 8), *acts, nn.Tanh(), nn.Linear(8, 3)),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        "train": data,
+        "evaluate": data,
+        "metrics": {"accuracy": evener.accuracy},
+        "batch_size": 12,
+        "epochs": 4,
+    }
+    return Task(**(usual | parts))
+
+
+def killed() -> Task:
+    def act(x: Tensor) -> None:
+        begun()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return task(Acts(act))
+
+
+def raises() -> Task:
+    def act(x: Tensor) -> None:
+        begun()
+        raise RuntimeError("no luck")
+
+    return task(Acts(act))
