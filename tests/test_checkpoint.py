@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from evener import checkpoint
+from evener.checkpoint import saving
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, DataError
@@ -129,7 +130,9 @@ def test_a_checkpoint_is_found_by_run_directory_by_folder_and_by_name(tmp_path: 
     for place in (tmp_path, tmp_path / "checkpoints", named):
         assert checkpoint.find(place).path == named
     trained(tmp_path / "checkpoints", "plain", 5)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000005"]
+    trained(tmp_path / "checkpoints", "plain", 6)
+    kept = ["latest", "step-00000005", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
 
 
 def test_a_save_that_is_killed_leaves_the_checkpoint_before(
@@ -140,7 +143,7 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.state_dict_saver, "save", killed)
+    monkeypatch.setattr(saving.state_dict_saver, "save", killed)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, "plain", 5)
     assert checkpoint.find(tmp_path).rest["progress"]["steps"] == 3
@@ -161,7 +164,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path, content: Any) -> None:
         rest = torch.load(path)
         torch.save({**rest, "format": content} if content else {"model": {}}, path)
     words = (
-        r"cannot be read as a checkpoint|is no checkpoint|in format 99, this version of Evener reads format 1"
+        r"cannot be read as a checkpoint|is no checkpoint|in format 99, this version of Evener reads format 2"
     )
     with pytest.raises(DataError, match=words):
         checkpoint.find(tmp_path)

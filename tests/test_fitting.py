@@ -76,7 +76,8 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
         ("evaluation", 8),
     ]
     assert records(run_dir) == kinds
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest", "step-00000008"]
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert kept == ["latest", "step-00000004", "step-00000008"]
     assert summary["allreduce"].startswith("shared-memory")
     assert all(
         record["seconds"] > 0 and record["lr"] == 0.1 for record in lines(run_dir) if record["kind"] == "step"

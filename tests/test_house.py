@@ -16,7 +16,7 @@ ROOT = Path(next(iter(evener.__path__)))
 COLUMNS = (
     ("borrowed",),
     (
-        *("errors", "calling", "types", "plugins", "placement", "config", "records", "observer"),
+        *("errors", "calling", "types", "plugins", "placement", "intervals", "config", "records", "observer"),
         *("losses", "given", "task"),
     ),
     ("hardware",),
@@ -25,9 +25,9 @@ COLUMNS = (
     ("strategies", "tasks"),
     (
         *("checkpoint", "evaluation", "step", "progress", "ledger", "by_hand", "equality"),
-        *("assembly", "feed", "engine", "report", "rundir"),
+        *("assembly", "feed", "run_state", "engine", "report", "rundir"),
     ),
-    ("fitting", "verification", "benching", "testing"),
+    ("saving", "fitting", "verification", "benching", "testing"),
     ("cli",),
 )
 """Imports go to the left only; within a column a single file may import, and be imported, in the order written."""

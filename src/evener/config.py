@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigurationError
+from evener.intervals import Interval
 from evener.plugins import STRATEGIES
 
+AUTO = "auto"
+"""As the place to go on from: the run directory itself, if it holds a checkpoint."""
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -111,7 +114,36 @@ class RunConfig:
     run_dir: Path | None = option(
         None, "directory that the run leaves (default: runs/TASK-TIME)", metavar="DIR"
     )
-    resume: Path | None = option(None, "go on from the checkpoint of this run directory", metavar="DIR")
+    resume: Path | None = option(
+        None,
+        "go on from the checkpoint of this run directory; auto: of the one that --run-dir names, if there is one",
+        metavar="DIR",
+    )
+    save_every: str = option(
+        "1epoch", "write a checkpoint so often: 500steps, 10min, 1epoch", metavar="INTERVAL"
+    )
+    keep: int = option(2, "so many of the last checkpoints stay", metavar="N")
+    keep_best: str | None = option(
+        None,
+        "the checkpoint with the best METRIC of all evaluations stays too: the lowest of a loss, the highest of any "
+        "other, or as METRIC:min and METRIC:max say",
+        metavar="METRIC",
+    )
+    save_mode: str = option(
+        "async",
+        "async: training goes on while a checkpoint is written, from a copy on the CPU; blocking: it waits",
+        choices=("async", "blocking"),
+    )
+    on_save_error: str = option(
+        "stop",
+        "what follows if a checkpoint cannot be written, such as on a full disk; the last one of a run must succeed",
+        choices=("stop", "go-on"),
+    )
+    grace_seconds: float = option(
+        20.0,
+        "longest time in which a run that is asked to stop (SIGTERM, Ctrl-C) may save and end",
+        metavar="S",
+    )
 
     def __post_init__(self) -> None:
         for name in ("run_dir", "resume"):
@@ -126,7 +158,15 @@ class RunConfig:
         _positive("clip_norm", self.clip_norm)
         _positive("bucket_mb", self.bucket_mb)
         _positive("timeout_seconds", self.timeout_seconds)
+        _positive("grace_seconds", self.grace_seconds)
+        _at_least("keep", self.keep, 1)
+        Interval.of(self.save_every)
+        _check_best(self.keep_best)
+        if str(self.resume) == AUTO and self.run_dir is None:
+            raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("save_mode", self.save_mode, ("async", "blocking"))
+        _one_of("on_save_error", self.on_save_error, ("stop", "go-on"))
         _one_of("device", self.device, ("cpu", "cuda"))
 
     def replace(self, **changes: Any) -> RunConfig:
@@ -151,6 +191,12 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(item) for item in value]
     return str(value) if isinstance(value, Path | Recipe) else value
+
+
+def _check_best(metric: str | None) -> None:
+    name, _, direction = (metric or "x").partition(":")
+    if not name or direction not in ("", "min", "max"):
+        raise ConfigurationError(f"keep_best is {metric!r}; write METRIC, METRIC:min or METRIC:max")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

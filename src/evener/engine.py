@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -37,14 +38,13 @@ from evener.losses import Loss
 from evener.observer import Observer, Observers
 from evener.progress import Progress
 from evener.records import EvaluationRecord
+from evener.run_state import RunState
 from evener.runtime.board import quickest
 from evener.runtime.session import Session
 from evener.step import RankTimes, Step
-from evener.strategies import state
 from evener.strategies.base import set_up
 from evener.strategies.build import build_scheduler
 from evener.strategies.learner import Learner
-from evener.strategies.state import check_form
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
 from evener.types import Tree
@@ -85,15 +85,16 @@ class Engine:
             self.observers = Observers(list(observers), self.session.rank)
             self.scheduler = build_scheduler(task, self.learner.optimizer)
             control = quickest(self.session)
-            self._ledger = Ledger(
+            self.ledger = Ledger(
                 control, self.learner.mesh, self.session.device, lambda: self.loss, self._observe
             )
             self._by_hand = ByHand(self.learner, control)
-            late = self._ledger.steps_late
+            late = self.ledger.steps_late
             self._feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
+            self._state = RunState(self.learner, self._feed, self.scheduler, self.config)
+            undo.callback(self._state.saver.close)
             self._owned = undo.pop_all()
         self.times = RankTimes()
-        self.progress = Progress()
         self._at_hand = ExitStack()
         self._current: Batch | None = None
         self._upcoming: Batch | None = None
@@ -122,6 +123,11 @@ class Engine:
             LossError: If the number of its terms cannot be known from the targets.
         """
         return self.task.exact_loss()
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands in its data."""
+        return self._state.progress
 
     @property
     def steps_done(self) -> int:
@@ -162,7 +168,7 @@ class Engine:
                 if self.steps_done == taken:  # a loop of the user's own, which took the step itself
                     self._took_by_hand(batch)
                 batch = upcoming
-            self._ledger.finish()
+            self.ledger.finish()
             self.tell()
 
     def _reached_last_step(self) -> bool:
@@ -183,7 +189,7 @@ class Engine:
                 the weights of the rank that finds it are those before the step.
             RankError, RankTimeoutError: If another rank is gone or late.
         """
-        began, learner, ledger = time.perf_counter(), self.learner, self._ledger
+        began, learner, ledger = time.perf_counter(), self.learner, self.ledger
         number = self.steps_done
         with self.session.watchdog.explained(), self.session.watchdog.phase("training", step=number):
             step = Step(batch, number, ledger.settle)
@@ -207,7 +213,7 @@ class Engine:
         Raises:
             DivergenceError: If the loss or a gradient of a rank was not finite.
         """
-        self._ledger.check()
+        self.ledger.check()
 
     def _observe(self, step: Step) -> None:
         """All ranks know the times of the step."""
@@ -222,7 +228,7 @@ class Engine:
 
     def tell(self) -> None:
         """Tells the observers what they have not been told yet of steps that are over and known."""
-        for step in self._ledger.told():
+        for step in self.ledger.told():
             self.observers.step(step.record())
         for decision in self._feed.new_decisions():
             self.observers.event(decision)
@@ -279,7 +285,7 @@ class Engine:
             raise ConfigurationError(
                 "there is nothing to evaluate on: give a dataset, or a Task with `evaluate=`"
             )
-        self._ledger.finish()
+        self.ledger.finish()
         self.tell()
         began = time.perf_counter()
         with self.session.watchdog.phase("evaluation", step=self.steps_done):
@@ -319,8 +325,8 @@ class Engine:
 
         All ranks call it, and each gets the whole model; :meth:`save` needs no room for that.
         """
-        self._check_sound()
-        return {**self.learner.state_dict(), **self._rest()}
+        self.settle()
+        return self._state.whole()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, which stays the caller's own.
@@ -328,53 +334,51 @@ class Engine:
         Raises:
             ConfigurationError: If it is of another model or optimizer, or the order of samples would be another one.
         """
-        check_form(state)
-        progress = self._feed.sample_order().resumed(state["progress"])
-        self.learner.load_state_dict(state)
-        self._go_on(progress, state)
+        self._state.take(state)
 
-    def save(self, directory: Path) -> Path:
+    def save(self, directory: Path, *, keep: int = 2, wait: bool = True) -> Path:
         """Writes a checkpoint into ``directory``, every rank what it alone holds; returns the checkpoint's directory.
+
+        All ranks call it. A checkpoint is whole or not there, and named by the file ``latest`` when it is whole.
+
+        Args:
+            keep: So many of the last checkpoints stay, and the one that ``best`` names.
+            wait: False goes on as soon as what is to be written has been copied, which needs room on the CPU for what
+                this rank writes. The next save, :meth:`finish_saving` and :meth:`load` wait for the end.
 
         Raises:
             DivergenceError: If weights are not finite, which are never saved.
+            CheckpointError: If it could not be written, or the one before it could not; on all ranks.
         """
-        self._check_sound()
-        with self.session.watchdog.together("writing a checkpoint", self.steps_done):
-            held = state.held(self.model, self.learner.optimizer)
-            writers = checkpoint.Writers(self.session.patient_group(), self.session.rank)
-            return checkpoint.save(held, self._rest(), self.steps_done, directory, writers)
+        self.settle()
+        return self._state.save(directory, checkpoint.Keep(keep), wait)
 
-    def load(self, path: Path) -> None:
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one. All ranks call it.
+
+        Raises:
+            CheckpointError: If it could not be written; on all ranks.
+        """
+        self._state.saver.finish()
+
+    @property
+    def saving_failed(self) -> bool:
+        """Whether a save under way is known, on this rank, to have failed; :meth:`finish_saving` raises why."""
+        return self._state.saver.has_failed
+
+    def load(self, path: Path, tell: Callable[[str], object] = warnings.warn) -> None:
         """Goes on from the checkpoint of a run directory, or the one that is named; each rank reads what it holds.
+
+        All ranks call it. Of a directory of checkpoints one that is damaged is passed over for the one before it.
+
+        Args:
+            tell: Gets the words about a checkpoint that was passed over, and about what is not as it was; on rank 0.
 
         Raises:
             ConfigurationError: If there is none, or as :meth:`load_state_dict`.
-            DataError: If it cannot be read.
+            DataError: If none can be read.
         """
-        found = checkpoint.find(path)
-        progress = self._feed.sample_order().resumed(found.rest["progress"])
-        learner = self.learner
-        pieces = found.read(state.held(learner.model, learner.optimizer))
-        state.take(learner.model, learner.optimizer, pieces, None)
-        self._go_on(progress, found.rest)
-
-    def _rest(self) -> dict[str, Any]:
-        return {
-            "balancer": self._feed.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "progress": self._feed.sample_order().saved(self.progress),
-        }
-
-    def _go_on(self, progress: Progress, rest: dict[str, Any]) -> None:
-        if self.scheduler is not None and rest["scheduler"] is not None:
-            self.scheduler.load_state_dict(rest["scheduler"])
-        self.progress = progress
-        self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
-
-    def _check_sound(self) -> None:
-        self.settle()
-        self.learner.check_weights(self.steps_done)
+        self._state.load(path, tell)
 
     def close(self) -> None:
         """Gives back the strategy's and, where the engine opened it, the session's processes and memory."""

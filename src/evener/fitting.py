@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,20 +18,22 @@ from torch import Tensor
 
 from evener import checkpoint
 from evener.assembly import check_division, suggested_processes
-from evener.config import RunConfig
+from evener.checkpoint import folder
+from evener.config import AUTO, RunConfig
 from evener.engine import Engine
 from evener.errors import InterruptedRunError
 from evener.nn.names import clean_name
 from evener.observer import Observer
 from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
 from evener.report.terminal import Terminal
-from evener.rundir import Records, RunDirectory, new_run_dir
+from evener.rundir import CHECKPOINTS, Records, RunDirectory, new_run_dir
 from evener.runtime.agreement import evener_version
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
-from evener.runtime.interrupt import asked, check, last_words
+from evener.runtime.interrupt import GRACE_SECONDS, Deferral, asked, check, deferring, last_words
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.rendezvous import Rendezvous
-from evener.runtime.session import Session
+from evener.runtime.session import RUN_DIR, Session
+from evener.saving import Saving
 from evener.strategies.model import named_tensors
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
@@ -82,6 +85,7 @@ def fit(
         timeout_seconds=config.timeout_seconds,
         rendezvous=rendezvous,
         device=config.device,
+        grace_seconds=config.grace_seconds if config.run_dir or run_home else GRACE_SECONDS,
     )
     trained: Trained | None = results[0]
     assert trained is not None
@@ -123,16 +127,42 @@ class FitJob:
             task = resolve(self.task, BUILT_IN, self.options)()
             if config.run_dir is None and self.run_home is not None:
                 config = config.replace(run_dir=self._new_directory(task, session))
+            config = config.replace(resume=_resumed(config, session))
             trained = Run(task, config, session, self.show, self.observers).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
 
     def _new_directory(self, task: Task, session: Session) -> Path:
         """Made by rank 0, and the same for all."""
-        assert self.run_home is not None
+        run_home = self.run_home
+        assert run_home is not None
         label = self.task if isinstance(self.task, str) else task.name
-        mine = new_run_dir(label, time.time(), self.run_home) if session.rank == 0 else None
+        mine = _same_again(lambda: new_run_dir(label, time.time(), run_home)) if session.rank == 0 else None
         path: Path = session.control.broadcast_object(mine)
         return path
+
+
+def _same_again(make: Callable[[], Path]) -> Path:
+    """What ranks that were started again made the first time, if Evener's launcher has started them."""
+    private = os.environ.get(RUN_DIR)
+    note = Path(private) / "run-directory" if private else None
+    if note is not None and note.exists():
+        return Path(note.read_text())
+    made = make()
+    if note is not None:
+        note.write_text(str(made))
+    return made
+
+
+def _resumed(config: RunConfig, session: Session) -> Path | None:
+    """Where the run goes on from: as it is told, and from its own checkpoint if it may choose or was started again."""
+    own, auto = config.run_dir, config.resume is not None and str(config.resume) == AUTO
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not auto and not again:
+        return config.resume
+    found = own is not None and session.rank == 0 and bool(folder.complete(own / CHECKPOINTS))
+    if session.control.broadcast_object(found):
+        return own
+    return None if auto else config.resume
 
 
 class Tally(Observer):
@@ -199,8 +229,9 @@ class Run:
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
             self._tally = Tally(self._engine.learner.data.degree)
             self._engine.observers.add(self._tally)
+            self._notes: list[str] = []
             if config.resume is not None:
-                self._engine.load(config.resume)
+                self._engine.load(config.resume, self._notes.append)
             throttle = self._engine.learner.settings.throttle
             self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()
@@ -215,9 +246,10 @@ class Run:
         with self._owned, last_words(lambda: self._end(self._interrupted())):
             try:
                 engine.observers.start(self._start())
-                if self._emulation:
-                    engine.observers.event(Note(engine.steps_done, self._emulation))
-                self._train()
+                for words in filter(None, (self._emulation, *self._notes)):
+                    engine.observers.event(Note(engine.steps_done, words))
+                with self._deferring() as stop:
+                    self._train(stop)
                 tensors = engine.learner.tensors()
                 engine.learner.check_weights(engine.steps_done)
                 summary = self._summary(self._session.control.gather_objects(self._own_part()), tensors)
@@ -253,37 +285,46 @@ class Run:
             parts=tuple(engine.learner.data.owners(range(engine.learner.data.degree))),
         )
 
-    def _train(self) -> None:
-        engine, last = self._engine, None
+    def _deferring(self) -> AbstractContextManager[Deferral]:
+        """Signals, for a run that can save; another ends at once."""
+        if self._config.run_dir is None:
+            return nullcontext(Deferral(0.0))
+        return deferring(self._config.grace_seconds, lambda: self._session.watchdog.progress_text)
+
+    def _train(self, stop: Deferral) -> None:
+        engine, run_dir = self._engine, self._config.run_dir
+        saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop) if run_dir else None
         self._clock.start()
         for batch in engine.batches():
             check()
+            engine.ledger.wish = saving.wish() if saving else 0.0
             engine.step(batch)
-            last = batch
             if batch.last:
                 engine.settle()
                 self._clock.stop()
-                self._end_epoch(batch.epoch)
+            if saving is not None:
+                saving.stepped(batch)
+            if batch.last:
+                self._evaluate(saving, batch.epoch)
                 self._clock.start()
         self._clock.stop()
-        if last is not None and not last.last:
-            self._save()
-        if self._task.evaluate is not None and not self._is_evaluated():
-            engine.evaluate()
+        if saving is not None:
+            saving.end()
+        if not self._is_evaluated():
+            self._evaluate(saving)
 
-    def _end_epoch(self, epoch: int) -> None:
-        self._save()
+    def _evaluate(self, saving: Saving | None, epoch: int | None = None) -> None:
+        """After an epoch if that is its turn, and at the end."""
         every = self._config.evaluate_every
-        if self._task.evaluate is not None and every and (epoch + 1) % every == 0:
-            self._engine.evaluate()
+        if self._task.evaluate is None or (epoch is not None and (not every or (epoch + 1) % every)):
+            return
+        metrics = self._engine.evaluate()
+        if saving is not None:
+            saving.evaluated(metrics)
 
     def _is_evaluated(self) -> bool:
         record = self._tally.evaluation_record
         return record is not None and record.step == self._engine.steps_done
-
-    def _save(self) -> None:
-        if self._config.run_dir is not None:
-            self._engine.save(self._config.run_dir / "checkpoints")
 
     def _own_part(self) -> dict[str, Any]:
         times = self._engine.times

@@ -71,6 +71,9 @@ class Ledger:
         self._measured: deque[Step] = deque()
         self._before: Step | None = None
         self._begun = False
+        self.wish = 0.0
+        """What this rank tells the others with each step that it wants all to do."""
+        self._wishes: dict[int, float] = {}
         self.buffers_changed = False
         """Whether a forward pass of any rank was seen to write to buffers that nothing keeps equal."""
 
@@ -117,6 +120,7 @@ class Ledger:
         """
         step.contributors = self._mesh.data.contributors
         row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
+        row = row._replace(wish=self.wish)
         doubtful = False
         if self._late:
             step.results = self._gathered(outcome)
@@ -186,6 +190,10 @@ class Ledger:
             self._counts[upcoming.epoch, upcoming.index] = sum(counts)
         self.buffers_changed |= any(signal.buffers_changed for signal in signals)
         step.input_seconds = tuple(signal.input_seconds for signal in signals)
+        self._wishes = {
+            step.number - 1: self.wished(step.number - 1),
+            step.number: max(s.wish for s in signals),
+        }
         self._times_known(step, signals)
         return signals
 
@@ -198,6 +206,10 @@ class Ledger:
             measured.wait_seconds = tuple(signal.wait_seconds for signal in signals)
             self._observe(measured)
             self._measured.append(measured)
+
+    def wished(self, number: int) -> float:
+        """The greatest wish that a rank told with step ``number``, one of the last two whose rows were read."""
+        return self._wishes.get(number, 0.0)
 
     def check(self) -> None:
         """Waits for the results of all steps so far, so that nothing is saved or reported that went wrong.

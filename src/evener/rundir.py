@@ -25,6 +25,7 @@ from evener.errors import ConfigurationError
 from evener.observer import Observer
 from evener.records import EvaluationRecord, RecordFile, RunStart, RunSummary, StepRecord, as_json, write_json
 
+CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _OWNER = ".owner"
 

@@ -16,8 +16,8 @@ from evener.records import StepRecord
 class Signal(NamedTuple):
     """What one rank tells all others with a step.
 
-    The last four are results, of this step on devices that have done their work when a call returns, and of the step
-    before on others.
+    Of ``total`` to ``wait_seconds`` all are results, of this step on devices that have done their work when a call
+    returns, and of the step before on others.
     """
 
     next_count: float
@@ -35,6 +35,8 @@ class Signal(NamedTuple):
     """Time of the rank's own work."""
     wait_seconds: float = math.nan
     """Time for which it waited for others until the gradients were summed."""
+    wish: float = 0.0
+    """What the rank wants all to do together; 0 for nothing."""
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""torchrun's agent, told when its workers have started: ``_start_workers``, ``_pcontext`` and ``_failures``.
+"""torchrun's agent, told when its workers have started and failed: ``_start_workers``, ``_monitor_workers``,
+``_remaining_restarts``, ``_pcontext`` and ``_failures``.
 
 The agent is made to be derived from, but the context in which its processes live, with their ids and with those that
 have failed, has no public name.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 
@@ -20,6 +21,10 @@ class ElasticAgent(LocalElasticAgent):
 
     def started(self, context: PContext) -> None:
         """The workers run, for the first time or again."""
+
+    def failing(self, result: RunResult, restarts: int) -> bool:
+        """Workers have failed, and ``restarts`` more starts are left; returns whether to use one, if there is."""
+        return True
 
     @property
     def context(self) -> PContext | None:
@@ -31,6 +36,12 @@ class ElasticAgent(LocalElasticAgent):
         assert self._pcontext is not None
         self.started(self._pcontext)
         return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED and not self.failing(result, self._remaining_restarts):
+            self._remaining_restarts = 0
+        return result
 
 
 def failed(context: PContext) -> set[int]:

@@ -10,6 +10,7 @@ its banner are not shown, for the launcher says it better.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -26,7 +27,14 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from evener.borrowed.elastic_agent import ElasticAgent, failed
-from evener.errors import EvenerError, InterruptedRunError, RankError, RankTimeoutError
+from evener.errors import (
+    ConfigurationError,
+    DivergenceError,
+    EvenerError,
+    InterruptedRunError,
+    RankError,
+    RankTimeoutError,
+)
 from evener.runtime.failure import Failure, recorded_failure
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.interrupt import GRACE_SECONDS, interruption
@@ -56,6 +64,7 @@ class Agent(ElasticAgent):
         arguments: What the Python interpreter is called with on every rank.
         run_dir: A private directory, for error files and heartbeats.
         variables: Environment variables of the ranks besides torchrun's.
+        grace_seconds: How long ranks that a signal asks to stop may take, before they are killed.
     """
 
     def __init__(
@@ -65,8 +74,11 @@ class Agent(ElasticAgent):
         rendezvous: Rendezvous,
         run_dir: Path,
         variables: Mapping[str, str],
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._run_dir = run_dir
+        self._grace_seconds, self._was_asked = grace_seconds, False
+        self._max_restarts = rendezvous.max_restarts
         self._handler = get_rendezvous_handler(rendezvous.parameters)
         static = rendezvous.parameters.backend == "static"
         spec = WorkerSpec(
@@ -117,9 +129,29 @@ class Agent(ElasticAgent):
 
         def close(death_sig: signal.Signals | None = None, timeout: int = _KILL_SECONDS) -> None:
             self._roots = self._roots or failed(context)
-            slow_close(death_sig, min(timeout, _KILL_SECONDS))
+            slow_close(death_sig, self._patience())
 
         context.close = close  # type: ignore[method-assign]
+
+    def _patience(self) -> int:
+        """Seconds for ranks to end by themselves: more after the first signal, for they may have something to save."""
+        if self._was_asked or not isinstance(sys.exception(), SignalException):
+            return _KILL_SECONDS
+        self._was_asked = True
+        if self._grace_seconds > GRACE_SECONDS:
+            _say(
+                f"asked the ranks to save and end, within {self._grace_seconds:g} s; a second signal ends them at once"
+            )
+        return math.ceil(self._grace_seconds) + 1
+
+    def failing(self, result: RunResult, restarts: int) -> bool:
+        """A fault that every start would meet again is no reason for another."""
+        cause = min((self._failure(*each) for each in result.failures.items()), key=lambda each: each.order)
+        hopeless = isinstance(cause.to_error(), ConfigurationError | DivergenceError)
+        if restarts and not hopeless:
+            number = self._max_restarts - restarts + 1
+            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}")
+        return not hopeless
 
     def _kill_groups(self) -> None:
         """A rank's own children (a DataLoader's workers) end with it."""
@@ -169,6 +201,11 @@ class Agent(ElasticAgent):
             return None
 
 
+def _say(words: str) -> None:
+    with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
+        print(f"evener: {words}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     logger, silence = logging.getLogger(_ELASTIC), logging.NullHandler()
@@ -188,7 +225,7 @@ def _signals_restored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
     before = {number: signal.getsignal(number) for number in names}
     unheard = {signal.SIGHUP} if before[signal.SIGHUP] is signal.SIG_IGN else set()
     handled = ",".join(number.name for number in names if number not in unheard)

@@ -23,6 +23,7 @@ from evener.borrowed import interpreter
 from evener.errors import ConfigurationError
 from evener.runtime.agent import Agent
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
+from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.session import RUN_DIR, threads_per_rank
 from evener.runtime.watchdog import TIMEOUT_SECONDS
@@ -38,6 +39,7 @@ def launch(
     timeout_seconds: float = TIMEOUT_SECONDS,
     rendezvous: Rendezvous | None = None,
     device: str | None = None,
+    grace_seconds: float = GRACE_SECONDS,
     **kwargs: object,
 ) -> list[R]:
     """Calls ``fn(*args, **kwargs)`` on every rank.
@@ -48,6 +50,7 @@ def launch(
         rendezvous: How several machines find each other; one machine by default.
         device: ``cpu`` or ``cuda``, which decides how many ranks there can be; cuda where there is any by
             default.
+        grace_seconds: How long ranks that a signal asks to stop may take to end by themselves.
 
     Returns:
         The results of this machine's ranks, in order of rank. Where this process is a rank already, the one
@@ -67,11 +70,11 @@ def launch(
         return [fn(*args, **kwargs)]
     processes = resolve_processes(processes, device)
     job = Call(fn, args, kwargs, timeout_seconds)
-    if processes == 1 and (rendezvous is None or rendezvous.is_standalone):
+    if processes == 1 and (rendezvous is None or (rendezvous.is_standalone and not rendezvous.max_restarts)):
         with job.signals():
             return [job.run()]
     with tempfile.TemporaryDirectory(prefix="evener-run-", ignore_cleanup_errors=True) as name:
-        run_job(job, processes, rendezvous, Path(name), sys.path)
+        run_job(job, processes, rendezvous, Path(name), sys.path, grace_seconds)
         return [result_of(Path(name), local_rank) for local_rank in range(processes)]
 
 
@@ -93,7 +96,14 @@ def resolve_processes(processes: int | None, device: str | None) -> int:
     return processes
 
 
-def run_job(job: Job, processes: int, rendezvous: Rendezvous | None, run_dir: Path, path: list[str]) -> None:
+def run_job(
+    job: Job,
+    processes: int,
+    rendezvous: Rendezvous | None,
+    run_dir: Path,
+    path: list[str],
+    grace_seconds: float = GRACE_SECONDS,
+) -> None:
     """Runs a job on ranks of their own until all have ended.
 
     Args:
@@ -103,8 +113,8 @@ def run_job(job: Job, processes: int, rendezvous: Rendezvous | None, run_dir: Pa
     _write_job(job, run_dir)
     (run_dir / "path.json").write_text(json.dumps(path))
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
-    agent = Agent(arguments, processes, rendezvous or Rendezvous(), run_dir, _variables(run_dir, processes))
-    agent.run_to_end()
+    variables = _variables(run_dir, processes)
+    Agent(arguments, processes, rendezvous or Rendezvous(), run_dir, variables, grace_seconds).run_to_end()
 
 
 def _write_job(job: Job, run_dir: Path) -> None:

@@ -29,7 +29,7 @@ class Piece:
     """What this rank holds of a divided tensor."""
 
     def __init__(self, held: Tensor, piece: Slice) -> None:
-        self.held = held.detach()
+        self.held, self._piece = held.detach(), piece
         self._whole = torch.Size(piece.whole_shape(held.shape))
         # Without empty ones, whose place would be that of another rank's part.
         self._parts = {box.whole: _view(self.held, box) for box in piece.boxes(held.shape) if all(box.shape)}
@@ -52,6 +52,10 @@ class Piece:
         ):
             return cls(torch.empty(parameter.shape, dtype=entry.properties.dtype), piece)
         return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def on(self, other: Tensor) -> Piece:
+        """The same piece, of what ``other`` holds."""
+        return Piece(other, self._piece)
 
     def size(self) -> torch.Size:
         """Of the whole."""

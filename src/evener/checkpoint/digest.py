@@ -1,0 +1,39 @@
+"""The digest by which two sets of weights are compared without keeping them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from evener.strategies.local import local
+from evener.strategies.model import named_tensors
+
+
+def weights_digest(weights: nn.Module | Mapping[str, Tensor]) -> str:
+    """sha256 over the parameters and buffers in order of name: each name, type, shape, then the bytes.
+
+    Every name under which a tied parameter is known counts; buffers that are not saved with the model count too. Of
+    a sparse tensor the places and values count.
+    """
+    named = named_tensors(weights) if isinstance(weights, nn.Module) else weights
+    digest = hashlib.sha256()
+    for name in sorted(named):
+        tensor = local(named[name]).detach().cpu()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        for dense in _dense(tensor):
+            digest.update(_bytes(dense.contiguous()))
+    return digest.hexdigest()
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    sparse = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
+    return sparse.indices(), sparse.values()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -1,0 +1,300 @@
+"""Writing a checkpoint while training goes on.
+
+::
+
+    every rank, main thread   copy what this rank writes ─┬─ next step ─ next step ─ ... ─ finish: what became of it
+    every rank, a thread                                  └─ write ─ checksums ─┐
+    rank 0, its thread                                                          └─ publish, remove old ones
+
+The copies are made into memory that is kept from one save to the next, on the CPU: a rank needs room there for what it
+writes a second time. Without the copies (``wait``) nothing goes on meanwhile. The ranks talk over a group of their own,
+and tell each other after each part whether it went well, so that all learn of a failure of any.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from evener.checkpoint import folder, randomness, sums
+from evener.errors import CheckpointError
+from evener.runtime.hosts import all_gather, connected, destroy
+from evener.runtime.interrupt import GRACE_SECONDS
+from evener.runtime.mesh import AXES, Mesh
+from evener.runtime.session import Session
+from evener.strategies.pieces import Piece, PieceSaver
+from evener.strategies.slices import Slice
+from evener.strategies.state import Held
+
+_WHAT = "writing a checkpoint"
+_PATIENCE = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The ranks that write a checkpoint together."""
+
+    group: dist.ProcessGroup | None = None
+    """None for one rank alone."""
+    rank: int = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank passed."""
+        return [value] if self.group is None else all_gather(value, self.group)
+
+    def together(self, act: Callable[[], Any]) -> list[Any]:
+        """Does a part of the work on every rank, and gives what all of them got.
+
+        Raises:
+            CheckpointError: On all ranks, if it failed on one.
+        """
+        found, words = None, ""
+        try:
+            found = act()
+        except OSError as error:
+            words = f"{error.filename or ''}: {error.strerror or error}".removeprefix(": ")
+        except CheckpointException as error:
+            words = next((f"{failure}" for failure, _ in error.failures.values()), str(error))
+        rows = self.gather((found, words))
+        for rank, (_, wrong) in enumerate(rows):
+            if wrong:
+                raise CheckpointError(f"rank {rank} could not write it: {wrong}")
+        return [result for result, _ in rows]
+
+
+class _Copies:
+    """Memory for copies on the CPU, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def of(self, key: str, value: Tensor) -> Tensor:
+        kept = self._kept.get(key)
+        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._kept[key] = kept
+        return kept.copy_(value.detach(), non_blocking=value.is_cuda)
+
+
+class _Write(threading.Thread):
+    """A save under way. Of a daemon: nothing waits for one that hangs when the process ends."""
+
+    def __init__(self, act: Callable[[], None], target: Path, step: int) -> None:
+        super().__init__(name="evener-checkpoint", daemon=True)
+        self._act, self.target_path, self.step = act, target, step
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._act()
+        except BaseException as error:
+            self.error = error
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time. All ranks call its methods together.
+
+    Args:
+        session: The ranks; it is known only when there is something to save.
+    """
+
+    def __init__(self, session: Session, mesh: Mesh) -> None:
+        self._session, self._mesh = session, mesh
+        self._group: dist.ProcessGroup | None = None
+        self._copies = _Copies()
+        self._writing: _Write | None = None
+
+    def save(
+        self,
+        held: Held,
+        rest: Mapping[str, Any],
+        steps: int,
+        directory: Path,
+        keep: folder.Keep,
+        wait: bool = True,
+    ) -> Path:
+        """Writes the state after ``steps`` steps; a run that is killed meanwhile leaves the one before.
+
+        Args:
+            wait: Returns when it is written; otherwise :meth:`finish` tells what became of it.
+
+        Returns:
+            The directory that the checkpoint has, or will have.
+
+        Raises:
+            CheckpointError: On all ranks, if it could not be written, or if the one before could not.
+        """
+        self.finish()
+        target = directory / folder.name_of(steps)
+        writers = Writers(self._writers(), self._session.rank)
+        tensors = {key: self._copied(key, value, wait) for key, value in self._own(held, writers)}
+        if self._session.device.type == "cuda":
+            torch.cuda.synchronize(self._session.device)
+        words = _serialized({"format": folder.FORMAT, "ranks": self._session.world_size, **rest}, held)
+        write = _Write(lambda: _write(tensors, words, target, writers, keep), target, steps)
+        if wait:
+            with self._session.watchdog.together(_WHAT, steps):
+                write.run()
+            self._raise(write)
+        else:
+            write.start()
+            self._writing = write
+        return target
+
+    def _writers(self) -> dist.ProcessGroup | None:
+        if self._group is None and self._session.world_size > 1:
+            with self._session.watchdog.wait("start of the group that saves"):
+                self._group = connected(dist.new_group(backend="gloo", timeout=_PATIENCE))
+        return self._group
+
+    def _own(self, held: Held, writers: Writers) -> Iterator[tuple[str, Piece | Tensor]]:
+        """What this rank writes."""
+        found = [(key, value, held.slice_of(name, value)) for key, name, value in held.tensors()]
+        whole = "\n".join(key for key, _, piece in found if piece is None)
+        alike = len(set(writers.gather(zlib.crc32(whole.encode())))) == 1  # else each holds what others lack
+        for key, value, piece in found:
+            if (piece is None and not alike) or _is_first(self._mesh, piece):
+                yield key, Piece.of(value, piece)
+        yield f"random/{self._session.rank}", randomness.drawn(self._session.device)
+
+    def _copied(self, key: str, value: Piece | Tensor, wait: bool) -> Piece | Tensor:
+        if wait:
+            return value
+        return (
+            value.on(self._copies.of(key, value.held))
+            if isinstance(value, Piece)
+            else self._copies.of(key, value)
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows of a save under way that it failed."""
+        return self._writing is not None and not self._writing.is_alive() and self._writing.error is not None
+
+    def finish(self) -> Path | None:
+        """Waits for the save under way; returns its directory.
+
+        Raises:
+            CheckpointError: On all ranks, if it could not be written.
+        """
+        write, self._writing = self._writing, None
+        if write is None:
+            return None
+        with self._session.watchdog.together(_WHAT, write.step):
+            write.join()
+        self._raise(write)
+        return write.target_path
+
+    def _raise(self, write: _Write) -> None:
+        if isinstance(write.error, CheckpointError):
+            raise CheckpointError(f"{write.target_path} was not saved: {write.error}") from None
+        if write.error is not None:
+            with self._session.watchdog.explained():
+                raise write.error
+
+    def close(self) -> None:
+        """Gives the group back. A save under way has a little time to end."""
+        write, self._writing = self._writing, None
+        if write is not None:
+            write.join(GRACE_SECONDS)
+        if self._group is not None and (write is None or not write.is_alive()):
+            destroy(self._group)
+            self._group = None
+
+
+def _is_first(mesh: Mesh, piece: Slice | None) -> bool:
+    """Whether no rank before this one holds the same."""
+    return all(mesh.index(axis) == 0 for axis in AXES if piece is None or axis not in piece.axes)
+
+
+def _serialized(rest: Mapping[str, Any], held: Held) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({**rest, **_leftovers(held)}, buffer)
+    return buffer.getvalue()
+
+
+def _leftovers(held: Held) -> dict[str, Any]:
+    """What is no dense tensor: of the model, of the optimizer's state, and its groups."""
+    kept = {key for key, _, _ in held.tensors()}
+    model = {name: value for name, value in held.model.items() if f"model/{name}" not in kept}
+    state = {
+        name: {key: value for key, value in entries.items() if f"optimizer/{name}/{key}" not in kept}
+        for name, entries in held.optimizer["state"].items()
+    }
+    return {"model": model, "optimizer": held.optimizer | {"state": state}}
+
+
+# Parts of the writing, each on all ranks
+
+
+def _write(
+    tensors: Mapping[str, Piece | Tensor], rest: bytes, target: Path, writers: Writers, keep: folder.Keep
+) -> None:
+    partial, first = folder.partial_of(target), writers.rank == 0
+    try:
+        writers.together(lambda: _prepare(partial, rest) if first else None)
+        writers.together(lambda: _write_tensors(tensors, partial, writers))
+        found = writers.together(lambda: _sums(partial, writers.rank))
+        writers.together(lambda: sums.write(partial, _merged(found)) if first else None)
+        writers.together(lambda: folder.publish(target, keep) if first else None)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _prepare(partial: Path, rest: bytes) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with (partial / folder.REST).open("wb") as file:
+        file.write(rest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensors(tensors: Mapping[str, Piece | Tensor], partial: Path, writers: Writers) -> None:
+    with _quiet():
+        state_dict_saver.save(
+            dict(tensors),
+            storage_writer=FileSystemWriter(partial),
+            planner=PieceSaver(),
+            process_group=writers.group,
+            no_dist=writers.group is None,
+        )
+
+
+def _sums(partial: Path, rank: int) -> dict[str, tuple[int, int]]:
+    """Of the files that this rank wrote."""
+    own = [*partial.glob(f"__{rank}_*")]
+    if rank == 0:
+        own += [partial / folder.REST, partial / ".metadata"]
+    return {path.name: sums.sum_of(path) for path in own}
+
+
+def _merged(found: list[dict[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    return {name: entry for rows in found for name, entry in rows.items()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that one process saves alone, which is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
+        yield

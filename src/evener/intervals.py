@@ -1,0 +1,49 @@
+"""How often something is done: ``500steps``, ``10min``, ``1epoch``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from evener.errors import ConfigurationError
+
+_UNITS = {
+    "step": "steps",
+    "steps": "steps",
+    "epoch": "epochs",
+    "epochs": "epochs",
+    "s": "seconds",
+    "sec": "seconds",
+    "min": "minutes",
+    "h": "hours",
+}
+_SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One of the three is above 0."""
+
+    steps: int = 0
+    epochs: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, text: str) -> Interval:
+        """What ``text`` says.
+
+        Raises:
+            ConfigurationError: If it is no number with a unit, or nothing.
+        """
+        matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+        unit = _UNITS.get(matched[2]) if matched else None
+        if matched is None or unit is None:
+            raise ConfigurationError(
+                f"{text!r} is no interval: write a number and its unit, such as 500steps, 10min, 2h or 1epoch"
+            )
+        number = float(matched[1])
+        if number == 0 or (unit in ("steps", "epochs") and number % 1):
+            raise ConfigurationError(f"{text!r} is no interval: {unit} are whole and above 0")
+        if unit == "steps":
+            return cls(steps=int(number))
+        return cls(epochs=int(number)) if unit == "epochs" else cls(seconds=number * _SECONDS[unit])

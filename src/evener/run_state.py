@@ -1,0 +1,118 @@
+"""All that a run goes on from: model and optimizer, random generators, scheduler, balancer, the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evener import checkpoint
+from evener.checkpoint.randomness import draw_on
+from evener.config import RunConfig
+from evener.data.fingerprint import Fingerprint, difference, fingerprint
+from evener.errors import ConfigurationError
+from evener.feed import Feed
+from evener.progress import Progress
+from evener.strategies import state
+from evener.strategies.learner import Learner
+
+_SAID = ("dtype", "clip_norm", "compress", "micro_batch")
+"""Settings that a run may go on with others of, but is not the same training then."""
+
+
+class RunState:
+    """The state of one run, kept in memory or in checkpoints.
+
+    Args:
+        scheduler: Of the learning rate; None if there is none.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        feed: Feed,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        config: RunConfig,
+    ) -> None:
+        self._learner, self._feed, self._scheduler, self._config = learner, feed, scheduler, config
+        self.progress = Progress()
+        self.saver = checkpoint.Saver(learner.session, learner.mesh)
+        self._known_data: list[Fingerprint] = []
+
+    # In memory
+
+    def whole(self) -> dict[str, Any]:
+        """Of all ranks together, in copies on the CPU."""
+        self._learner.check_weights(self.progress.steps)
+        return {**self._learner.state_dict(), **self._rest()}
+
+    def take(self, found: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`whole` gave."""
+        state.check_form(found)
+        progress = self._feed.sample_order().resumed(found["progress"])
+        self._learner.load_state_dict(dict(found))
+        self._go_on(progress, found)
+
+    def _rest(self) -> dict[str, Any]:
+        return {
+            "balancer": self._feed.state_dict(),
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            "progress": self._feed.sample_order().saved(self.progress),
+        }
+
+    def _go_on(self, progress: Progress, rest: Mapping[str, Any]) -> None:
+        if self._scheduler is not None and rest["scheduler"] is not None:
+            self._scheduler.load_state_dict(rest["scheduler"])
+        self.progress = progress
+        self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
+
+    # In checkpoints
+
+    def save(self, directory: Path, keep: checkpoint.Keep, wait: bool) -> Path:
+        """Writes a checkpoint. A collective call."""
+        learner, steps = self._learner, self.progress.steps
+        learner.check_weights(steps)
+        held = state.held(learner.model, learner.optimizer)
+        more = {"data": self._data(), "settings": self._config.as_dict()}
+        return self.saver.save(held, self._rest() | more, steps, directory, keep, wait)
+
+    def load(self, path: Path, tell: Callable[[str], object]) -> None:
+        """Goes on from a checkpoint. A collective call."""
+        self.saver.finish()
+        session, learner = self._learner.session, self._learner
+        found = checkpoint.agreed(path, session.control, session.rank, session.world_size, tell)
+        progress = self._feed.sample_order().resumed(found.rest["progress"])
+        self._check_data(found)
+        pieces = found.read(state.held(learner.model, learner.optimizer))
+        state.take(learner.model, learner.optimizer, pieces, None)
+        self._go_on(progress, found.rest)
+        drawn = found.random(session.rank) if found.rest["ranks"] == session.world_size else None
+        if drawn is not None:
+            draw_on(drawn, session.device)
+        if session.rank == 0:
+            self._tell_of_settings(found.rest["settings"], tell)
+
+    def _data(self) -> Fingerprint:
+        """Of the training set on rank 0, read once."""
+        if not self._known_data and self._learner.session.rank == 0:
+            task = self._learner.task
+            self._known_data.append({} if task.partition == "sample" else fingerprint(task.train))
+        return self._known_data[0] if self._known_data else {}
+
+    def _check_data(self, found: checkpoint.Found) -> None:
+        """On rank 0, whose data are those of all; where each rank has its own, their numbers alone are known."""
+        words = difference(found.rest["data"], self._data()) if self._learner.session.rank == 0 else ""
+        words = self._learner.session.control.broadcast_object(words)
+        if words:
+            raise ConfigurationError(
+                f"the checkpoint {found.path} was made with other data: {words}. Go on with the same data, or begin a "
+                "new run"
+            )
+
+    def _tell_of_settings(self, saved: Mapping[str, Any], tell: Callable[[str], object]) -> None:
+        here = self._config.as_dict()
+        for name in _SAID:
+            if saved.get(name) != here[name]:
+                tell(f"the run goes on with {name} {here[name]}, and was begun with {saved.get(name)}")
