@@ -232,6 +232,7 @@ class Run:
             self._notes: list[str] = []
             if config.resume is not None:
                 self._engine.load(config.resume, self._notes.append)
+                self._notes.append(f"goes on after step {self._engine.steps_done} of {config.resume}")
             throttle = self._engine.learner.settings.throttle
             self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()

@@ -105,8 +105,9 @@ class Saving:
     def _end_here(self, number: int) -> None:
         steps = self._engine.steps_done
         self.end()
-        words = interruption(number, f"step {steps}")
-        raise InterruptedRunError(f"{words}; saved in {self._directory}, to go on from with --resume", number)
+        place = f"step {steps}; saved in {self._directory}, to go on from with --resume"
+        self._engine.session.watchdog.progress(place)  # for the launcher
+        raise InterruptedRunError(interruption(number, place), number)
 
     def end(self) -> None:
         """The state is saved when this returns, whatever is to follow of failures.

@@ -243,7 +243,7 @@ def test_a_rank_that_is_stuck_leaves_its_summary(tmp_path: Path) -> None:
     path = os.pathsep.join(path for path in sys.path if path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        native = [*PAIR, "--allreduce", "native", "--run-dir", str(tmp_path / "run")]
+        native = [*PAIR, "--allreduce", "native", "--run-dir", str(tmp_path / "run"), "--grace-seconds", "3"]
         program = start("-m", "evener.cli.main", "train", "tests.tasks:slow", *native)
     try:
         await_steps(tmp_path / "run" / "records.jsonl")

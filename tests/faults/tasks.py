@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,46 @@ def raises() -> Task:
         raise RuntimeError("no luck")
 
     return task(Acts(act))
+
+
+class Slow(nn.Module):
+    """A step takes long enough for a signal to find it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x
+
+
+def runs() -> Task:
+    """Nothing is wrong with it; it says when it has begun to train."""
+
+    def act(x: Tensor) -> None:
+        begun()
+
+    return task(Slow(), Acts(act, rank=0), epochs=1000)
+
+
+def stuck_in_native_code() -> Task:
+    """Rank 1 holds the interpreter, so that no signal's handler runs there."""
+
+    def act(x: Tensor) -> None:
+        begun()
+        sum(range(10**13))  # in C, which looks at no signal
+
+    return task(Acts(act))
+
+
+def killed_once() -> Task:
+    """Rank 1 is killed in the fourth step of its first start."""
+
+    def act(x: Tensor) -> None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            begun()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return task(Acts(act))
+
+
+def undisturbed() -> Task:
+    """As those above, without a fault."""
+    return task(Acts(lambda x: None))
