@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections import defaultdict
 from contextlib import suppress
@@ -32,23 +33,17 @@ def journal(directory: Path) -> list[tuple[int, int, int, list[int]]]:
     return [json.loads(line) for line in lines if line.endswith("]]")]
 
 
-def steps_of_last_start(directory: Path) -> int:
-    found = journal(directory)
-    last = max((attempt for attempt, *_ in found), default=-1)
-    return sum(attempt == last for attempt, *_ in found)
-
-
-def kill_at_random(launcher: int, directory: Path, drawn: random.Random) -> int:
+def kill_at_random(launcher: subprocess.Popen[str], directory: Path, drawn: random.Random) -> int:
     """Kills one rank after another, each in a start of its own that has trained for a while; returns how many."""
     kills, seen = 0, -1
-    while kills < KILLS and children(launcher):
+    while kills < KILLS and launcher.poll() is None:
         attempts = max((attempt for attempt, *_ in journal(directory)), default=-1)
         if attempts == seen:
             time.sleep(0.05)
             continue
         seen = attempts
         time.sleep(drawn.uniform(0.0, 0.6))
-        ranks = children(launcher)
+        ranks = children(launcher.pid)
         if ranks:
             with suppress(ProcessLookupError):
                 os.kill(drawn.choice(ranks), signal.SIGKILL)
@@ -62,7 +57,7 @@ def test_twenty_deaths_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
         chaos.numbered, processes=chaos.PROCESSES, device="cpu", epochs=chaos.EPOCHS, show=False
     ).summary
     program = start("-m", "tests.faults.chaos", tmp_path, str(KILLS + 5))
-    kills = kill_at_random(program.pid, tmp_path, random.Random(SEED))
+    kills = kill_at_random(program, tmp_path, random.Random(SEED))
     ended = end(program, timeout=600)
     assert ended.status == 0, ended.err
     assert kills == KILLS, "the run must last for all of them"

@@ -10,7 +10,7 @@ import pytest
 
 from evener.errors import InterruptedRunError, RankError
 from evener.runtime.failure import failure_of
-from evener.runtime.interrupt import asked, check, raising
+from evener.runtime.interrupt import asked, check, deferring, raising
 
 
 def interrupt() -> None:
@@ -75,3 +75,45 @@ def test_a_signal_that_was_caught_is_raised_again() -> None:
 def test_other_errors_pass() -> None:
     with pytest.raises(ValueError, match="no luck"), raising_here():
         raise ValueError("no luck")
+
+
+class Interrupts:
+    def __del__(self) -> None:
+        interrupt()
+        sum(range(10))  # Python looks for signals between two instructions
+
+
+def test_a_signal_within_a_destructor_is_no_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python cannot raise there, and shows it; the next step raises it again."""
+
+    def block() -> None:
+        with raising_here():
+            Interrupts()
+            check()
+
+    with pytest.raises(InterruptedRunError):
+        block()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_signal_waits_and_the_second_does_not() -> None:
+    def block() -> None:
+        with deferring(9.0, lambda: "the end") as stop:
+            interrupt()
+            assert stop.number == signal.SIGTERM
+            stop.time -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(InterruptedRunError, match="interrupted by SIGINT at the end"):
+        block()
+    assert asked() is None
+
+
+def test_a_signal_that_was_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with deferring(9.0, lambda: "") as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from evener.errors import InterruptedRunError
 
@@ -124,6 +124,7 @@ def raising(signals: list[signal.Signals], describe: Callable[[], str]) -> Itera
             _raise(number, describe())
 
     _blocks += 1
+    hook, sys.unraisablehook = sys.unraisablehook, _unless_asked(sys.unraisablehook)
     before = {number: signal.signal(number, handle) for number in signals}
     changed = False
     try:
@@ -136,9 +137,17 @@ def raising(signals: list[signal.Signals], describe: Callable[[], str]) -> Itera
         for number, handler in before.items():
             signal.signal(number, handler)
         _blocks -= 1
+        sys.unraisablehook = hook
         stop, _asked = _asked, None
     if changed and stop is not None:
         raise stop
+
+
+def _unless_asked(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Python shows what it cannot raise, as in a destructor; a signal that came there is raised again by `check`."""
+    return lambda unraisable: (
+        None if isinstance(unraisable.exc_value, InterruptedRunError) else hook(unraisable)
+    )
 
 
 def _raise(number: int, place: str) -> NoReturn:
