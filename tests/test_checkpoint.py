@@ -263,3 +263,27 @@ def test_a_state_is_taken_up_by_name_and_not_by_place() -> None:
         torch.testing.assert_close(gone_on["model"][name], value, rtol=0, atol=0)
     for name, entries in whole["optimizer"]["state"].items():
         assert torch.equal(gone_on["optimizer"]["state"][name]["exp_avg"], entries["exp_avg"])
+
+
+PLACES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {}),
+    (2, {"balance": "3,1"}),
+    (3, {}),
+    (2, {"strategy": "sharded"}),
+    (3, {"strategy": "sharded", "strategy_option": ("zero=2",)}),
+    (2, {"strategy": "dimension"}),
+    (2, {"strategy": "tensor"}),
+    (2, {"strategy": "pipeline"}),
+)
+
+
+@pytest.mark.parametrize(("after", "how"), PLACES, ids=str)
+def test_fifty_steps_later_elsewhere_it_is_still_the_same_training(
+    ranks: Any, tmp_path: Path, after: int, how: dict[str, Any]
+) -> None:
+    """Saved on four ranks in mid-epoch."""
+    ranks(4).run(trained, tmp_path, "penalty", 10, epochs=99)
+    whole = trained(None, "penalty", 60, epochs=99)
+    for weights in ranks(after).run(trained, tmp_path, "penalty", 60, epochs=99, **how):
+        for key, value in whole.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-12, atol=1e-13)
