@@ -312,6 +312,17 @@ def test_checkpoints_ask_an_object_for_its_pieces(tmp_path: Path) -> None:
         assert room.held.tolist() == [1, 2, 3]
 
 
+def test_machines_that_came_to_a_rendezvous_are_counted() -> None:
+    parameters = RendezvousParameters("c10d", "localhost:0", "names", 1, 1, local_addr="127.0.0.1")
+    handler = get_rendezvous_handler(parameters)
+    with borrowed("participants") as module:
+        assert module.participants(None) is None
+        assert module.participants(handler) == 0
+        handler.next_rendezvous()
+        assert module.participants(handler) == 1
+    handler.shutdown()
+
+
 def test_a_store_can_be_cloned() -> None:
     """Documented, but torch's types do not know it."""
     with borrowed("watchdog", "runtime"):
@@ -320,7 +331,7 @@ def test_a_store_can_be_cloned() -> None:
         assert store.get("a/key") == b"value"
 
 
-UNTRIED_ON_THE_NEWEST = {"gradient_hooks", "pipeline_backward", "run_backward", "views"}
+UNTRIED_ON_THE_NEWEST = {"gradient_hooks", "participants", "pipeline_backward", "run_backward", "views"}
 """Borrowed since that was last at hand. One that is not here has been tried on all that may be installed."""
 
 

@@ -223,6 +223,8 @@ class Engine:
 
     def _advance(self, batch: Batch) -> None:
         self.progress.advance(batch)
+        of = f" of {self.total_steps}" if self.total_steps else ""
+        self.session.watchdog.progress(f"step {self.steps_done}{of}, epoch {batch.epoch + 1}")
         if self.scheduler is not None and (batch.last or self.task.scheduler_interval == "step"):
             self.scheduler.step()
 

@@ -225,7 +225,7 @@ class Run:
             if config.run_dir is not None and session.rank == 0:
                 told.insert(0, Records(undo.enter_context(RunDirectory(config.run_dir)).path))
             if show:
-                told.append(Terminal(progress=session.watchdog.progress))
+                told.append(Terminal())
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
             self._tally = Tally(self._engine.learner.data.degree)
             self._engine.observers.add(self._tally)

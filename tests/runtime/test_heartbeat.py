@@ -40,6 +40,8 @@ def test_a_heartbeat_survives_the_wire() -> None:
         "save of step 5",
         "t",
         True,
+        0,
+        1.5,
     )
     assert Heartbeat.from_json(beat.to_json()) == beat
 

@@ -9,17 +9,17 @@ from evener.runtime.rendezvous import Rendezvous
 
 
 def test_default_is_one_machine_on_a_free_port() -> None:
-    parameters = Rendezvous().parameters
+    parameters = Rendezvous().within(60)
     assert (parameters.backend, parameters.endpoint) == ("c10d", "localhost:0")
     assert (parameters.min_nodes, parameters.max_nodes) == (1, 1)
 
 
 def test_two_runs_of_one_machine_do_not_meet() -> None:
-    assert Rendezvous().parameters.run_id != Rendezvous().parameters.run_id
+    assert Rendezvous().within(60).run_id != Rendezvous().within(60).run_id
 
 
 def test_static_options_reach_the_agent() -> None:
-    parameters = Rendezvous(nnodes="2", node_rank=1, master_addr="head", master_port=29501).parameters
+    parameters = Rendezvous(nnodes="2", node_rank=1, master_addr="head", master_port=29501).within(60)
     assert (parameters.backend, parameters.endpoint) == ("static", "head:29501")
     assert parameters.get_as_int("rank") == 1
 
@@ -31,7 +31,7 @@ def test_elastic_options_reach_the_agent() -> None:
         rdzv_endpoint="head:1",
         rdzv_id="7",
         rdzv_conf="join_timeout=9, a=b",
-    ).parameters
+    ).within(60)
     assert (parameters.min_nodes, parameters.max_nodes, parameters.run_id) == (2, 4, "7")
     assert (parameters.endpoint, parameters.get_as_int("join_timeout"), parameters.get("a")) == (
         "head:1",
@@ -58,4 +58,11 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: st
 
 def test_malformed_backend_options_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="key=value"):
-        _ = Rendezvous(nnodes="2", rdzv_conf="join_timeout").parameters
+        _ = Rendezvous(nnodes="2", rdzv_conf="join_timeout").within(60)
+
+
+def test_machines_wait_for_each_other_as_long_as_ranks_do() -> None:
+    parameters = Rendezvous(nnodes="2", rdzv_backend="c10d", rdzv_endpoint="head:1").within(4.5)
+    assert [parameters.get_as_int(name) for name in ("join_timeout", "read_timeout")] == [5, 5]
+    static = Rendezvous(nnodes="2", master_addr="head", rdzv_conf="timeout=9").within(4.5)
+    assert static.get_as_int("timeout") == 9

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.hosts import host_token
-from evener.runtime.standing import Standing, may_look, must_speak, report_on, should_look
+from evener.runtime.standing import Standing, report_on, should_look
+from evener.runtime.verdict import may_look, verdict
 
 FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0)
 
@@ -17,7 +18,7 @@ def waiting(rank: int, seconds: float, step: int = 41) -> Heartbeat:
 
 
 def speaks(here: Heartbeat, *others: Heartbeat) -> bool:
-    return must_speak(here, [Standing(beat.rank, beat) for beat in others], 10.0, 1.0)
+    return verdict(here, [Standing(beat.rank, beat) for beat in others], 10.0, 1.0) == "late"
 
 
 def test_a_wait_shorter_than_the_timeout_goes_on() -> None:
@@ -43,7 +44,7 @@ def test_all_stuck_in_one_place_is_hopeless_too() -> None:
 
 
 def test_a_rank_never_heard_of_is_missing() -> None:
-    assert must_speak(waiting(0, 10.5), [Standing(1)], 10.0, 1.0)
+    assert verdict(waiting(0, 10.5), [Standing(1)], 10.0, 1.0) == "late"
 
 
 def test_the_lowest_rank_that_waits_speaks_and_others_only_after_it_did_not() -> None:
@@ -54,7 +55,7 @@ def test_the_lowest_rank_that_waits_speaks_and_others_only_after_it_did_not() ->
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    assert not must_speak(waiting(0, 500.0), [], 10.0, 1.0)
+    assert verdict(waiting(0, 500.0), [], 10.0, 1.0) is None
 
 
 def saving(rank: int, **changes: object) -> Heartbeat:
@@ -70,7 +71,7 @@ def together(other: Standing, here: Heartbeat, since: float) -> bool:
     if other._apart_since is not None:
         other._apart_since -= since
     other.compare(here, 1.0)
-    return must_speak(here, [other, Standing(7, saving(7))], 10.0, 1.0)
+    return verdict(here, [other, Standing(7, saving(7))], 10.0, 1.0) == "apart"
 
 
 def test_what_all_do_together_takes_as_long_as_it_takes() -> None:
@@ -181,4 +182,4 @@ def test_the_report_names_the_late_ones_first() -> None:
 def test_ranks_that_never_came_or_left_are_told_apart() -> None:
     report = report_on([Standing(1), Standing(2, replace(FAR, rank=2, ended=True))])
     assert "rank 1: has given no sign of life yet" in report
-    assert "rank 2 (host elsewhere, pid 12): has ended on its own" in report
+    assert "rank 2 (host elsewhere, pid 12): has left on its own" in report

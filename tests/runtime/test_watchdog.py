@@ -11,12 +11,13 @@ from torch.distributed import HashStore, Store
 
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.heartbeat import Heartbeat
+from evener.runtime.limited import LimitedStore
+from evener.runtime.roster import absent
 from evener.runtime.session import Session
 from evener.runtime.watchdog import (
     BACKSTOP_SECONDS,
     Phase,
     Watchdog,
-    absent,
     backstop,
     marked,
     process_watchdogs,
@@ -147,7 +148,7 @@ def hanging(world_size: int, store: Ledger, seconds: float) -> list[Watchdog]:
     ranks = []
     for rank in range(world_size):
         watchdog = Watchdog(rank, world_size, HashStore(), timeout_seconds=10)
-        watchdog._store, watchdog._host = cast(Store, store), f"host{rank}"
+        watchdog._roster.store, watchdog._host = cast(LimitedStore, store), f"host{rank}"
         name, waits = ("forward", False) if rank == world_size - 1 else ("all-reduce", True)
         watchdog.phase(name, 41, waits=waits).__enter__()
         watchdog._place = watchdog._place._replace(since=time.monotonic() - seconds)
@@ -174,7 +175,7 @@ def test_a_hang_of_twice_as_many_ranks_costs_the_store_twice_as_much() -> None:
 def test_the_rank_that_looks_speaks_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = hanging(5, Ledger(), 8)
     spoke: list[int] = []
-    monkeypatch.setattr(Watchdog, "_speak", lambda self, beat: spoke.append(self.rank))
+    monkeypatch.setattr(Watchdog, "_speak", lambda self, *_: spoke.append(self.rank))
     for watchdog in reversed(ranks):
         watchdog._tick()
     for watchdog in ranks:
@@ -189,16 +190,16 @@ def test_the_next_rank_looks_when_the_looker_is_silent(monkeypatch: pytest.Monke
     """Rank 0 is stopped: rank 1 finds that out, waits for the lowest to speak no longer, and names it."""
     ranks = hanging(4, Ledger(), 9)
     spoke: list[int] = []
-    monkeypatch.setattr(Watchdog, "_speak", lambda self, beat: spoke.append(self.rank))
+    monkeypatch.setattr(Watchdog, "_speak", lambda self, *_: spoke.append(self.rank))
     for watchdog in ranks:
         watchdog._tick()
     for watchdog in ranks[1:]:
-        watchdog._looker._since -= 4
+        watchdog._roster.looker._since -= 4
         watchdog._place = watchdog._place._replace(since=watchdog._place.since - 2)
         watchdog._tick()
     assert spoke == []
     for watchdog in ranks[1:]:
-        watchdog._standings[0]._since -= 4
+        watchdog._roster.standings[0]._since -= 4
         watchdog._tick()
     assert spoke == [1]
 
@@ -216,8 +217,8 @@ def goes_on_after(troubles: list[Exception], connects: bool = True) -> None:
 
     store = Ledger(fail)
     watchdog = Watchdog(0, 2, HashStore(), timeout_seconds=0.1)
-    watchdog._connect = connect  # type: ignore[method-assign]
-    watchdog._store = cast(Store, store)
+    watchdog._roster._clone = connect  # type: ignore[method-assign]
+    watchdog._roster.store = cast(LimitedStore, store)
     watchdog._thread.start()
     deadline = time.monotonic() + 20
     while "0" not in store.values and time.monotonic() < deadline:
@@ -247,18 +248,31 @@ def test_an_error_that_a_new_connection_does_not_mend_is_shown(capfd: pytest.Cap
     assert capfd.readouterr().err.count("RuntimeError: dictionary changed size") == 1
 
 
-def test_the_watchdog_ends_with_its_store() -> None:
+def test_a_wait_ends_at_the_timeout_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is gone: a rank at work goes on, and one that waits ends its wait."""
+
     def fail() -> None:
         raise RuntimeError("Broken pipe")
 
     def refuse() -> Store:
         raise RuntimeError("Connection refused")
 
-    watchdog = Watchdog(0, 2, HashStore(), timeout_seconds=0.1)
-    watchdog._store, watchdog._connect = cast(Store, Ledger(fail)), refuse  # type: ignore[method-assign]
+    spoke: list[str] = []
+    monkeypatch.setattr(Watchdog, "_speak", lambda self, words, **_: spoke.append(words))
+    watchdog = Watchdog(0, 2, HashStore(), timeout_seconds=0.5)
+    watchdog._roster.store = cast(LimitedStore, Ledger(fail))
+    watchdog._roster._clone = refuse  # type: ignore[method-assign]
     watchdog._thread.start()
-    watchdog._thread.join(20)
-    assert not watchdog._thread.is_alive()
+    with watchdog.phase("forward"):
+        for _ in range(10):
+            watchdog.moved()
+            time.sleep(0.1)
+    assert not spoke
+    with watchdog.wait("all-reduce"):
+        time.sleep(1.5)
+    watchdog.close()
+    assert spoke[0].startswith("rank 0 has waited"), spoke
+    assert "the store of the run has not answered for" in spoke[0]
     assert "rank 1: has given no sign of life yet" in watchdog.report()
 
 

@@ -20,7 +20,8 @@ from torch.distributed import Store
 
 from evener.borrowed.default_store import default_store
 from evener.errors import EvenerError, RankError, RankTimeoutError
-from evener.runtime.watchdog import absent, standings
+from evener.runtime.roster import absent
+from evener.runtime.watchdog import standings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

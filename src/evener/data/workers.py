@@ -6,6 +6,7 @@ it is only asked to read: no sampler of its own, no batching, no collating.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from evener.data.fetch import Failure
 from evener.errors import ConfigurationError, DataError
+from evener.runtime.stacks import listen, workers_of
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,15 @@ class Workers:
             multiprocessing_context=self.start_method if self.count else None,
             generator=torch.Generator().manual_seed(self.seed),
             pin_memory=self.pin_memory,
+            worker_init_fn=listen if self.count else None,  # one that is not forked does not inherit it
         )
 
     def _lost(self, error: RuntimeError) -> DataError:
-        """What the DataLoader says of a worker that died or is late, with the way out."""
+        """What the DataLoader says of a worker that died or is late, where the others are, and the way out."""
+        cause = f" ({str(error.__cause__).strip()})" if isinstance(error.__cause__, RuntimeError) else ""
         return DataError(
-            f"{error}; a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "
+            f"{error}{cause}{workers_of(os.getpid())}\n"
+            "a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "
             f"one that is late reads slowly or is stuck (timeout_seconds is {self.timeout_seconds:g}); "
             "with 0 workers the data set is read in the main process, which shows where"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -24,13 +23,10 @@ class Terminal(Observer):
 
     Args:
         stream: Standard error if None.
-        progress: Told where the run stands, in words, after each step.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, progress: Callable[[str], None] = lambda words: None
-    ) -> None:
-        self._given, self._progress = stream, progress
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._given = stream
 
     def start(self, run: RunStart) -> None:
         self._stream = self._given or sys.stderr
@@ -54,7 +50,6 @@ class Terminal(Observer):
 
     def step(self, record: StepRecord) -> None:
         done = record.step + 1
-        self._progress(self.where(record))
         self._recent.add(record)
         if self._live:
             self._bar.set_description_str(f"epoch {record.epoch + 1}", refresh=False)

@@ -24,7 +24,6 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from evener.borrowed.elastic_agent import ElasticAgent, failed
 from evener.errors import (
@@ -38,6 +37,9 @@ from evener.errors import (
 from evener.runtime.failure import Failure, recorded_failure
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.interrupt import GRACE_SECONDS, interruption
+from evener.runtime.lookout import Lookout
+from evener.runtime.meeting import Meeting
+from evener.runtime.processes import is_alive
 from evener.runtime.rendezvous import Rendezvous
 
 _KILL_SECONDS = round(GRACE_SECONDS) + 1
@@ -65,6 +67,7 @@ class Agent(ElasticAgent):
         run_dir: A private directory, for error files and heartbeats.
         variables: Environment variables of the ranks besides torchrun's.
         grace_seconds: How long ranks that a signal asks to stop may take, before they are killed.
+        timeout_seconds: How long machines wait for each other.
     """
 
     def __init__(
@@ -74,13 +77,15 @@ class Agent(ElasticAgent):
         rendezvous: Rendezvous,
         run_dir: Path,
         variables: Mapping[str, str],
+        timeout_seconds: float,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._run_dir = run_dir
         self._grace_seconds, self._was_asked = grace_seconds, False
         self._max_restarts = rendezvous.max_restarts
-        self._handler = get_rendezvous_handler(rendezvous.parameters)
-        static = rendezvous.parameters.backend == "static"
+        self._lookout = Lookout(self._beats)
+        self._handler = Meeting(rendezvous, timeout_seconds).handler()
+        static = rendezvous.backend == "static"
         spec = WorkerSpec(
             role="evener",
             local_world_size=processes,
@@ -103,14 +108,14 @@ class Agent(ElasticAgent):
         Raises:
             EvenerError: The one failure that caused the end, of whatever type it was on its rank.
         """
-        with _quiet(), _signals_restored():
+        with _quiet(), _signals_restored(), self._lookout:
             try:
                 result = self.run()
             except SignalException as stop:
                 number = int(stop.sigval)
                 raise InterruptedRunError(interruption(number, self._progress()), number) from None
             except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
-                raise RankTimeoutError(f"the machines of the run did not find each other: {error}") from error
+                raise RankTimeoutError(f"the machines of the run lost each other: {error}") from error
             finally:
                 self._kill_groups()
                 self._handler.shutdown()
@@ -160,6 +165,8 @@ class Agent(ElasticAgent):
                 os.killpg(pid, signal.SIGKILL)
 
     def _cause(self, result: RunResult) -> EvenerError:
+        if self._lookout.found is not None:
+            return self._lookout.found
         failures = [self._failure(rank, failure) for rank, failure in result.failures.items()]
         return min(failures, key=lambda failure: failure.order).to_error()
 
@@ -193,6 +200,15 @@ class Agent(ElasticAgent):
         """Where the run stands, of the first local rank that said so."""
         beats = [self._beat(worker.global_rank) for worker in self.get_worker_group().workers]
         return next((beat.progress for beat in beats if beat and beat.progress), "")
+
+    def _beats(self) -> dict[int, Heartbeat | None]:
+        """Of the ranks whose processes run; what is left of an earlier start is none."""
+        pids = self.context.pids() if self.context else {}
+        workers = self.get_worker_group().workers
+        alive = [worker for worker in workers if is_alive(pids.get(worker.local_rank))]
+        beats = {worker.global_rank: self._beat(worker.global_rank) for worker in alive}
+        started = {worker.global_rank: pids[worker.local_rank] for worker in alive}
+        return {rank: beat if beat and beat.pid == started[rank] else None for rank, beat in beats.items()}
 
     def _beat(self, rank: int) -> Heartbeat | None:
         try:

@@ -9,6 +9,7 @@ waiting; one that computes does.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -30,6 +31,7 @@ _WAITING_CODE = (
     _TORCH + os.path.join("autograd", ""),
     _TORCH + "_tensor.py",
 )
+_DEBUGGERS = (f"{os.sep}pdb.py", f"{os.sep}pydevd.py")
 _USER_FRAMES = 3
 _BUSY_SECONDS = 1e-3
 
@@ -59,7 +61,13 @@ class Heartbeat:
     token: str = ""
     """Of the host: that of two ranks is equal exactly where one can look at the other's process."""
     ended: bool = False
-    """The rank has done its work and left on its own."""
+    """The rank has left on its own."""
+    status: int | None = None
+    """With which it left, where its process ends with it."""
+    idle: float = 0.0
+    """How long it has made no progress; 0 in what is done together, which has no limit."""
+    limit: float = math.inf
+    """How long it waits for others before the run ends."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -77,6 +85,15 @@ class Heartbeat:
         if self.together not in ("", words):
             words += f" (during {self.together})"
         return f"{words}, at {' < '.join(self.where)}" if self.where else words
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long it has waited or, if it does not, made no progress."""
+        return self.seconds if self.waits else self.idle
+
+    @property
+    def status_words(self) -> str:
+        return "" if self.status is None else f" with status {self.status}"
 
     @property
     def who(self) -> str:
@@ -97,6 +114,8 @@ class Sample:
     """The call into ``torch.distributed`` or ``backward`` in which it is, or None."""
     still_seconds: float
     """For how long it has neither moved nor computed."""
+    debugs: bool = False
+    """Whether a debugger has it, and a person thinks."""
 
 
 class MainThread:
@@ -118,7 +137,8 @@ class MainThread:
         if signature != self._signature or cpu_seconds - self._cpu_seconds > _BUSY_SECONDS:
             self._since = now
         self._signature, self._cpu_seconds = signature, cpu_seconds
-        return Sample(_user_frames(frames), _waiting_call(frames), now - self._since)
+        debugs = any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in frames)
+        return Sample(_user_frames(frames), _waiting_call(frames), now - self._since, debugs)
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:

@@ -24,10 +24,11 @@ from evener.errors import ConfigurationError
 from evener.runtime.agent import Agent
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
 from evener.runtime.interrupt import GRACE_SECONDS
+from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.session import RUN_DIR, threads_per_rank
 from evener.runtime.watchdog import TIMEOUT_SECONDS
-from evener.runtime.worker import BOOTSTRAP, LAUNCHER_PID, Call, Job, result_of
+from evener.runtime.worker import BOOTSTRAP, Call, Job, result_of
 
 R = TypeVar("R")
 
@@ -114,7 +115,8 @@ def run_job(
     (run_dir / "path.json").write_text(json.dumps(path))
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
     variables = _variables(run_dir, processes)
-    Agent(arguments, processes, rendezvous or Rendezvous(), run_dir, variables, grace_seconds).run_to_end()
+    met = rendezvous or Rendezvous()
+    Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds).run_to_end()
 
 
 def _write_job(job: Job, run_dir: Path) -> None:

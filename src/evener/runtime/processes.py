@@ -37,3 +37,8 @@ def state_of(process: psutil.Process | None) -> State:
         return _STATES.get(process.status(), "running")
     except psutil.NoSuchProcess:  # it ended between the two questions
         return "gone"
+
+
+def is_alive(pid: int | None) -> bool:
+    """Whether a process has this id now, and has not ended; not of None."""
+    return pid is not None and state_of(find(pid)) != "gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from evener.errors import ConfigurationError
 
-_NODE_TIMEOUT_SECONDS = 900
+_LIMITS = ("timeout", "join_timeout", "read_timeout")
+"""For the other machines to come: of the static backend, of c10d, and of c10d to reach the first machine's store."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,15 @@ class Rendezvous:
         return self.rdzv_endpoint or fixed
 
     @property
-    def parameters(self) -> RendezvousParameters:
-        """What torchrun's agent needs."""
-        backend = "c10d" if self.is_standalone else self.rdzv_backend
+    def backend(self) -> str:
+        return "c10d" if self.is_standalone else self.rdzv_backend
+
+    def within(self, timeout_seconds: float) -> RendezvousParameters:
+        """What torchrun's agent needs, to wait for other machines for so long."""
+        backend = self.backend
         least, most = self.nodes
-        options: dict[str, str | int] = {"timeout": _NODE_TIMEOUT_SECONDS, **self._options()}
+        limits = dict.fromkeys(_LIMITS, math.ceil(timeout_seconds))
+        options: dict[str, str | int] = {**limits, **self._options()}
         if backend == "static":
             options["rank"] = self.node_rank
         return RendezvousParameters(

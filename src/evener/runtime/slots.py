@@ -28,7 +28,7 @@ from torch import Tensor
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.hosts import all_gather
 from evener.runtime.segment import Announcement, Segment, describe, has_died
-from evener.runtime.watchdog import backstop, marked, standings
+from evener.runtime.watchdog import backstop, departed, marked, standings
 
 ENTERED, REDUCED, LEFT = range(3)
 """Stages of a chunk: its owner has copied it in, has added up its slice, needs nothing of it any more."""
@@ -149,7 +149,7 @@ class Slots:
         # A rank may have published its last chunk and ended between the two looks above.
         dead = [rank for rank in dead if self._counters[stage][rank][0] < chunks]
         if dead:
-            raise RankError(f"{self._describe(dead)}, in {self._call()}")
+            raise RankError(departed(f"{self._describe(dead)}, in {self._call()}"))
         if late and waited_seconds > backstop(self._timeout_seconds):
             raise RankTimeoutError(
                 f"waited {waited_seconds:.1f} s in {self._call()}: {self._describe(late)}{standings()}"

@@ -7,7 +7,7 @@ the process itself is looked at, so that a killed or stopped rank is known at on
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 import psutil
 
@@ -15,7 +15,8 @@ from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.hosts import host_token
 from evener.runtime.processes import find, state_of
 
-_SILENT_BEATS = 3
+SILENT_BEATS = 3
+"""Heartbeats that may fail to come, or be on their way, before it is news."""
 
 
 class Standing:
@@ -62,7 +63,7 @@ class Standing:
 
     def is_lost(self, interval_seconds: float) -> bool:
         """Whether nothing more is to be expected of it."""
-        return self.state != "running" or self.silent_seconds > _SILENT_BEATS * interval_seconds
+        return self.state != "running" or self.silent_seconds > SILENT_BEATS * interval_seconds
 
     def is_missing(self, here: Heartbeat, interval_seconds: float) -> bool:
         """Whether it is not where the rank of heartbeat ``here`` waits for it."""
@@ -72,6 +73,19 @@ class Standing:
         if here.together or beat.together:
             return beat.together != here.together
         return not beat.waits or (beat.phase, beat.step) != (here.phase, here.step)
+
+    def waits_for(self, seconds: float) -> bool:
+        """Whether it has waited for others for so long, and gives signs of life."""
+        beat = self.beat
+        waits = beat is not None and beat.waits and beat.seconds >= seconds
+        return waits and self.state == "running" and self.silent_seconds <= seconds
+
+    def is_still(self, seconds: float) -> bool:
+        """Whether it has made no progress for so long, or can make none any more."""
+        if self.beat is None or self.state == "stopped":
+            return self.silent_seconds >= seconds
+        idle = self.beat.idle if not self.beat.together else 0.0
+        return self.state in ("ended", "gone") or max(idle, self.silent_seconds) >= seconds
 
     def compare(self, here: Heartbeat, interval_seconds: float) -> None:
         """Measures for how long it has been missing from what the rank of heartbeat ``here`` does with all others."""
@@ -89,18 +103,29 @@ class Standing:
     def describe(self) -> str:
         if self.beat is None:
             return f"rank {self.rank}: has given no sign of life yet"
-        return f"{self.beat.who}: {self._doing(self.beat)}"
+        done = f", after {self.beat.progress}" if self.beat.progress else ""
+        return f"{self.beat.who}: {self._doing(self.beat)}{done}"
+
+    @property
+    def left_words(self) -> str:
+        """Of one that has ended on its own or is gone: ``rank 1 has left after step 3 of 16 with status 0``."""
+        beat = self.beat
+        assert beat is not None
+        done = f" after {beat.progress}" if beat.progress else ""
+        if self.state == "gone":
+            return f"rank {beat.rank} is gone{done}"
+        return f"rank {beat.rank} has left{done}{beat.status_words}"
 
     def _doing(self, beat: Heartbeat) -> str:
         last = f"last seen in {beat.place}"
         if self.state == "ended":
-            return "has ended on its own"
+            return f"has left on its own{beat.status_words}"
         if self.state == "gone":
             return f"is gone; {last}"
         if self.state == "stopped":
             silence = f"no sign of life for {self.silent_seconds:.0f} s"
             return f"is stopped (SIGSTOP, or a debugger), {silence}; {last}"
-        if self.silent_seconds > _SILENT_BEATS:
+        if self.silent_seconds > SILENT_BEATS:
             return f"no sign of life for {self.silent_seconds:.0f} s; {last}"
         verb = "waits in" if beat.waits else "is in"
         return f"{verb} {beat.place}, for {beat.seconds:.0f} s"
@@ -110,11 +135,6 @@ class Standing:
         """Sorts the ranks that others wait for first: the lost, the missing, those at work, then those that wait."""
         waits = self.beat is not None and self.beat.waits
         return (not self.is_lost(1.0), self._apart_since is None, waits, self.rank)
-
-
-def may_look(here: Heartbeat, timeout_seconds: float) -> bool:
-    """Whether the rank of heartbeat ``here`` has reason to look after all others."""
-    return bool(here.together) or (here.waits and here.seconds > timeout_seconds / 3)
 
 
 def should_look(here: Heartbeat, looker: Standing, interval_seconds: float) -> bool:
@@ -127,35 +147,18 @@ def should_look(here: Heartbeat, looker: Standing, interval_seconds: float) -> b
     beat = looker.beat
     if beat is None or beat.rank == here.rank or looker.is_lost(interval_seconds):
         return True
-    ahead = here.seconds - beat.seconds
+    ahead = here.stuck_seconds - beat.stuck_seconds
     # Heartbeats are up to an interval old, so what differs by a few is equal. What is done together has no limit.
-    if not here.together and not beat.together and abs(ahead) > _SILENT_BEATS * interval_seconds:
+    if not here.together and not beat.together and abs(ahead) > SILENT_BEATS * interval_seconds:
         return ahead > 0
     return here.rank < beat.rank
 
 
-def must_speak(
-    here: Heartbeat, others: Collection[Standing], timeout_seconds: float, interval_seconds: float
-) -> bool:
-    """Whether the rank of heartbeat ``here`` must end the run, because its wait is hopeless.
-
-    It is when this rank has waited for the timeout, and another rank is elsewhere or silent, or all have been in the
-    same place for as long. The lowest of the ranks that wait speaks; the others give it a few heartbeats to do so.
-    What all ranks do together has no limit, unless one was missing from it for the timeout.
-    """
-    if here.together:
-        return any(other.apart_seconds >= timeout_seconds for other in others)
-    if not others or not here.waits or here.seconds < timeout_seconds:
-        return False
-    missing = [other for other in others if other.is_missing(here, interval_seconds)]
-    patience = timeout_seconds - _SILENT_BEATS * interval_seconds
-    all_stuck = all(other.beat is not None and other.beat.seconds >= patience for other in others)
-    if not missing and not all_stuck:
-        return False
-    lower = any(other.rank < here.rank for other in others if other not in missing)
-    return not lower or here.seconds > timeout_seconds + 4 * interval_seconds
-
-
-def report_on(standings: Iterable[Standing]) -> str:
-    """One line for every rank, the late ones first."""
-    return "\n".join(f"  {s.describe()}" for s in sorted(standings, key=lambda s: s.lateness))
+def report_on(standings: Iterable[Standing], stacks: Mapping[int, str] | None = None) -> str:
+    """One line for every rank, the late ones first, and the ``stacks`` that are known of them."""
+    found = stacks or {}
+    lines = []
+    for standing in sorted(standings, key=lambda s: s.lateness):
+        lines.append(f"  {standing.describe()}")
+        lines += [found[standing.rank]] if found.get(standing.rank) else []
+    return "\n".join(lines)

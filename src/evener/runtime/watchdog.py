@@ -9,9 +9,9 @@ long. It ends it for good (``os._exit``): a main thread inside a C++ wait cannot
     rank 1 main    forward ─ (killed, stopped, elsewhere)
     rank 0 thread  beat ──── beat ───── beat ──── beat ─ ... ─ timeout ─▶ report, exit 1
 
-Marking a place costs two attribute writes; everything else happens in the thread, about once a second. Of all ranks
-that wait, one looks after the others (`standing.should_look`), so that N ranks put about N requests a second on the
-store and not N squared.
+Marking a place costs two attribute writes; everything else happens in the thread, about once a second. What it takes
+for the end is in :mod:`evener.runtime.verdict`. A thread that does not get Python's lock speaks of nothing; then that
+of another rank does, or the launcher (:mod:`evener.runtime.lookout`).
 
 Every other limit of a wait (of a process group, of shared memory) is a backstop, `BACKSTOP_SECONDS` later, for it could
 not say who is missing and where.
@@ -27,25 +27,30 @@ import threading
 import time
 import traceback
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from evener.errors import EvenerError, RankError, RankTimeoutError
+from evener.runtime.activity import Activity
 from evener.runtime.failure import is_communication_error, is_timeout, record_failure
 from evener.runtime.heartbeat import Heartbeat, MainThread, in_words
 from evener.runtime.hosts import host_token
 from evener.runtime.interrupt import asked
-from evener.runtime.standing import Standing, may_look, must_speak, report_on, should_look
+from evener.runtime.keeper import Keeper
+from evener.runtime.roster import Roster
+from evener.runtime.stacks import listen
+from evener.runtime.standing import Standing, report_on
+from evener.runtime.verdict import complaint, left_words, may_look, verdict
 
 TIMEOUT_SECONDS = 300.0
 BACKSTOP_SECONDS = 30.0
 """Other limits of a wait end this much later than the watchdog's, whose report says more."""
 
 _INTERVAL_SECONDS = 1.0
-_LOOKER = "looker"
 _generations = itertools.count()
 
 process_watchdogs: list[Watchdog] = []
@@ -76,6 +81,13 @@ def standings() -> str:
     return "" if watchdog is None else f"\n{watchdog.report()}"
 
 
+def departed(words: str) -> str:
+    """``words``, after those of the watchdog if it knows that a rank has left on its own."""
+    watchdog = current_watchdog()
+    told = "" if watchdog is None else watchdog.departure()
+    return f"{told}\n({words})" if told else words
+
+
 def backstop(timeout_seconds: float) -> float:
     """When a wait that was given ``timeout_seconds`` has to end: later, where a watchdog ends it with a report."""
     return timeout_seconds if current_watchdog() is None else timeout_seconds + BACKSTOP_SECONDS
@@ -100,6 +112,7 @@ class Phase:
     def __enter__(self) -> None:
         self._before = self._watchdog._place
         self._watchdog._place = self._place
+        self._watchdog.moved()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -112,14 +125,14 @@ class Phase:
                     raise explained from error
         finally:
             self._watchdog._place = self._before
+            self._watchdog.moved()
 
 
 class Watchdog:
     """The heartbeat of this rank, and its view of all others.
 
     Args:
-        store: Where heartbeats are kept; every rank sees the same one. It is cloned, so that a wait of the
-            main thread on its own client does not hold up the heartbeat.
+        store: Where heartbeats are kept; every rank sees the same one.
         timeout_seconds: How long this rank waits for others before the run ends.
         run_dir: Where the launcher of this machine looks for heartbeats, if it is Evener's.
     """
@@ -135,41 +148,44 @@ class Watchdog:
         self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout_seconds
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        self._prefix = f"evener/watchdog/{run}/{restart}/{next(_generations)}"
-        self._origin = store
-        self._store = self._connect()
+        self._roster = Roster(
+            rank, world_size, store, f"evener/watchdog/{run}/{restart}/{next(_generations)}"
+        )
+        self._keeper = Keeper()
         self._run_dir = run_dir
         self._host = socket.gethostname()
         self._place = _Place(None, None, False, time.monotonic())
         self._progress = ""
         self._main = MainThread()
+        self._activity = Activity()
+        self._marks = 0
         self._count = itertools.count(1)
-        self._standings = {r: Standing(r) for r in range(world_size) if r != rank}
-        self._looker = Standing(-1)
         self._told = False
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evener-watchdog", daemon=True)
 
-    def _connect(self) -> Store:
-        return PrefixStore(self._prefix, self._origin.clone())  # type: ignore[attr-defined]
-
     def start(self) -> Watchdog:
         """Publishes the first heartbeat and starts the thread."""
+        listen()
         self._publish(self._beat())
         self._thread.start()
         return self
 
-    def close(self) -> None:
-        """Says that this rank has ended on its own, and stops the thread."""
+    def close(self, status: int | None = None) -> None:
+        """Says that this rank has ended on its own, its process with ``status`` if it does too; stops the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _INTERVAL_SECONDS)
         with suppress(RuntimeError, OSError):
-            self._publish(self._beat(ended=True))
+            self._publish(replace(self._beat(), ended=True, status=status))
+        self._roster.close()
 
     def phase(self, name: str, step: int | None = None, *, waits: bool = False) -> Phase:
-        """Marks honest work, which may take as long as it takes: ``with watchdog.phase("forward", step=41):``."""
+        """Marks honest work: ``with watchdog.phase("forward", step=41):``.
+
+        It may take as long as it takes while no other rank waits for it, and something is marked now and then, here or
+        on another rank; see `moved`.
+        """
         return Phase(self, self._at(name, step, waits))
 
     def wait(self, name: str, step: int | None = None) -> Phase:
@@ -206,6 +222,11 @@ class Watchdog:
     def progress(self, text: str) -> None:
         """Says where the run stands, as an interrupted run will: ``step 41 of 400, epoch 2 of 5``."""
         self._progress = text
+        self.moved()
+
+    def moved(self) -> None:
+        """Says that the rank makes progress within its phase."""
+        self._marks += 1
 
     @property
     def _interval(self) -> float:
@@ -216,14 +237,15 @@ class Watchdog:
         """What was last said to `progress`."""
         return self._progress
 
-    def report(self) -> str:
-        """Where every rank stands and for how long, one line each, the late ones first.
+    def report(self, stacks: bool = False) -> str:
+        """Where every rank stands and for how long, one line each, the late ones first; with ``stacks``, theirs.
 
         Where the store does not answer, as far as it was known before.
         """
         with suppress(RuntimeError, OSError):
-            self._refresh()
-        return report_on([*self._standings.values(), Standing(self.rank, self._beat())])
+            self._roster.refresh()
+        standings = [*self._roster.others, Standing(self.rank, self._beat())]
+        return report_on(standings, self._roster.stacks(standings) if stacks else None)
 
     def explain(self, error: BaseException) -> EvenerError:
         """The error that names the ranks which are gone or late, for one that a collective raised.
@@ -232,24 +254,19 @@ class Watchdog:
         """
         if isinstance(error, EvenerError):
             return error
-        place = self._beat().place
-        self._find_missing()
+        place, told = self._beat().place, self.departure()
         text = str(error).strip().splitlines()
         kind = RankTimeoutError if is_timeout(error) else RankError
-        return kind(
-            f"rank {self.rank} lost other ranks in {place}\n{self.report()}\n({text[0] if text else error!r})"
-        )
+        lost = told or f"rank {self.rank} lost other ranks in {place}\n{self.report(stacks=True)}"
+        return kind(f"{lost}\n({text[0] if text else error!r})")
 
-    def _find_missing(self) -> None:
-        deadline = time.monotonic() + 4 * self._interval
-        with suppress(RuntimeError, OSError):
-            while time.monotonic() < deadline:
-                self._refresh()
-                if any(standing.is_lost(self._interval) for standing in self._standings.values()):
-                    return
-                time.sleep(self._interval / 2)
+    def departure(self) -> str:
+        """Which ranks have left, and a report on all; empty if it is not known of any within a few heartbeats."""
+        self._roster.find_lost(self._interval)
+        words = left_words(self._beat(), self._roster.others)
+        return f"{words}\n{self.report()}" if words else ""
 
-    def _beat(self, ended: bool = False) -> Heartbeat:
+    def _beat(self) -> Heartbeat:
         place, sample, now = self._place, self._main.look(), time.monotonic()
         waits = place.waits or sample.call is not None
         return Heartbeat(
@@ -266,30 +283,20 @@ class Watchdog:
             progress=self._progress,
             together=place.together,
             token=host_token(),
-            ended=ended,
+            idle=0.0 if place.together else self._activity.idle_seconds(place.phase is not None),
+            limit=self.timeout_seconds,
         )
 
     def _publish(self, beat: Heartbeat) -> None:
-        text = beat.to_json()
         if self._run_dir is not None:
             with suppress(OSError):  # a full disk is no reason to fall silent
                 partial = self._run_dir / f"beat-{self.rank}.partial"
-                partial.write_text(text)
+                partial.write_text(beat.to_json())
                 partial.replace(self._run_dir / f"beat-{self.rank}")
-        if self.world_size > 1:
-            self._store.set(str(self.rank), text)
-
-    def _refresh(self) -> None:
-        with self._lock:
-            unheard = [str(standing.rank) for standing in self._standings.values() if standing.beat is None]
-            silent = set(absent(self._store, unheard))
-            known = [rank for rank in self._standings if str(rank) not in silent]
-            texts = self._store.multi_get([str(rank) for rank in known]) if known else []
-            for rank, text in zip(known, texts, strict=True):
-                self._standings[rank].update(Heartbeat.from_json(text))
+        self._roster.publish(beat)
 
     def _run(self) -> None:
-        """Goes on after any error, for a rank without a watchdog hangs in silence, until the store is gone."""
+        """Goes on after any error, for a rank without a watchdog hangs in silence."""
         failures = 0
         while not self._stop.wait(self._interval):
             try:
@@ -297,12 +304,34 @@ class Watchdog:
                 failures = 0
             except (RuntimeError, OSError) as error:
                 failures += 1
-                if failures > 1 and not self._reconnected():
-                    return  # and with the store the run is gone
-                if failures > 2:  # the store answers
-                    self._tell(error)
+                if not self._store_answers(error, failures) and self._keeper.is_lost_for(self._interval):
+                    self._go_on_alone()
             except Exception as error:
                 self._tell(error)
+
+    def _store_answers(self, error: Exception, failures: int) -> bool:
+        """A store that is silent may be stopped for a while; one whose connection broke twice is asked anew."""
+        if not isinstance(error, TimeoutError):
+            if failures == 1:
+                return True
+            with suppress(RuntimeError, OSError):
+                self._roster.reconnect()
+                if failures > 2:
+                    self._tell(error)
+                return True
+        self._keeper.silent()
+        return False
+
+    def _go_on_alone(self) -> None:
+        """Without a store nobody knows of the others, but that a wait is hopeless is known all the same."""
+        beat = self._beat()
+        if beat.stuck_seconds >= self.timeout_seconds:
+            doing = (
+                f"waited {beat.seconds:.0f} s in"
+                if beat.waits
+                else f"made no progress for {beat.idle:.0f} s in"
+            )
+            self._speak(f"rank {self.rank} has {doing} {beat.place}, and {self._keeper.words}", aloud=True)
 
     def _tell(self, error: Exception) -> None:
         """Shows an error of the watchdog's own, once: it is silent otherwise, and would hide what is wrong with it."""
@@ -318,65 +347,36 @@ class Watchdog:
                 flush=True,
             )
 
-    def _reconnected(self) -> bool:
-        """A connection that broke stays broken; a new one can be made only while there is a store."""
-        try:
-            self._store = self._connect()
-        except (RuntimeError, OSError):
-            return False
-        return True
-
     def _tick(self) -> None:
+        self._activity.look(self._marks, self._interval, self._main.look().debugs)
         beat = self._beat()
+        if self._keeper.stopped_seconds() >= self.timeout_seconds:
+            self._speak(f"the run is left alone: {self._keeper.words}", aloud=True)
         self._publish(beat)
-        if may_look(beat, self.timeout_seconds) and self._looks(beat):
-            self._refresh()
-            others = self._standings.values()
-            for other in others:
-                other.compare(beat, self._interval)
-            if must_speak(beat, others, self.timeout_seconds, self._interval):
-                self._speak(beat)
+        self._keeper.heard()
+        self._roster.answer()
+        if may_look(beat, self.timeout_seconds) and self._roster.looks(beat, self._interval):
+            self._look_after_others(beat)
 
-    def _looks(self, beat: Heartbeat) -> bool:
-        """Whether it is this rank that looks after all others, of which it then leaves word for the next ones.
-
-        Two ranks may say so at once. The one that is not to look finds the other's word a heartbeat later.
-        """
-        if self._store.check([_LOOKER]):
-            self._looker.update(Heartbeat.from_json(self._store.get(_LOOKER)))
-        looks = should_look(beat, self._looker, self._interval)
-        if looks:
-            self._store.set(_LOOKER, beat.to_json())
-        return looks
-
-    def _speak(self, beat: Heartbeat) -> None:
-        """Ends the process whatever happens on the way."""
-        try:
-            error = RankTimeoutError(
-                f"{self._complaint(beat)} (timeout {self.timeout_seconds:g} s)\n{self.report()}"
+    def _look_after_others(self, beat: Heartbeat) -> None:
+        limits = self.timeout_seconds, self._interval
+        others = self._roster.others
+        if others:
+            self._roster.refresh()
+        for other in others:
+            other.compare(beat, self._interval)
+        why = verdict(beat, others, *limits)
+        if why is not None:
+            self._speak(
+                complaint(why, beat, others, *limits), RankError if why == "left" else RankTimeoutError
             )
-            if self._run_dir is None:
-                print(f"RankTimeoutError: {error}", file=sys.stderr, flush=True)
+
+    def _speak(self, words: str, kind: type[EvenerError] = RankTimeoutError, aloud: bool = False) -> None:
+        """Ends the process whatever happens on the way; ``aloud`` where no launcher may ever say it."""
+        try:
+            error = kind(f"{words}\n{self.report(stacks=True)}")
+            if self._run_dir is None or (aloud and os.environ.get("LOCAL_RANK", "0") == "0"):
+                print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
             record_failure(error, self.rank)
         finally:
             os._exit(1)
-
-    def _complaint(self, beat: Heartbeat) -> str:
-        if not beat.together:
-            return f"rank {self.rank} has waited {beat.seconds:.0f} s in {beat.place}"
-        lost = [s for s in self._standings.values() if s.apart_seconds >= self.timeout_seconds]
-        who = ", ".join(str(standing.rank) for standing in lost)
-        seconds = max(standing.apart_seconds for standing in lost)
-        return (
-            f"rank {who} was missing for {seconds:.0f} s from {beat.together}, in which rank {self.rank} is"
-        )
-
-
-def absent(store: Store, keys: list[str]) -> list[str]:
-    """Those of ``keys`` that nobody has set: one question where there are none, else by halves."""
-    if not keys or store.check(keys):
-        return []
-    if len(keys) == 1:
-        return keys
-    middle = len(keys) // 2
-    return absent(store, keys[:middle]) + absent(store, keys[middle:])

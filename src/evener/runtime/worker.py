@@ -24,11 +24,9 @@ from evener.errors import InterruptedRunError, RankError
 from evener.runtime.environment import detect
 from evener.runtime.failure import is_communication_error, record_failure
 from evener.runtime.interrupt import GRACE_SECONDS, die_with, enforce, interruption, raising
+from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.session import agent_watchdog
 from evener.runtime.watchdog import current_watchdog
-
-LAUNCHER_PID = "EVENER_LAUNCHER_PID"
-"""Environment variable with the process that a rank does not outlive."""
 
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); "
@@ -97,8 +95,18 @@ def main(run_dir: str) -> None:
 
 
 def result_of(run_dir: Path, local_rank: int) -> Any:
-    """What the rank's job returned."""
-    return cloudpickle.loads((run_dir / f"result-{local_rank}").read_bytes())
+    """What the rank's job returned.
+
+    Raises:
+        RankError: It ended with success, but did not return.
+    """
+    path = run_dir / f"result-{local_rank}"
+    if not path.exists():
+        raise RankError(
+            f"local rank {local_rank} ended with status 0 before its function returned: something in it calls "
+            "sys.exit or os._exit"
+        )
+    return cloudpickle.loads(path.read_bytes())
 
 
 def _status_of(error: BaseException, rank: int) -> int:
@@ -136,7 +144,7 @@ def _leave(status: int) -> None:
         timer.start()
     watchdog = current_watchdog()
     if watchdog is not None:
-        watchdog.close()
+        watchdog.close(status)
     with suppress(BaseException):
         interpreter.join_threads()
     with suppress(BaseException):

@@ -104,6 +104,7 @@ class Learner:
 
     def micro_scope(self, micro: MicroBatch, step: int) -> AbstractContextManager[Scope]:
         """Tells the modules of :mod:`evener.nn` which samples are being computed, and by whom the others."""
+        self.session.watchdog.moved()
         group, seed = lambda: self.data_group, self.settings.seed
         return scope(micro.samples, step, seed, micro.weight, group, micro.sequence)
 

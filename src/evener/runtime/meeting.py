@@ -1,0 +1,99 @@
+"""Machines that wait for each other, which is told on standard error, and for how long they do.
+
+A run on several machines is started by several people's commands, or by a scheduler that has only some machines free.
+One that waits says so every few seconds, and ends at the time limit of every other wait.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from evener.borrowed.participants import participants
+from evener.errors import RankTimeoutError
+from evener.runtime.rendezvous import Rendezvous
+
+_PERIOD_SECONDS = 10.0
+
+
+class Meeting:
+    """Where the machines of a run meet.
+
+    Args:
+        timeout_seconds: How long one waits for the others.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, timeout_seconds: float) -> None:
+        self._rendezvous, self._timeout_seconds = rendezvous, timeout_seconds
+        self._machines = rendezvous.nodes[0]
+        self._handler: RendezvousHandler | None = None
+        self._came: int | None = None
+
+    def handler(self) -> RendezvousHandler:
+        """For torchrun's agent.
+
+        Raises:
+            RankTimeoutError: The machine that keeps the meeting place cannot be reached in time.
+        """
+        with self._waiting():
+            handler = get_rendezvous_handler(self._rendezvous.within(self._timeout_seconds))
+        self._handler, meet = handler, handler.next_rendezvous
+
+        def next_rendezvous() -> RendezvousInfo:
+            with self._waiting():
+                return meet()
+
+        handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+        return handler
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._tell, args=(over,), name="evener-meeting", daemon=True)
+        if self._machines > 1:
+            thread.start()
+        try:
+            yield
+        except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
+            raise RankTimeoutError(self.words(error)) from error
+        finally:
+            over.set()
+            if thread.is_alive():
+                thread.join()
+
+    def _tell(self, over: threading.Event) -> None:
+        began = time.monotonic()
+        period = min(_PERIOD_SECONDS, self._timeout_seconds / 3)
+        while not over.wait(period):
+            came = participants(self._handler)
+            self._came = None if came is None else max(1, came)  # this one, also where it takes its leave
+            missing = "the other" if self._came is None else self._machines - self._came
+            with suppress(OSError, ValueError):  # nobody listens
+                print(
+                    f"evener: waiting for {missing} of {self._machines} machines at {self._rendezvous.endpoint} for "
+                    f"{time.monotonic() - began:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def words(self, error: BaseException) -> str:
+        """Of the end of a wait."""
+        came = "" if self._came is None else f", {self._came} of {self._machines} came"
+        said = f" ({str(error).strip().splitlines()[0]})" if str(error).strip() else ""
+        return (
+            f"the machines of the run did not find each other within {self._timeout_seconds:g} s at "
+            f"{self._rendezvous.endpoint}{came}{said}; is the command running on all of them, with the same endpoint "
+            "and id, and can the endpoint be reached from there?"
+        )

@@ -1,0 +1,165 @@
+"""The Python stack of another process of this machine, asked for by a signal.
+
+A thread sees the stacks of its own process only while it gets Python's lock, and a call in native code may hold that
+for good. The handler of :mod:`faulthandler` is C and needs no lock::
+
+    rank 0, a thread ─── signal ───▶ rank 1, wherever it is: writes its stacks into a file in memory
+                     ◀── reads /proc/PID/fd/N ──┘
+
+A forked child (a worker of a DataLoader) answers as its parent does, into the same file. The signal is a real-time one:
+those of users and of schedulers are SIGUSR1 and SIGUSR2. A process that does not listen would be ended by it, so it is
+sent only where the kernel says that it is caught.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 11
+_NAME = "evener-stacks"
+_ANSWER_SECONDS = 2.0
+_QUIET_SECONDS = 0.03
+"""An answer is written in many small pieces, and is whole when nothing more comes for so long."""
+_SHOWN_FRAMES = 12
+_SHOWN_WORKERS = 3
+_WAITING_FOR_WORKER = os.path.join("torch", "utils", "data", "dataloader.py")
+_WORKER_LOOP = " in _worker_loop"
+_WAITING_FOR_WORK = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}selectors.py")
+
+_files: list[BinaryIO] = []
+
+
+def listen(*_: object) -> None:
+    """Has this process, and those that it forks, answer from now on; on Linux."""
+    if not _files and hasattr(os, "memfd_create"):
+        file = open(os.memfd_create(_NAME), "ab", buffering=0)  # noqa: SIM115
+        faulthandler.register(_SIGNAL, file, all_threads=True)
+        _files.append(file)
+
+
+def stack_of(pid: int) -> list[str]:
+    """The frames of the main thread of a process, innermost first; none where it does not answer."""
+    try:
+        place = _file_of(pid)
+        if place is None or not _listens(pid):
+            return []
+        with place.open("rb") as file, _alone(file):
+            file.seek(0, os.SEEK_END)
+            os.kill(pid, _SIGNAL)
+            return _main_thread(_answer(file))
+    except (OSError, ValueError, KeyError):  # it ended meanwhile, or is another user's
+        return []
+
+
+def stacks_of(pid: int) -> str:
+    """In words, line by line: the innermost frames, and the workers of a DataLoader if it waits for them."""
+    frames = stack_of(pid)
+    text = _lines(frames, "      ")
+    if any(_WAITING_FOR_WORKER in frame for frame in frames):
+        text += workers_of(pid)
+    return text
+
+
+def workers_of(pid: int) -> str:
+    """Where the workers of a DataLoader of this process are that have something to do, from a new line on."""
+    stacks = {child: stack_of(child) for child in _children(pid)}
+    stacks = {
+        child: frames for child, frames in stacks.items() if any(_WORKER_LOOP in frame for frame in frames)
+    }
+    busy = {child: frames for child, frames in stacks.items() if not _is_idle(frames)}
+    if stacks and not busy:
+        return f"\n      its {len(stacks)} DataLoader workers are idle"
+    shown = list(busy.items())[:_SHOWN_WORKERS]
+    return "".join(
+        f"\n      its DataLoader worker (pid {child}){_stopped(child)} is at\n{_lines(frames, '        ')}"
+        for child, frames in shown
+    ) + _silent_workers(pid, stacks)
+
+
+def _silent_workers(pid: int, answered: dict[int, list[str]]) -> str:
+    """A worker that is stopped, or one that was not forked, gives no stack."""
+    silent = [child for child in _children(pid) if child not in answered and _stopped(child)]
+    return "".join(f"\n      its child (pid {child}){_stopped(child)}" for child in silent[:_SHOWN_WORKERS])
+
+
+def _stopped(pid: int) -> str:
+    with suppress(psutil.Error):
+        if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return " is stopped (SIGSTOP, or a debugger)"
+    return ""
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.Error:
+        return []
+
+
+def _is_idle(frames: Sequence[str]) -> bool:
+    """Whether a worker waits for something to do."""
+    loop = next(index for index, frame in enumerate(frames) if _WORKER_LOOP in frame)
+    return all(any(part in frame for part in _WAITING_FOR_WORK) for frame in frames[:loop])
+
+
+def _lines(frames: Sequence[str], indent: str) -> str:
+    shown = [f"{indent}{frame}" for frame in frames[:_SHOWN_FRAMES]]
+    more = len(frames) - len(shown)
+    return "\n".join([*shown, *([f"{indent}... and {more} more frames"] if more else [])])
+
+
+def _file_of(pid: int) -> Path | None:
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(entry).startswith(f"/memfd:{_NAME}"):
+                return entry
+    return None
+
+
+def _listens(pid: int) -> bool:
+    """Whether it takes the signal, and now: one that is stopped would when nobody asks any more."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    caught = int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1
+    return bool(caught) and status["State"].split()[0] not in "tT"
+
+
+@contextmanager
+def _alone(file: BinaryIO) -> Iterator[None]:
+    """Two who ask at once would read each other's answer."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_QUIET_SECONDS)
+    yield  # the lock ends with the file
+
+
+def _answer(file: BinaryIO) -> str:
+    deadline, answer, last = time.monotonic() + _ANSWER_SECONDS, b"", time.monotonic()
+    while time.monotonic() < deadline and not (answer and time.monotonic() - last > _QUIET_SECONDS):
+        time.sleep(0.002)
+        piece = file.read()
+        answer, last = answer + piece, time.monotonic() if piece else last
+    return answer.decode(errors="replace")
+
+
+def _main_thread(answer: str) -> list[str]:
+    """``File "train.py", line 3 in f``, of the oldest thread, which comes last."""
+    threads = [block for block in answer.split("\n\n") if "  File " in block]
+    last = threads[-1].splitlines() if threads else []
+    return [line.strip() for line in last if line.startswith("  File ")]

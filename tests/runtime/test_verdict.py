@@ -1,0 +1,80 @@
+"""What must end a run, and what must not, on heartbeats of ranks elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from evener.runtime.heartbeat import Heartbeat
+from evener.runtime.standing import Standing
+from evener.runtime.verdict import complaint, left_words, may_look, verdict
+
+FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0)
+LEFT = replace(FAR, ended=True, status=0, progress="step 3 of 16")
+WAITS = replace(FAR, rank=0, phase="all-reduce", step=4, waits=True, seconds=4.0)
+AT_WORK = replace(FAR, rank=2, phase="training", step=4, seconds=4.0)
+STILL = replace(FAR, rank=0, phase="training", step=4, idle=11.0)
+
+
+def of(here: Heartbeat, *others: Heartbeat) -> str | None:
+    return verdict(here, [Standing(beat.rank, beat) for beat in others], 10.0, 1.0)
+
+
+def test_a_rank_that_has_left_is_told_within_a_few_heartbeats() -> None:
+    assert of(WAITS, LEFT) == "left"
+    assert of(WAITS, LEFT, replace(WAITS, rank=2)) == "left"
+    assert may_look(WAITS, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("here", "others"),
+    [
+        (replace(WAITS, seconds=2.0), (LEFT,)),  # it may have come before it left
+        (WAITS, (LEFT, AT_WORK)),  # which may be the one that is waited for
+        (WAITS, (LEFT, replace(WAITS, rank=2, seconds=1.0))),
+        (replace(WAITS, phase="backward"), (LEFT,)),  # its device may compute
+        (replace(WAITS, waits=False), (LEFT,)),
+        (WAITS, (replace(WAITS, rank=1),)),
+    ],
+)
+def test_a_rank_that_has_left_ends_no_run_that_has_hope(
+    here: Heartbeat, others: tuple[Heartbeat, ...]
+) -> None:
+    assert of(here, *others) is None
+
+
+def test_who_has_left_is_told_with_its_progress() -> None:
+    words = left_words(WAITS, [Standing(1, LEFT), Standing(2, AT_WORK)])
+    assert (
+        words == "rank 1 has left after step 3 of 16 with status 0; but rank 0 waits in all-reduce of step 4"
+    )
+    assert left_words(WAITS, [Standing(2, AT_WORK)]) == ""
+
+
+def test_no_progress_on_any_rank_for_the_timeout_ends_the_run() -> None:
+    assert of(STILL, replace(STILL, rank=1)) == "still"
+    assert of(STILL) == "still"
+    assert of(STILL, LEFT) == "still"
+    others = [Standing(1, STILL)]
+    assert (
+        complaint("still", STILL, others, 10.0, 1.0)
+        == "no rank has made any progress for 11 s (timeout 10 s)"
+    )
+    assert complaint("still", STILL, [], 10.0, 1.0).startswith(
+        "this rank, the only one, has not made any progress"
+    )
+
+
+@pytest.mark.parametrize(
+    ("here", "others"),
+    [
+        (replace(STILL, idle=9.0), ()),
+        (STILL, (replace(STILL, rank=1, idle=6.0),)),
+        (STILL, (replace(STILL, rank=1, together="save"),)),  # which has no limit
+        (replace(STILL, together="save", idle=0.0), (STILL,)),
+        (replace(STILL, phase=None), ()),  # a program of the user's own, which keeps nobody waiting
+    ],
+)
+def test_progress_on_one_rank_is_enough(here: Heartbeat, others: tuple[Heartbeat, ...]) -> None:
+    assert of(here, *others) is None
