@@ -4,8 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from evener.runtime.heartbeat import Heartbeat, MainThread, Sample
+import torch
+import torch.distributed as dist
+
+from evener.runtime.heartbeat import Heartbeat, MainThread, Sample, in_short
 
 
 @contextmanager
@@ -42,6 +46,8 @@ def test_a_heartbeat_survives_the_wire() -> None:
         True,
         0,
         1.5,
+        "float32[3]",
+        9.0,
     )
     assert Heartbeat.from_json(beat.to_json()) == beat
 
@@ -74,3 +80,28 @@ def test_a_main_thread_that_computes_is_not_still() -> None:
         while not done.is_set():
             pass
     assert min(sample.still_seconds for sample in samples) == 0
+
+
+def test_what_a_collective_is_given_in_short() -> None:
+    assert in_short(torch.zeros(3, 4)) == "float32[3, 4]"
+    assert in_short([torch.zeros(2, dtype=torch.int64)] * 3) == "3 x int64[2]"
+    assert in_short(torch.zeros(())) == "float32[]"
+    assert in_short([]) == in_short(None) == in_short(["x"]) == ""
+
+
+def late(rank: int) -> tuple[str | None, str]:
+    """Of a rank whose peer is late, how its wait in a collective looks."""
+    dist.barrier()
+    if rank != dist.get_rank():
+        time.sleep(0.8)
+        dist.all_reduce(torch.zeros(3, 4))
+        return None, ""
+    samples: list[Sample] = []
+    main = MainThread()
+    with looking(main, samples, lambda: None):
+        dist.all_reduce(torch.zeros(3, 4))
+    return samples[-1].call, samples[-1].payload
+
+
+def test_a_wait_in_a_collective_shows_its_name_and_what_it_was_given(ranks: Any) -> None:
+    assert ranks(2).run(late, 0)[0] == ("all_reduce", "float32[3, 4]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,13 @@ AT_WORK = replace(FAR, rank=2, phase="training", step=4, seconds=4.0)
 STILL = replace(FAR, rank=0, phase="training", step=4, idle=11.0)
 
 
-def of(here: Heartbeat, *others: Heartbeat) -> str | None:
-    return verdict(here, [Standing(beat.rank, beat) for beat in others], 10.0, 1.0)
+def of(here: Heartbeat, *others: Heartbeat, ago: float = 4.0) -> str | None:
+    """The verdict, where those who have left did so some seconds ago."""
+    standings = [Standing(beat.rank, beat) for beat in others]
+    for standing in standings:
+        if standing.state == "ended":
+            standing._since -= ago
+    return verdict(here, standings, 10.0, 1.0)
 
 
 def test_a_rank_that_has_left_is_told_within_a_few_heartbeats() -> None:
@@ -42,6 +48,15 @@ def test_a_rank_that_has_left_ends_no_run_that_has_hope(
     here: Heartbeat, others: tuple[Heartbeat, ...]
 ) -> None:
     assert of(here, *others) is None
+
+
+def test_what_a_rank_gave_before_it_left_may_be_on_its_way() -> None:
+    assert of(WAITS, LEFT, ago=2.0) is None
+    rest = Standing(2, replace(WAITS, rank=2))
+    rest._since -= 2.5
+    left = Standing(1, LEFT)
+    left._since -= 4
+    assert verdict(WAITS, [left, rest], 10.0, 1.0) is None
 
 
 def test_who_has_left_is_told_with_its_progress() -> None:
@@ -78,3 +93,20 @@ def test_no_progress_on_any_rank_for_the_timeout_ends_the_run() -> None:
 )
 def test_progress_on_one_rank_is_enough(here: Heartbeat, others: tuple[Heartbeat, ...]) -> None:
     assert of(here, *others) is None
+
+
+@pytest.mark.parametrize("other", [{"phase": "broadcast"}, {"payload": "float32[4]"}])
+def test_ranks_that_call_different_collectives_are_told_apart(other: dict[str, Any]) -> None:
+    here = replace(
+        WAITS, phase="all_reduce", step=None, payload="float32[3]", seconds=11.0, where=("a.py:3 in f",)
+    )
+    there = replace(here, rank=1, where=("a.py:7 in f",), **other)
+    others = [Standing(1, there)]
+    assert verdict(here, others, 10.0, 1.0) == "late"
+    words = complaint("late", here, others, 10.0, 1.0)
+    assert words.startswith(
+        "the ranks call different collectives: rank 0 all_reduce of float32[3], at a.py:3 in f; rank 1 "
+    )
+    assert there.place in words
+    same = complaint("late", here, [Standing(1, replace(here, rank=1))], 10.0, 1.0)
+    assert same.startswith("rank 0 has waited 11 s in all_reduce of float32[3], at a.py:3 in f")

@@ -86,12 +86,11 @@ class Workers:
 
     def _lost(self, error: RuntimeError) -> DataError:
         """What the DataLoader says of a worker that died or is late, where the others are, and the way out."""
-        cause = f" ({str(error.__cause__).strip()})" if isinstance(error.__cause__, RuntimeError) else ""
+        signal = f" ({str(error.__cause__).strip()})" if "killed by signal" in str(error.__cause__) else ""
         return DataError(
-            f"{error}{cause}{workers_of(os.getpid())}\n"
-            "a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "
+            f"{error}{signal}; a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "
             f"one that is late reads slowly or is stuck (timeout_seconds is {self.timeout_seconds:g}); "
-            "with 0 workers the data set is read in the main process, which shows where"
+            f"with 0 workers the data set is read in the main process, which shows where{workers_of(os.getpid())}"
         )
 
 

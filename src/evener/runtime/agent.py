@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,8 +42,11 @@ from evener.runtime.lookout import Lookout
 from evener.runtime.meeting import Meeting
 from evener.runtime.processes import is_alive
 from evener.runtime.rendezvous import Rendezvous
+from evener.runtime.stacks import crash_in, stacks_of
+from evener.runtime.standing import Standing, report_on
 
 _KILL_SECONDS = round(GRACE_SECONDS) + 1
+_STACKS = 3
 _ELASTIC = "torch.distributed.elastic"
 
 
@@ -101,6 +105,7 @@ class Agent(ElasticAgent):
         logs = _Variables(run_dir / "attempts", variables)
         super().__init__(spec, logs)
         self._roots: set[int] = set()
+        self._others = ""
 
     def run_to_end(self) -> None:
         """Runs the ranks until all have ended with success.
@@ -134,9 +139,21 @@ class Agent(ElasticAgent):
 
         def close(death_sig: signal.Signals | None = None, timeout: int = _KILL_SECONDS) -> None:
             self._roots = self._roots or failed(context)
+            if self._roots:
+                self._note_others()
+                self._kill_deaf(context)
             slow_close(death_sig, self._patience())
 
         context.close = close  # type: ignore[method-assign]
+
+    def _kill_deaf(self, context: PContext) -> None:
+        """A rank that is stopped, or holds Python's lock, would be asked to end in vain, and waited for."""
+        ranks = {worker.local_rank: worker.global_rank for worker in self.get_worker_group().workers}
+        for local_rank, pid in context.pids().items():
+            beat = self._beat(ranks[local_rank])
+            if beat and beat.pid == pid and not beat.ended and Standing(beat.rank, beat).is_lost(1.0):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _patience(self) -> int:
         """Seconds for ranks to end by themselves: more after the first signal, for they may have something to save."""
@@ -168,7 +185,11 @@ class Agent(ElasticAgent):
         if self._lookout.found is not None:
             return self._lookout.found
         failures = [self._failure(rank, failure) for rank, failure in result.failures.items()]
-        return min(failures, key=lambda failure: failure.order).to_error()
+        cause, *others = sorted(failures, key=lambda failure: failure.order)
+        if cause.kind == "killed" and self._crash(cause.rank):
+            told = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
+            cause = replace(cause, message=cause.message + "".join(told))
+        return cause.to_error()
 
     def _failure(self, rank: int, process: ProcessFailure) -> Failure:
         recorded = recorded_failure(process.error_file_data)
@@ -189,12 +210,25 @@ class Agent(ElasticAgent):
     def _death(self, rank: int, process: ProcessFailure) -> str:
         hint = {
             signal.SIGKILL: " (out of memory? the kernel's log, dmesg, would say)",
-            signal.SIGSEGV: " (a crash in native code; PYTHONFAULTHANDLER=1 shows where)",
+            signal.SIGSEGV: " (a crash in native code)",
             signal.SIGABRT: " (native code gave up; its last words are above)",
         }.get(signal.Signals(-process.exitcode), "")
         beat = self._beat(rank)
         place = f"; last seen in {beat.place}" if beat else ""
-        return f"(pid {process.pid}) was killed by {process.signal_name()}{hint}{place}"
+        crash = self._crash(rank)
+        others = self._others if crash else ""
+        return f"(pid {process.pid}) was killed by {process.signal_name()}{hint}{place}{crash}{others}"
+
+    def _crash(self, rank: int) -> str:
+        return crash_in(self._run_dir / f"crash-{rank}")
+
+    def _note_others(self) -> None:
+        """Where the other ranks are when native code has ended one: they may be in another collective."""
+        beats = self._beats()
+        if any(self._crash(worker.global_rank) for worker in self.get_worker_group().workers):
+            known = [Standing(beat.rank, beat) for beat in beats.values() if beat is not None]
+            stacks = {other.rank: stacks_of(other.beat.pid) for other in known[:_STACKS] if other.beat}
+            self._others = f"\n{report_on(known, stacks)}" if known else ""
 
     def _progress(self) -> str:
         """Where the run stands, of the first local rank that said so."""

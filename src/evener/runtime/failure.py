@@ -56,6 +56,12 @@ class Failure:
         """The least of a run's failures is its cause."""
         return (_CONSEQUENCES[self.kind], self.time)
 
+    @property
+    def line(self) -> str:
+        """The innermost line of the user's own code in the traceback; empty if there is none."""
+        lines = [text.strip() for text in self.traceback.splitlines() if text.startswith("  File ")]
+        return next((text for text in reversed(lines) if "site-packages" not in text), "")
+
     def to_error(self) -> EvenerError:
         """The error to raise where the run was started, with the rank in its message."""
         again = self._unpickled()
@@ -102,7 +108,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return Failure(
         rank,
         _kind(error),
-        f"raised {type(error).__name__}: {error}",
+        f"raised {type(error).__name__}: {error}{_hint(error)}",
         _user_traceback(error),
         vars(error).get("time", time.time()),  # of a signal: before what followed from it elsewhere
         getattr(error, "exit_status", 1),
@@ -132,6 +138,13 @@ def recorded_failure(document: dict[str, Any]) -> Failure | None:
     message = document.get("message")
     fields = message.get("extraInfo", {}).get("evener") if isinstance(message, dict) else None
     return None if fields is None else Failure(**fields)
+
+
+def _hint(error: BaseException) -> str:
+    """PyTorch raises the death of a worker wherever the main thread is."""
+    if str(error).startswith("DataLoader worker") and "killed by signal" in str(error):
+        return "(out of memory or /dev/shm? the kernel's log, dmesg, would say; use fewer workers)"
+    return ""
 
 
 def _kind(error: BaseException) -> str:

@@ -31,6 +31,8 @@ _WAITING_CODE = (
     _TORCH + os.path.join("autograd", ""),
     _TORCH + "_tensor.py",
 )
+_PAYLOADS = ("tensor", "tensors", "input_tensor", "input", "input_tensor_list", "input_list", "scatter_list")
+"""What the collectives call what they send."""
 _DEBUGGERS = (f"{os.sep}pdb.py", f"{os.sep}pydevd.py")
 _USER_FRAMES = 3
 _BUSY_SECONDS = 1e-3
@@ -66,6 +68,8 @@ class Heartbeat:
     """With which it left, where its process ends with it."""
     idle: float = 0.0
     """How long it has made no progress; 0 in what is done together, which has no limit."""
+    payload: str = ""
+    """What it gives to the collective in which it waits, where that is known: ``float32[3, 4]``."""
     limit: float = math.inf
     """How long it waits for others before the run ends."""
 
@@ -82,6 +86,8 @@ class Heartbeat:
     def place(self) -> str:
         """In words: ``all-reduce of step 41, at train.py:33 in main``."""
         words = in_words(self.phase or "its program", self.step)
+        if self.payload:
+            words += f" of {self.payload}"
         if self.together not in ("", words):
             words += f" (during {self.together})"
         return f"{words}, at {' < '.join(self.where)}" if self.where else words
@@ -116,6 +122,8 @@ class Sample:
     """For how long it has neither moved nor computed."""
     debugs: bool = False
     """Whether a debugger has it, and a person thinks."""
+    payload: str = ""
+    """What it gives to the call, where that is a collective."""
 
 
 class MainThread:
@@ -138,7 +146,10 @@ class MainThread:
             self._since = now
         self._signature, self._cpu_seconds = signature, cpu_seconds
         debugs = any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in frames)
-        return Sample(_user_frames(frames), _waiting_call(frames), now - self._since, debugs)
+        waits = _waiting_frame(frames)
+        call = None if waits is None else waits.f_code.co_name
+        payload = "" if waits is None else payload_of(waits)
+        return Sample(_user_frames(frames), call, now - self._since, debugs, payload)
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -160,13 +171,34 @@ def _user_frames(frames: list[FrameType]) -> tuple[str, ...]:
     )
 
 
-def _waiting_call(frames: list[FrameType]) -> str | None:
+def _waiting_frame(frames: list[FrameType]) -> FrameType | None:
     """The outermost named function of `_WAITING_CODE` that the user's innermost frame has called."""
-    name = None
+    found = None
     for frame in frames:
         if _is_user(frame):
             break
         code = frame.f_code
         if code.co_filename.startswith(_WAITING_CODE) and code.co_name != "wrapper":
-            name = code.co_name
-    return name
+            found = frame
+    return found
+
+
+def payload_of(frame: FrameType) -> str:
+    """Type and shape of what is sent by a function of ``torch.distributed``; empty for others.
+
+    Read off its variables, so that nothing of PyTorch has to be changed and a collective costs nothing more.
+    """
+    if not frame.f_code.co_filename.startswith(_WAITING_CODE[0]):
+        return ""
+    values = (frame.f_locals.get(name) for name in _PAYLOADS)
+    return next((in_short(value) for value in values if in_short(value)), "")
+
+
+def in_short(value: object) -> str:
+    """Type and shape of a tensor, or of the first of a list: ``2 x float32[3, 4]``."""
+    if isinstance(value, list | tuple) and value:
+        first = in_short(value[0])
+        return f"{len(value)} x {first}" if first else ""
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

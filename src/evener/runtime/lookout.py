@@ -20,6 +20,8 @@ from evener.runtime.standing import Standing, report_on
 
 _LOOK_SECONDS = 1.0
 _GAP_SECONDS = 5.0
+_PATIENCE_SECONDS = 3.0
+"""While any rank can speak, it shall: it knows more."""
 
 Beats = Mapping[int, Heartbeat | None]
 """Of each rank of this machine whose process runs, by rank; None before its first."""
@@ -71,7 +73,7 @@ class Lookout:
             beats = self._beats()
             seconds = self.silent_seconds(beats, time.monotonic())
             last = [beat for beat in beats.values() if beat is not None]
-            if last and seconds >= max(beat.limit for beat in last):
+            if last and seconds >= max(beat.limit for beat in last) + _PATIENCE_SECONDS:
                 self._end(last, seconds)
                 return
 

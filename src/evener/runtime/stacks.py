@@ -37,6 +37,7 @@ _WORKER_LOOP = " in _worker_loop"
 _WAITING_FOR_WORK = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}selectors.py")
 
 _files: list[BinaryIO] = []
+_crashes: list[BinaryIO] = []
 
 
 def listen(*_: object) -> None:
@@ -45,6 +46,23 @@ def listen(*_: object) -> None:
         file = open(os.memfd_create(_NAME), "ab", buffering=0)  # noqa: SIM115
         faulthandler.register(_SIGNAL, file, all_threads=True)
         _files.append(file)
+
+
+def record_crash(path: Path) -> None:
+    """Has this process leave its stacks in a file when native code ends it, unless Python was told to show them."""
+    if not faulthandler.is_enabled():
+        file = path.open("ab", buffering=0)
+        faulthandler.enable(file, all_threads=True)
+        _crashes.append(file)
+
+
+def crash_in(path: Path) -> str:
+    """What `record_crash` left, from a new line on: where the main thread was; empty if there is nothing."""
+    try:
+        frames = _main_thread(path.read_text(errors="replace"))
+    except OSError:
+        return ""
+    return f"\n{_lines(frames, '      ')}" if frames else ""
 
 
 def stack_of(pid: int) -> list[str]:

@@ -74,11 +74,11 @@ class Standing:
             return beat.together != here.together
         return not beat.waits or (beat.phase, beat.step) != (here.phase, here.step)
 
-    def waits_for(self, seconds: float) -> bool:
-        """Whether it has waited for others for so long, and gives signs of life."""
+    def waits_for(self, seconds: float, news_seconds: float) -> bool:
+        """Whether it has waited for others for so long, by news that are not older than that."""
         beat = self.beat
         waits = beat is not None and beat.waits and beat.seconds >= seconds
-        return waits and self.state == "running" and self.silent_seconds <= seconds
+        return waits and self.state == "running" and self.silent_seconds <= news_seconds
 
     def is_still(self, seconds: float) -> bool:
         """Whether it has made no progress for so long, or can make none any more."""

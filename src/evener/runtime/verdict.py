@@ -13,7 +13,7 @@ still   no rank has made any progress, whether it waits or not          the time
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from evener.runtime.heartbeat import Heartbeat
@@ -48,14 +48,16 @@ def verdict(
 def is_left(here: Heartbeat, others: Collection[Standing], interval_seconds: float) -> bool:
     """Whether nobody will ever come, because some have left and all the others wait as this rank does.
 
-    A rank that is still at work may be the one that is waited for; what the others had to give, they may have given.
+    A rank that is still at work may be the one that is waited for, and what the others had to give, they may have
+    given: so they must have left, and all that are there waited, for a few heartbeats.
     """
     patience = SILENT_BEATS * interval_seconds
     if not here.waits or here.phase in _AT_WORK or here.seconds < patience:
         return False
-    left = {other.rank for other in others if other.state in ("ended", "gone")}
-    rest = [other for other in others if other.rank not in left]
-    return bool(left) and all(other.waits_for(patience) for other in rest)
+    left = [other for other in others if other.state in ("ended", "gone")]
+    rest = [other for other in others if other not in left]
+    long_ago = any(other.silent_seconds >= patience for other in left)
+    return long_ago and all(other.waits_for(patience, 2 * interval_seconds) for other in rest)
 
 
 def must_speak(
@@ -100,11 +102,26 @@ def complaint(
         who = "no rank has" if list(others) else "this rank, the only one, has not"
         return f"{who} made any progress for {here.idle:.0f} s {limit}"
     if why == "late":
+        beats = [here, *(other.beat for other in others if other.beat is not None)]
+        if differ(beats):
+            calls = "; ".join(
+                f"rank {beat.rank} {beat.place}" for beat in sorted(beats, key=lambda b: b.rank)
+            )
+            return f"the ranks call different collectives: {calls} {limit}"
         return f"rank {here.rank} has waited {here.seconds:.0f} s in {here.place} {limit}"
     lost = [other for other in others if other.apart_seconds >= timeout_seconds]
     who = ", ".join(str(standing.rank) for standing in lost)
     seconds = max(standing.apart_seconds for standing in lost)
     return f"rank {who} was missing for {seconds:.0f} s from {here.together}, in which rank {here.rank} is {limit}"
+
+
+def differ(beats: Sequence[Heartbeat]) -> bool:
+    """Whether all ranks wait, but not in the same collective with the same type and shape.
+
+    What is marked has a name of Evener's own, and a rank that waits there may be a step ahead.
+    """
+    calls = {(beat.phase, beat.payload) for beat in beats}
+    return len(calls) > 1 and all(beat.waits and beat.step is None for beat in beats)
 
 
 def left_words(here: Heartbeat, others: Iterable[Standing]) -> str:
@@ -113,4 +130,5 @@ def left_words(here: Heartbeat, others: Iterable[Standing]) -> str:
     Empty if no rank has left.
     """
     left = [other.left_words for other in others if other.state in ("ended", "gone")]
-    return f"{'; '.join(left)}; but rank {here.rank} waits in {here.place}" if left else ""
+    doing = "waits" if here.waits else "is still"
+    return f"{'; '.join(left)}; but rank {here.rank} {doing} in {here.place}" if left else ""

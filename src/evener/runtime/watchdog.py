@@ -284,6 +284,7 @@ class Watchdog:
             together=place.together,
             token=host_token(),
             idle=0.0 if place.together else self._activity.idle_seconds(place.phase is not None),
+            payload="" if place.phase else sample.payload,
             limit=self.timeout_seconds,
         )
 

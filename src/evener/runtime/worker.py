@@ -26,6 +26,7 @@ from evener.runtime.failure import is_communication_error, record_failure
 from evener.runtime.interrupt import GRACE_SECONDS, die_with, enforce, interruption, raising
 from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.session import agent_watchdog
+from evener.runtime.stacks import record_crash
 from evener.runtime.watchdog import current_watchdog
 
 BOOTSTRAP = (
@@ -80,6 +81,7 @@ def main(run_dir: str) -> None:
     """Runs the job in ``run_dir`` as the rank that the environment says, and ends the process."""
     die_with(int(os.environ[LAUNCHER_PID]))
     environment = detect()
+    record_crash(Path(run_dir) / f"crash-{environment.rank}")
     enforce(lambda number: _record_interruption(number, environment.rank))
     status = 1
     try:
