@@ -127,7 +127,7 @@ def registered() -> Iterator[None]:
 
 
 def books(*rows: list[float]) -> Books:
-    found = Books(rows or [[1.0, 0.0, 3.0, 0.0]] * 9)
+    found = Books(rows or [[1.0, 0.0, 0.0, 3.0, 0.0, 0.0]] * 9)
     READERS["meta"] = found.totals
     return found
 
@@ -162,7 +162,7 @@ def test_a_row_is_read_after_the_next_forward_pass_and_the_first_at_once() -> No
 
 @pytest.mark.usefixtures("registered")
 def test_totals_are_read_when_they_are_asked_for_and_by_one_rank_alone() -> None:
-    one = books([6.0, 0.0, 5.0, 0.0], [8.0, 0.0, 3.0, 0.0])
+    one = books([6.0, 0.0, 0.0, 5.0, 0.0, 0.0], [8.0, 0.0, 0.0, 3.0, 0.0, 0.0])
     first, second = one.step(), one.step()
     happened = list(one.exchange.happened)
     assert one.totals.asked == 0
@@ -205,8 +205,8 @@ def test_steps_may_follow_what_looked_like_the_end() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_the_first_step_that_went_wrong_is_named_whatever_came_of_it(steps: int) -> None:
     """A gradient of rank 1 in the step, and after its update the losses of all."""
-    later = [[math.nan, math.nan, math.nan, math.nan]] * 2
-    one = books([1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, math.inf], *later)
+    later = [[math.nan] * 6] * 2
+    one = books([1.0, 0.0, 0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0, math.inf, 0.0], *later)
     for _ in range(1 + steps):
         one.step()
     with pytest.raises(DivergenceError, match="a gradient is not finite in step 1 on rank 1"):
@@ -215,7 +215,7 @@ def test_the_first_step_that_went_wrong_is_named_whatever_came_of_it(steps: int)
 
 @pytest.mark.usefixtures("registered")
 def test_a_step_that_went_wrong_is_not_told() -> None:
-    one = books([math.nan, 0.0, 1.0, 0.0], *[[1.0, 0.0, 1.0, 0.0]] * 2)
+    one = books([math.nan, 0.0, 0.0, 1.0, 0.0, 0.0], *[[1.0, 0.0, 0.0, 1.0, 0.0, 0.0]] * 2)
     for _ in range(3):
         one.step()
     with pytest.raises(DivergenceError, match="the loss is nan in step 0 on rank 0"):

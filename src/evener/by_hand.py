@@ -41,7 +41,7 @@ class ByHand:
             rows = self._control.exchange(own).wait()
         for rank, row in enumerate(rows):
             if not math.isfinite(row[0]):
-                raise DivergenceError(not_finite(f"the loss is {row[0]}", step, f"rank {rank}"))
+                raise DivergenceError(not_finite(f"the loss is {row[0]} in step {step} on rank {rank}"))
         added = self._learner.data.of_contributors(rows)
         sums = [sum(column) for column in zip(*added, strict=True)]
         with attending(divided()):

@@ -192,9 +192,9 @@ class Engine:
         began, learner, ledger = time.perf_counter(), self.learner, self.ledger
         number = self.steps_done
         with self.session.watchdog.explained(), self.session.watchdog.phase("training", step=number):
-            step = Step(batch, number, ledger.settle)
+            step = Step(batch, number, ledger.settle, list(learner.names.values()))
             next_count = ledger.count(self._upcoming)
-            outcome = learner.stepper.run(batch, lambda: ledger.divisor(step), number)
+            outcome = learner.run(batch, lambda: ledger.divisor(step), number)
             elapsed = learner.pace.elapsed()
             forget = ledger.post(step, outcome, self._upcoming, next_count, elapsed, self._feed.input_seconds)
             learner.update(forget, number)

@@ -129,7 +129,9 @@ class Ledger:
         else:
             self._unmeasured = outcome.compute_seconds, elapsed
             row = self._with_times(row)._replace(
-                total=_sum(outcome.totals), soundness=_sum(outcome.soundness)
+                total=_sum(outcome.totals),
+                soundness=_sum(outcome.soundness),
+                unsound=max((place.value() for place in outcome.unsound), default=0.0),
             )
             doubtful = not (math.isfinite(row.total) and math.isfinite(row.soundness))
         self._in_flight = step, upcoming, self.control.exchange(row)
@@ -144,19 +146,23 @@ class Ledger:
         compute, elapsed = (readout.value() for readout in self._unmeasured)
         return row._replace(compute_seconds=compute, wait_seconds=max(0.0, elapsed - compute))
 
-    def _gathered(self, outcome: StepOutcome) -> Callable[[], list[tuple[float, float]]]:
+    def _gathered(self, outcome: StepOutcome) -> Callable[[], list[tuple[float, float, float]]]:
         """Sends total and soundness from device to device, and reads those of all ranks when they are asked for."""
-        own = [[total.tensor for total in outcome.totals], [sound.tensor for sound in outcome.soundness]]
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        row = torch.stack([sum((one.double().reshape(()) for one in numbers), start=zero) for numbers in own])
-        rows = row.new_empty(self._mesh.layout.world_size, 2)
+        own = [self._on_device(numbers) for numbers in (outcome.totals, outcome.soundness, outcome.unsound)]
+        added = [sum(numbers, start=zero) for numbers in own[:2]]
+        row = torch.stack([*added, torch.stack([zero, *own[2]]).amax()])
+        rows = row.new_empty(self._mesh.layout.world_size, 3)
         if self._mesh.world is None:
             rows.copy_(row)
         else:
             with waiting():
                 dist.all_gather(list(rows.unbind()), row, group=self._mesh.world)
         found = read(rows)
-        return lambda: _pairs(found.values())
+        return lambda: _in_threes(found.values())
+
+    def _on_device(self, numbers: Iterable[Readout]) -> list[torch.Tensor]:
+        return [number.tensor.double().reshape(()).to(self._device, non_blocking=True) for number in numbers]
 
     def _missing_everywhere(self, outcome: StepOutcome, signals: Sequence[Signal]) -> Iterable[str]:
         """Among the ranks that hold the same parameters, for other samples."""
@@ -181,7 +187,7 @@ class Ledger:
         (step, upcoming, pending), self._in_flight = self._in_flight, None
         signals = [Signal(*row) for row in pending.wait()]
         if not self._late:
-            results = [(signal.total, signal.soundness) for signal in signals]
+            results = [(signal.total, signal.soundness, signal.unsound) for signal in signals]
             step.results = lambda: results
             step.check_finite()
         self._counts = {}
@@ -245,5 +251,5 @@ def _sum(numbers: Iterable[Readout]) -> float:
     return sum(number.value() for number in numbers)
 
 
-def _pairs(flat: Sequence[float]) -> list[tuple[float, float]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))
+def _in_threes(flat: Sequence[float]) -> list[tuple[float, float, float]]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))

@@ -16,7 +16,7 @@ from evener.records import StepRecord
 class Signal(NamedTuple):
     """What one rank tells all others with a step.
 
-    Of ``total`` to ``wait_seconds`` all are results, of this step on devices that have done their work when a call
+    All from ``total`` on but ``wish`` are results, of this step on devices that have done their work when a call
     returns, and of the step before on others.
     """
 
@@ -31,6 +31,8 @@ class Signal(NamedTuple):
     """Sum of the loss's terms over the rank's samples; 0 where it travels from device to device."""
     soundness: float = 0.0
     """Not finite if a gradient of the rank's own samples is not; 0 where it travels from device to device."""
+    unsound: float = 0.0
+    """Then the place of that parameter among all, from 1 on, if it is known; 0 likewise."""
     compute_seconds: float = math.nan
     """Time of the rank's own work."""
     wait_seconds: float = math.nan
@@ -51,16 +53,21 @@ class RankTimes:
 class Step:
     """A step that was taken. Its loss is known when all ranks have told theirs: asking for it waits for that."""
 
-    def __init__(self, batch: Batch, number: int, settle: Callable[[], object]) -> None:
-        self._settle = settle
+    def __init__(
+        self, batch: Batch, number: int, settle: Callable[[], object], names: Sequence[str] = ()
+    ) -> None:
+        self._settle, self._names = settle, names
         self.batch = batch
         self.number = number
         self.count = 0.0
         self.seconds = 0.0
         self.lr = 0.0
         self.penalty: Readout = Here(0.0)
-        self.results: Callable[[], Sequence[tuple[float, float]]] | None = None
-        """Of every rank the total of the loss and its soundness; None until they are on their way."""
+        self.results: Callable[[], Sequence[tuple[float, float, float]]] | None = None
+        """Of every rank the total of the loss, its soundness and the place of a parameter that is not finite; None
+        until they are on their way."""
+        self.left_out = False
+        """Whether all ranks have left out its update, because something was not finite."""
         self.contributors: Sequence[int] = ()
         """The ranks whose totals add up."""
         self.compute_seconds: tuple[float, ...] = ()
@@ -81,21 +88,30 @@ class Step:
         """Mean over the terms of the global batch, and the penalty; NaN if the batch has no term."""
         return (self.total / self.count if self.count else math.nan) + self.penalty.value()
 
+    def fault(self) -> str | None:
+        """What of the total, the gradients or the penalty is not finite, and where; the same on all ranks."""
+        rows = self.results() if self.results else ()
+        for rank, (total, *_) in enumerate(rows):
+            if not math.isfinite(total):
+                return f"the loss is {total} in step {self.number} on rank {rank}"
+        for rank, (_, soundness, place) in enumerate(rows):  # those of other ranks may follow from a loss
+            if not math.isfinite(soundness):
+                return f"a gradient is not finite in step {self.number} on rank {rank}{self._whose(place)}"
+        if not math.isfinite(self.penalty.value()):
+            return f"the penalty is {self.penalty.value()} in step {self.number} on all ranks"
+        return None
+
+    def _whose(self, place: float) -> str:
+        """Of several, backward came to the last in the order of the model first."""
+        return f": that of {self._names[int(place) - 1]}" if place and self._names else ""
+
     def check_finite(self) -> None:
         """Raises:
-        DivergenceError: If the total or a gradient of a rank, or the penalty, is not finite.
+        DivergenceError: If something is not finite and the update was not left out.
         """
-        rows = self.results() if self.results else ()
-        for rank, (total, _) in enumerate(rows):
-            if not math.isfinite(total):
-                raise DivergenceError(not_finite(f"the loss is {total}", self.number, f"rank {rank}"))
-        for rank, (_, soundness) in enumerate(rows):  # the gradients of other ranks may follow from a loss
-            if not math.isfinite(soundness):
-                raise DivergenceError(not_finite("a gradient is not finite", self.number, f"rank {rank}"))
-        if not math.isfinite(self.penalty.value()):
-            raise DivergenceError(
-                not_finite(f"the penalty is {self.penalty.value()}", self.number, "all ranks")
-            )
+        fault = None if self.left_out else self.fault()
+        if fault is not None:
+            raise DivergenceError(not_finite(fault))
 
     def record(self) -> StepRecord:
         batch = self.batch
@@ -113,10 +129,11 @@ class Step:
         )
 
 
-def not_finite(what: str, step: int, where: str) -> str:
+def not_finite(what: str) -> str:
     """What to say of numbers that are not finite."""
     return (
-        f"{what} in step {step} on {where}; the run stops here, and nothing of this step is saved. Usual causes: a "
-        "learning rate that is too high, a division by zero or logarithm of zero in the model, or broken input. Try a "
-        "lower learning rate or clip_norm, or look for the operation with torch.autograd.set_detect_anomaly(True)"
+        f"{what}; the run stops here, and nothing of this step is saved. Usual causes: a learning rate that is too "
+        "high, a division by zero or logarithm of zero in the model, or broken input. Try a lower learning rate or "
+        "clip_norm, leave such steps out with non_finite=skip, or look for the operation with "
+        "torch.autograd.set_detect_anomaly(True)"
     )

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
+from evener.strategies.gradients import Unsound
 from evener.strategies.sharding.buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
 from evener.strategies.sharding.weights import Weight
 from evener.strategies.slices import Slice
 
+LOOK = Unsound("abc").of_flat
 PIECES = {"a": (range(2), range(2, 3)), "b": (range(1), range(1, 3)), "c": (range(3), range(3, 3))}
 
 
@@ -66,7 +68,7 @@ def test_buckets_go_from_the_last_weight_to_the_first() -> None:
 def test_all_ranks_send_in_one_order_whatever_comes_first(order: str) -> None:
     weights = {name: weight(name) for name in "abc"}
     start, ends = Doubling(), list[int]()
-    done = Round(buckets_of(weights.values(), 1, 2, 0), start, lambda: ends.append(len(start.sent)))
+    done = Round(buckets_of(weights.values(), 1, 2, 0), start, lambda: ends.append(len(start.sent)), LOOK)
     for micro_batch in range(1, 3):
         for name in order:
             give(weights[name], 1.0, 2.0, 3.0)
@@ -87,7 +89,7 @@ def test_a_number_that_is_none_is_told_to_every_owner() -> None:
     only = weight("a")
     seen: list[Tensor] = []
     done = Round(
-        [Bucket([only], 2, 0)], lambda bucket, flat: lambda: seen.append(flat) or flat[:3], lambda: None
+        [Bucket([only], 2, 0)], lambda bucket, flat: lambda: seen.append(flat) or flat[:3], lambda: None, LOOK
     )
     for total, rows in ((None, (1.0, 2.0, torch.nan)), (torch.tensor(torch.inf), (1.0, 2.0, 3.0))):
         done.forget()
@@ -100,7 +102,7 @@ def test_a_number_that_is_none_is_told_to_every_owner() -> None:
 
 def test_a_gradient_that_comes_twice_is_refused() -> None:
     twice, other = weight("a"), weight("b")
-    done = Round(buckets_of([other, twice], 1000, 2, 0), Doubling(), lambda: None)
+    done = Round(buckets_of([other, twice], 1000, 2, 0), Doubling(), lambda: None, LOOK)
     give(twice, 1.0, 2.0, 3.0)
     done.arrived(twice)
     with pytest.raises(ConfigurationError, match="gradient of a came twice"):

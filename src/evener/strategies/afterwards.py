@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from evener.collectives.base import AllReduce, key_of
 from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
-from evener.errors import ConfigurationError, DivergenceError
-from evener.hardware.readout import Readout, read
+from evener.errors import ConfigurationError
+from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
@@ -70,7 +70,7 @@ class Afterwards(Synchronizer):
     def complete(self) -> tuple[str, ...]:
         trained = self._trained()
         missing = tuple(self._learner.names[p] for p in trained if p.grad is None and p.numel())
-        self._own = read(gradients.soundness(self._learner.names))
+        self._own = self._learner.look_at(self._learner.names)
         self._learner.pace.work_done()
         self._sum(trained)
         return missing
@@ -83,9 +83,9 @@ class Afterwards(Synchronizer):
         names = self._learner.names
         named = [(names[p], p) for p in parameters if p.requires_grad and not is_apart(p)]
         absent = [name for name, p in named if p.grad is None]
-        sound = bool(torch.isfinite(gradients.soundness(p for _, p in named)))
-        said = self._learner.session.control.gather_objects((absent, sound))
-        self._check_sound([sound for _, sound in said])
+        self._learner.look_at(p for _, p in named)
+        said = self._learner.session.control.gather_objects((absent, self._learner.unsound.name()))
+        gradients.check_sound([unsound for _, unsound in said])
         same = [said[rank] for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
         everywhere = set.intersection(*(set(absent) for absent, _ in same))
         self._sum([p for name, p in named if name not in everywhere])
@@ -118,12 +118,6 @@ class Afterwards(Synchronizer):
                 self._all_reduce(gradient).wait()
             return
         sent_as_one(found, lambda flat: self._all_reduce(flat, key_of(parameters)).wait())
-
-    def _check_sound(self, sound: Sequence[bool]) -> None:
-        if not all(sound):
-            raise DivergenceError(
-                f"a gradient is not finite on rank {sound.index(False)}; the run stops here"
-            )
 
     def _check_own(self, parameters: Sequence[nn.Parameter]) -> None:
         strangers = [tuple(p.shape) for p in parameters if p not in self._learner.names]

@@ -36,15 +36,13 @@ from evener.collectives.base import AllReduce
 from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
-from evener.strategies import gradients
 from evener.strategies.afterwards import Afterwards, is_apart, zeros_of
 from evener.strategies.base import Strategy
 from evener.strategies.learner import Learner
 from evener.strategies.normalize import normalize_together
-from evener.strategies.pace import Pace
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.single import Alone
@@ -79,7 +77,7 @@ class DdpSum(Afterwards):
 
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         super().__init__(learner, group)
-        self._hook = GradientSum(_send(learner, group, self._all_reduce), learner.pace)
+        self._hook = GradientSum(_send(learner, group, self._all_reduce), learner)
         self._filled: set[Tensor] = set()
         self._ddp: DistributedDataParallel | None = None
 
@@ -138,7 +136,7 @@ class DdpSum(Afterwards):
 
     def soundness(self) -> tuple[Readout, ...]:
         apart = [p for p in self._learner.names if is_apart(p)]
-        return (*self._hook.soundness, *([read(gradients.soundness(apart))] if apart else ()))
+        return (*self._hook.soundness, *([self._learner.look_at(apart)] if apart else ()))
 
     def close(self) -> None:
         # The reducer must be gone before its process group is.
@@ -161,9 +159,8 @@ def _send(learner: Learner, group: dist.ProcessGroup, all_reduce: AllReduce) -> 
 class GradientSum:
     """DDP's communication hook: sums each bucket, which is no work of this rank's own."""
 
-    def __init__(self, send: Send, pace: Pace) -> None:
-        self._send = send
-        self._pace = pace
+    def __init__(self, send: Send, learner: Learner) -> None:
+        self._send, self._learner = send, learner
         self.begin()
 
     def begin(self) -> None:
@@ -174,11 +171,16 @@ class GradientSum:
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.saw_last_bucket = bucket.is_last()
         # Of what this rank adds, before it is lost in the sum of all.
-        self.soundness.append(read(gradients.sum_of(bucket.buffer())))
+        self.soundness.append(self._learner.unsound.of_flat(bucket.buffer(), partial(self._named, bucket)))
         if self.saw_last_bucket:
-            self._pace.work_done()
+            self._learner.pace.work_done()
         with waiting():
             return self._send(bucket)
+
+    def _named(self, bucket: GradBucket) -> list[tuple[str, Tensor]]:
+        names = [self._learner.names[p] for p in bucket.parameters() if isinstance(p, nn.Parameter)]
+        sparse = bucket.buffer().is_sparse
+        return list(zip(names, [bucket.buffer()] if sparse else bucket.gradients(), strict=True))
 
 
 class _ZeroGradients(torch.autograd.Function):

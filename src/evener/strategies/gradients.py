@@ -1,14 +1,31 @@
-"""Gradients, dense and sparse, whole and divided: their norm, clipping, and whether all of them are numbers."""
+"""Gradients, dense and sparse, whole and divided: their norm, clipping, and whether all of them are numbers.
+
+Whether they are numbers is asked of what a rank adds, before it is lost in the sum of all. One sum over many elements
+is cheap; that they are searched for the parameter at fault costs thirty times as much, and is done on a CPU only where
+the sum says that there is one::
+
+    sum is finite          ─▶ all are                                                     always, 0.1 ms a million
+    sum is not finite      ─▶ look at each; the last in the order of the model, which     once
+                              is the first that backward came to, is named; or none:
+                              finite numbers may add up to more than their type holds
+
+A GPU's host cannot ask in between. There the largest of each gradient is taken, and the place of the one that is not
+finite travels with the sums.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evener.borrowed.norms import largest
 from evener.borrowed.sparse_values import stored_values
+from evener.errors import DivergenceError
+from evener.hardware.readout import Here, Readout, is_late, read
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
 from evener.strategies.local import local, off_host
@@ -74,9 +91,92 @@ def sum_of(gradient: Tensor) -> Tensor:
 
     No norm, whose squares may overflow where the gradient does not; nor in half precision, where a sum may.
     """
-    numbers = stored_values(gradient) if gradient.is_sparse else local(gradient)
-    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    numbers = numbers_of(gradient)
     return numbers.sum(dtype=torch.promote_types(numbers.dtype, torch.float32))
+
+
+def numbers_of(gradient: Tensor) -> Tensor:
+    """The real numbers of a gradient that this rank holds."""
+    numbers = stored_values(gradient) if gradient.is_sparse else local(gradient)
+    return torch.view_as_real(numbers) if numbers.is_complex() else numbers
+
+
+Named = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Gradients of one device, or pieces of them, by the names of their parameters."""
+
+
+class Unsound:
+    """Which of a rank's own gradients are not finite, in one step.
+
+    Args:
+        names: Of all parameters, in the order of the model.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._places = {name: float(place) for place, name in enumerate(names, 1)}
+        self._constants: dict[tuple[str, ...], Tensor] = {}
+        self.found: list[Readout] = []
+        """0, or the place of a parameter, from 1 on; the largest is meant."""
+
+    def name(self) -> str | None:
+        """That of the parameter whose gradient is not finite, if one is; waits for the device, and forgets."""
+        place = int(max((place.value() for place in self.found), default=0.0))
+        self.found.clear()
+        return list(self._places)[place - 1] if place else None
+
+    def of(self, gradients: Named) -> Readout:
+        """Looks at each of ``gradients``; a number that is finite if all of theirs are."""
+        alike = [(name, gradient) for name, gradient in gradients() if numbers_of(gradient).numel()]
+        if alike and is_late(alike[0][1].device):
+            return self._of_late(alike)
+        sums = [sum_of(gradient) for _, gradient in alike]
+        return self._judged(torch.stack(sums).sum() if sums else torch.zeros(()), gradients)
+
+    def of_flat(self, flat: Tensor, gradients: Named) -> Readout:
+        """The same where all lie in one tensor, ``flat``."""
+        if not is_late(flat.device):
+            return self._judged(sum_of(flat), gradients)
+        alike = [each for each in gradients() if each[1].numel()]
+        return self._of_late(alike) if alike else read(sum_of(flat))
+
+    def _judged(self, number: Tensor, gradients: Named) -> Readout:
+        if math.isfinite(number):
+            return Here(number)
+        bad = [self._places[name] for name, each in gradients() if not _is_finite(each)]
+        self.found.append(Here(max(bad, default=0.0)))
+        return Here(math.nan if bad else 0.0)
+
+    def _of_late(self, gradients: Sequence[tuple[str, Tensor]]) -> Readout:
+        norms = torch.stack([norm.float() for norm in largest([numbers_of(each) for _, each in gradients])])
+        places = self._places_on(norms.device, tuple(name for name, _ in gradients))
+        self.found.append(read((places * norms.isfinite().logical_not()).amax()))
+        return read(norms.sum(dtype=torch.float64))
+
+    def _places_on(self, device: torch.device, names: tuple[str, ...]) -> Tensor:
+        """Made on the device once, for a copy to it would stop the host."""
+        if names not in self._constants:
+            made = [torch.full((), self._places[name], device=device) for name in names]
+            self._constants[names] = torch.stack(made)
+        return self._constants[names]
+
+
+def check_sound(unsound: Sequence[str | None]) -> None:
+    """Raises DivergenceError on all ranks alike, if one of them names a parameter whose gradient is not finite."""
+    found = next(((rank, name) for rank, name in enumerate(unsound) if name), None)
+    if found is not None:
+        raise DivergenceError(
+            f"a gradient is not finite on rank {found[0]}, that of {found[1]}; the run stops here"
+        )
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(numbers_of(gradient).isfinite().all())
+
+
+def named(parameters: Iterable[tuple[str, nn.Parameter]]) -> Named:
+    """The gradients that parameters have, by name."""
+    given = list(parameters)
+    return lambda: [(name, p.grad) for name, p in given if p.grad is not None]
 
 
 def _device_of(parameters: list[nn.Parameter]) -> torch.device | None:

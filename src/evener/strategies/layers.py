@@ -30,7 +30,6 @@ from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout, read
 from evener.nn.names import clean_name
 from evener.runtime.mesh import Layout
-from evener.strategies import gradients
 from evener.strategies.base import Strategy
 from evener.strategies.learner import Learner
 from evener.strategies.model import settle_on
@@ -301,8 +300,12 @@ class OnSeveral(Alone):
         return f"none: one rank, {parts}"
 
     def soundness(self) -> tuple[Readout, ...]:
-        number = gradients.soundness(self._model.parameters())
-        return (read(number.to(self._home, non_blocking=True)),)
+        devices = {p.device for p in self._model.parameters()}
+        numbers = [
+            self._learner.look_at(p for p in self._model.parameters() if p.device == device)
+            for device in sorted(devices, key=str)
+        ]
+        return tuple(read(number.tensor.to(self._home, non_blocking=True)) for number in numbers)
 
 
 class Gathering(TorchFunctionMode):

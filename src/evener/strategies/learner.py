@@ -33,7 +33,7 @@ from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
 from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
-from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer
 from evener.strategies.replica import Replica
 from evener.strategies.slices import divided, slice_of
 from evener.task import Task
@@ -154,6 +154,21 @@ class Learner:
         """The first name of each parameter."""
         return {p: clean_name(name) for name, p in self.model.named_parameters()}
 
+    @cached_property
+    def unsound(self) -> gradients.Unsound:
+        """What of this rank's own gradients is not finite, where a synchronizer has it looked at."""
+        return gradients.Unsound(self.names.values())
+
+    def look_at(self, parameters: Iterable[nn.Parameter]) -> Readout:
+        """A number that is finite if the gradients of ``parameters`` are; else :attr:`unsound` knows which."""
+        return self.unsound.of(gradients.named((self.names[p], p) for p in parameters))
+
+    def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
+        """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
+        self.unsound.found.clear()
+        outcome = self.stepper.run(batch, divisor, step)
+        return dataclasses.replace(outcome, unsound=tuple(self.unsound.found))
+
     def _add_penalty(self) -> None:
         """Adds the gradient of the task's penalty: after the exchange, alike on all ranks, so that it counts once."""
         if self.task.penalty is not None:
@@ -181,17 +196,25 @@ class Learner:
                     _add_gradient(part, as_held(piece.part(whole.grad), part))
 
     def check_weights(self, steps: int) -> None:
-        """Raises DivergenceError if a trained weight is not finite: such weights are never saved or reported."""
-        for trained, name in self.names.items():
-            parameter = local(trained.detach())
-            if not trained.requires_grad:
-                continue
-            if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):
+        """Raises DivergenceError on all ranks alike if a trained weight of one is not finite: such weights are never
+        saved or reported. A collective call."""
+        rows = self.session.control.exchange([self._first_bad_weight()]).wait()
+        for rank, (place,) in enumerate(rows):
+            if place:
                 raise DivergenceError(
-                    f"after step {steps - 1} the weight {name} is not finite on rank {self.session.rank}, though its "
-                    "gradient was: the update went too far. Nothing of it was saved. Try a lower learning rate or "
-                    "clip_norm"
+                    f"after step {steps - 1} the weight {list(self.names.values())[int(place) - 1]} is not finite on "
+                    f"rank {rank}, though its gradient was: the update went too far. Nothing of it was saved. Try a "
+                    "lower learning rate or clip_norm"
                 )
+
+    def _first_bad_weight(self) -> int:
+        """Its place among the names, from 1 on; 0 if all that is trained is finite."""
+        for place, parameter in enumerate(self.names, 1):
+            held = local(parameter.detach())
+            sound = not parameter.requires_grad or bool(torch.isfinite(held.sum()))
+            if not sound and not bool(torch.isfinite(held).all()):
+                return place
+        return 0
 
     # Buffers
 

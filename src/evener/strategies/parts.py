@@ -55,6 +55,8 @@ class StepOutcome:
     """Time of this rank's own work, waiting for others left out."""
     soundness: tuple[Readout, ...] = ()
     """Numbers of which one is not finite if a gradient of this rank's own samples is not."""
+    unsound: tuple[Readout, ...] = ()
+    """Then the place of that parameter among the names of all, from 1 on, if it is known; the largest is meant."""
 
     @property
     def missing_code(self) -> float:

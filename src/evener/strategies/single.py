@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from evener.errors import ConfigurationError
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Readout
 from evener.runtime.mesh import Layout
-from evener.strategies import gradients
 from evener.strategies.base import Strategy
+from evener.strategies.gradients import check_sound
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
@@ -22,8 +26,13 @@ class Alone(Synchronizer):
         self._learner.pace.work_done()
         return ()
 
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Those of the same samples on other ranks, as of a model that is divided, may not be finite."""
+        self._learner.look_at(p for p in parameters if p in self._learner.names)
+        check_sound(self._learner.session.control.gather_objects(self._learner.unsound.name()))
+
     def soundness(self) -> tuple[Readout, ...]:
-        return (read(gradients.soundness(self._learner.names)),)
+        return (self._learner.look_at(self._learner.names),)
 
 
 class Single(Strategy):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from evener.collectives.owners import Pending
 from evener.errors import ConfigurationError
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
 from evener.strategies import gradients
 from evener.strategies.sharding.weights import Weight
@@ -89,6 +89,10 @@ def buckets_of(weights: Iterable[Weight], nbytes: int, degree: int, rank: int) -
     return [Bucket(held, degree, rank) for held in found]
 
 
+Look = Callable[[Tensor, gradients.Named], Readout]
+"""Looks at one flat tensor of gradients, and says a number that is finite if all of it is."""
+
+
 class Filling:
     """A bucket while backward fills it."""
 
@@ -110,15 +114,20 @@ class Filling:
         self._filled.add(place)
         return gradient is not None
 
-    def tell(self, total: Tensor | None) -> Tensor:
-        """Marks the bucket if a number in it, or the total of the terms, is not finite; the sum of what is in it."""
+    def tell(self, total: Tensor | None, look: Look) -> Readout:
+        """Marks the bucket if a number in it, or the total of the terms, is not finite; what ``look`` says of it."""
         for of_rank in self._views:
             of_rank[-1].zero_()
-        found = gradients.sum_of(self.flat)
-        doubt = found * 0 if total is None else found * 0 + total * 0
+        found = look(self.flat, self._named)
+        doubt = found.tensor * 0 if total is None else found.tensor * 0 + total * 0
         for of_rank in self._views:
             of_rank[-1].copy_(doubt)
         return found
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """Of each weight the rows of all ranks."""
+        names = [weight.name for weight in self._bucket.weights]
+        return [each for of_rank in self._views for each in zip(names, of_rank[:-1], strict=True)]
 
     def has(self, place: int) -> bool:
         """Whether a gradient of that weight has come."""
@@ -139,10 +148,13 @@ class Round:
     Args:
         start: Sums one.
         last_one: Called before the last bucket is sent.
+        look: Called with what this rank adds, before it is lost in the sum of all.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], start: Start, last_one: Callable[[], None]) -> None:
-        self.buckets, self._start, self._last_one = buckets, start, last_one
+    def __init__(
+        self, buckets: Sequence[Bucket], start: Start, last_one: Callable[[], None], look: Look
+    ) -> None:
+        self.buckets, self._start, self._last_one, self._look = buckets, start, last_one, look
         self._places = {
             weight: (number, place)
             for number, bucket in enumerate(buckets)
@@ -206,8 +218,7 @@ class Round:
         for place in list(filling.lacking()):
             self._take(filling, number, place)
         del self._open[number]
-        # Of what this rank adds, before it is lost in the sum of all.
-        self.soundness.append(read(filling.tell(self.total)))
+        self.soundness.append(filling.tell(self.total, self._look))
         self._sent += 1
         if self._sent == len(self.buckets):
             self._last_one()

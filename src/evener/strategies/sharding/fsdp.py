@@ -39,12 +39,12 @@ from evener.collectives.base import AllReduce
 from evener.collectives.registry import make
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, TaskError
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Readout, is_late
 from evener.runtime.mesh import DIVIDING_TERMS, Layout, Mesh
-from evener.strategies import gradients
 from evener.strategies.afterwards import Afterwards, is_apart
 from evener.strategies.base import Strategy
 from evener.strategies.features import check_elementwise
+from evener.strategies.gradients import check_sound
 from evener.strategies.learner import Learner
 from evener.strategies.local import is_divided
 from evener.strategies.model import marks_kept
@@ -52,7 +52,7 @@ from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.sharding.turns import Gather, Scatter, Turns
-from evener.strategies.sharding.units import units_of
+from evener.strategies.sharding.units import fills_unused, units_of
 from evener.strategies.single import Alone
 from evener.strategies.slices import Slice, mark, slice_of
 
@@ -234,6 +234,7 @@ class FsdpSum(Afterwards):
         self._turns = Turns([name or "the model" for name in self._units], together)
         self._used: set[str] = set()
         self._gathered: dict[str, set[Tensor]] = {name: set() for name in self._units}
+        self._given: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self._units}
         self._sound: list[Readout] = []
         self._stepping = False
         self._handles: list[RemovableHandle] = []
@@ -250,7 +251,8 @@ class FsdpSum(Afterwards):
         unit.set_force_sum_reduction_for_comms(True)
         gather = Gather(self._turns, number)
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
-        scatter = Scatter(self._turns, number, self._others, self._sound.append, self._work_done)
+        look = partial(self._look, list(self._units)[number])
+        scatter = Scatter(self._turns, number, self._others, look, self._work_done)
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
 
     def _watch(self, model: nn.Module) -> None:
@@ -301,7 +303,8 @@ class FsdpSum(Afterwards):
             weight = held[key]
             if weight.requires_grad and weight not in gathered:
                 gathered.add(weight)
-                self._handles.append(weight.register_post_accumulate_grad_hook(partial(self._note, name)))
+                note = partial(self._note, unit, name)
+                self._handles.append(weight.register_post_accumulate_grad_hook(note))
 
     def _fill_later(self, unit: str, _: nn.Module, __: Any, output: Any) -> None:
         """When backward comes to the unit, what it will not use has a gradient of zero already."""
@@ -316,8 +319,16 @@ class FsdpSum(Afterwards):
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
 
-    def _note(self, name: str, _: Tensor) -> None:
+    def _note(self, unit: str, name: str, weight: Tensor) -> None:
         self._used.add(name)
+        if weight.grad is not None and not is_late(weight.device):
+            self._given[unit].append((name, weight.grad))
+
+    def _look(self, unit: str, flat: Tensor) -> None:
+        """At what this rank adds to the gradients of a unit. On a GPU nothing of it is kept for a look by name: the
+        memory that FSDP2 gives back is its purpose."""
+        self._sound.append(self._learner.unsound.of_flat(flat, lambda: self._given[unit]))
+        self._given[unit].clear()
 
     def _work_done(self) -> None:
         if self._stepping:
@@ -344,7 +355,7 @@ class FsdpSum(Afterwards):
         self._give_back()
         missing = tuple(self._unused(p for p in self._learner.names if p.requires_grad))
         whole = self._trained()
-        self._sound.append(read(gradients.soundness(whole)))
+        self._sound.append(self._learner.look_at(whole))
         self._sum(whole)
         return missing
 
@@ -366,11 +377,11 @@ class FsdpSum(Afterwards):
         self._give_back()
         names = {self._learner.names[p]: p for p in parameters if p.requires_grad}
         whole = {name: p for name, p in names.items() if not is_apart(p)}
-        own = [number.value() for number in self.soundness()] + [float(gradients.soundness(whole.values()))]
-        said = self._learner.session.control.gather_objects(
-            (self._unused(names.values()), all(map(math.isfinite, own)))
-        )
-        self._check_sound([sound for _, sound in said])
+        sound = all(math.isfinite(number.value()) for number in self.soundness())
+        self._learner.look_at(whole.values())
+        unsound = self._learner.unsound.name() or (None if sound else "a unit")
+        said = self._learner.session.control.gather_objects((self._unused(names.values()), unsound))
+        check_sound([unsound for _, unsound in said])
         absent = [set(said[rank][0]) for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
         for name in set.intersection(*absent):
             names[name].grad = None
@@ -387,12 +398,3 @@ class FsdpSum(Afterwards):
 def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def fills_unused(unit: FSDPModule) -> bool:
-    """Has FSDP2 take what a rank did not use for zero, where it can: an older torch leaves that out of the sum, and
-    the ranks' messages are of other lengths."""
-    if not hasattr(unit, "set_reduce_scatter_unused_params"):
-        return False
-    unit.set_reduce_scatter_unused_params(True, recurse=False)
-    return True

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
-from evener.errors import ConfigurationError, DivergenceError
-from evener.hardware.readout import Readout, is_late, read
+from evener.errors import ConfigurationError
+from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
@@ -45,7 +45,7 @@ class ZeroSum(Synchronizer):
         self._weights = {weight.piece: weight for weight in _weights(learner)}
         self._way: Way = (ToAll if stage == 1 else ToOwners)(learner)
         self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
-        self._round = Round(self._buckets(self._dense(self._all)), self._way.start, self._work_done)
+        self._round = self._round_of(self._all)
         self._wholes = Wholes(learner.model, self._all, self._buckets(self._all), self._way.owners)
         self._sound: list[Readout] = []
         self._stepping = self._sending = self._last = False
@@ -64,6 +64,10 @@ class ZeroSum(Synchronizer):
 
     def _dense(self, weights: Iterable[Weight]) -> list[Weight]:
         return [weight for weight in weights if not weight.sparse]
+
+    def _round_of(self, weights: Iterable[Weight]) -> Round:
+        look = self._learner.unsound.of_flat
+        return Round(self._buckets(self._dense(weights)), self._way.start, self._work_done, look)
 
     def _buckets(self, weights: Iterable[Weight]) -> list[Bucket]:
         mesh, nbytes = self._learner.mesh, self._learner.settings.bucket_bytes
@@ -126,7 +130,7 @@ class ZeroSum(Synchronizer):
         self._last = True
         sparse = [weight for weight in self._all if weight.sparse]
         given = {weight for weight in sparse if weight.whole.grad is not None}
-        self._sound = [read(gradients.soundness(weight.whole for weight in sparse))] if sparse else []
+        self._sound = [self._look_at(sparse)] if sparse else []
         self._round.finish()
         if not self._round.buckets:
             self._work_done()
@@ -137,6 +141,9 @@ class ZeroSum(Synchronizer):
                 weight.name for weight in self._all
             )  # asks who it was: an error that names the rank follows
         return tuple(weight.name for weight in self._all if weight not in self._round.given | given)
+
+    def _look_at(self, weights: Iterable[Weight]) -> Readout:
+        return self._learner.unsound.of(gradients.named((weight.name, weight.whole) for weight in weights))
 
     def _all_sound(self, told: Iterable[Tensor]) -> bool:
         """Whether what all ranks have summed is finite, as far as the host need not wait for that."""
@@ -180,7 +187,7 @@ class ZeroSum(Synchronizer):
             weight.hide()
         found = self._present(weights)
         self._last = False
-        done = Round(self._buckets(self._dense(found)), self._way.start, self._work_done)
+        done = self._round_of(found)
         done.finish()
         list(self._hand_out(done))
         list(self._sum_sparse(weight for weight in found if weight.sparse))
@@ -189,11 +196,9 @@ class ZeroSum(Synchronizer):
     def _present(self, weights: Sequence[Weight]) -> list[Weight]:
         """Those to which some rank gave a gradient."""
         absent = [weight.name for weight in weights if weight.whole.grad is None]
-        sound = bool(torch.isfinite(gradients.soundness(weight.whole for weight in weights)))
-        said = self._learner.session.control.gather_objects((absent, sound))
-        if not all(sound for _, sound in said):
-            rank = [sound for _, sound in said].index(False)
-            raise DivergenceError(f"a gradient is not finite on rank {rank}; the run stops here")
+        self._look_at(weights)
+        said = self._learner.session.control.gather_objects((absent, self._learner.unsound.name()))
+        gradients.check_sound([unsound for _, unsound in said])
         same = [said[rank] for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
         everywhere = set.intersection(*(set(absent) for absent, _ in same))
         return [weight for weight in weights if weight.name not in everywhere]

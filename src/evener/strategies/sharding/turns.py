@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.errors import TaskError
-from evener.hardware.readout import Readout, read
 from evener.hardware.stopwatch import waiting
-from evener.strategies import gradients
 
 # Under their present names, for torch 2.13 warns about those of before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -117,7 +115,7 @@ class Scatter(Gather):
 
     Args:
         others: The ranks that hold the same part, over which the sum goes on; None for none.
-        saw: Told a number that is finite if the gradients of this rank alone are.
+        look: Called with the gradients of this rank alone.
         work_done: The rank's own work has come this far.
     """
 
@@ -126,17 +124,17 @@ class Scatter(Gather):
         turns: Turns,
         unit: int,
         others: dist.ProcessGroup | None,
-        saw: Callable[[Readout], None],
+        look: Callable[[Tensor], None],
         work_done: Callable[[], None],
     ) -> None:
         super().__init__(turns, unit)
-        self._others, self._saw, self._work_done = others, saw, work_done
+        self._others, self._look, self._work_done = others, look, work_done
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any
     ) -> None:
         self._turns.take(self._unit, _GRADIENTS, input_tensor.device)
-        self._saw(read(gradients.sum_of(input_tensor)))
+        self._look(input_tensor)
         self._work_done()
         with waiting():
             _reduce_scatter(output_tensor, input_tensor, group=group)

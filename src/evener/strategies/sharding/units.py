@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from evener.errors import ConfigurationError, TaskError
 
@@ -111,3 +112,12 @@ def _shared(model: nn.Module, module: nn.Module) -> list[str]:
         for key, parameter in other.named_parameters(recurse=False)
         if parameter in inside
     ]
+
+
+def fills_unused(unit: FSDPModule) -> bool:
+    """Has FSDP2 take what a rank did not use for zero, where it can: an older torch leaves that out of the sum, and
+    the ranks' messages are of other lengths."""
+    if not hasattr(unit, "set_reduce_scatter_unused_params"):
+        return False
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    return True
