@@ -24,7 +24,7 @@ COLUMNS = (
     ("collectives", "balance", "data", "nn"),
     ("strategies", "tasks"),
     (
-        *("checkpoint", "evaluation", "step", "progress", "ledger", "by_hand", "equality"),
+        *("checkpoint", "evaluation", "step", "progress", "ledger", "by_hand", "equality", "guard"),
         *("assembly", "feed", "run_state", "engine", "report", "rundir"),
     ),
     ("saving", "fitting", "verification", "benching", "testing"),

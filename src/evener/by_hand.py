@@ -25,8 +25,8 @@ from evener.strategies.pace import Pace
 class ByHand:
     """What :meth:`Engine.backward` and :meth:`Engine.update` do."""
 
-    def __init__(self, learner: Learner, control: Exchange) -> None:
-        self._learner, self._control = learner, control
+    def __init__(self, learner: Learner, control: Exchange, non_finite: str) -> None:
+        self._learner, self._control, self._non_finite = learner, control, non_finite
         self.pace = Pace(stopwatch(learner.session.device), learner.settings.throttle, learner.session.rank)
 
     def backward(self, total: Tensor, count: float | Tensor, batch: Batch | None, step: int) -> float:
@@ -35,6 +35,12 @@ class ByHand:
         Args:
             batch: The batch at hand; None outside of ``batches()``.
         """
+        if self._non_finite != "stop":
+            raise ConfigurationError(
+                f"non_finite={self._non_finite} goes with engine.step(batch), which makes the update that is left out; "
+                "in a loop of your own leave it out: backward() and update() raise DivergenceError on all ranks alike, "
+                "before weights change"
+            )
         counts = _counts_for_something(batch)
         own = [float(total.detach()) if counts else 0.0, float(count) if counts else 0.0]
         with waiting():
@@ -58,11 +64,19 @@ class ByHand:
         with learner.session.watchdog.explained(), phase, waiting():
             learner.synchronizer.sum_gradients(parameters)
         if optimizer is None:
-            learner.update(step=step)
+            learner.update(step=step, passes=lambda: self._penalty_passes(step))
             return
         learner.clip(parameters)
         chosen.step()
         chosen.zero_grad(set_to_none=True)
+
+    def _penalty_passes(self, step: int) -> bool:
+        numbers = self._learner.penalty.value(), self._learner.penalty_soundness.value()
+        if not all(map(math.isfinite, numbers)):
+            raise DivergenceError(
+                not_finite(f"the penalty or its gradient is not finite in step {step} on all ranks")
+            )
+        return True
 
     def seconds_of_all(self) -> list[float]:
         """The time of each rank's own work in the step that is over. A collective call."""

@@ -19,6 +19,8 @@ from evener.plugins import STRATEGIES
 
 AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""
+REMEMBERING = ("int8", "top-k", "powersgd")
+"""Compressions that keep what they did not send."""
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -92,6 +94,12 @@ class RunConfig:
         None,
         "how gradients are summed: native, ring, ..., auto, or package.module:make (default: shared memory on CPUs)",
         metavar="NAME",
+    )
+    non_finite: str = option(
+        "stop",
+        "what to do about a step whose loss or gradient is not finite: stop, skip its update on all ranks, or restore "
+        "the last checkpoint",
+        choices=("stop", "skip", "restore"),
     )
     compress: str | None = option(
         None, "send gradients in fewer bits: fp16, bf16, int8, top-k, powersgd; not exact", metavar="NAME"
@@ -168,6 +176,12 @@ class RunConfig:
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
         _one_of("on_save_error", self.on_save_error, ("stop", "go-on"))
         _one_of("device", self.device, ("cpu", "cuda"))
+        _one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
+        if self.non_finite != "stop" and self.compress in REMEMBERING:
+            raise ConfigurationError(
+                f"compress {self.compress!r} sends in later steps what it could not send in a step, and after one that "
+                f"is not finite never sends a number again: non_finite={self.non_finite} goes with none, fp16 or bf16"
+            )
 
     def replace(self, **changes: Any) -> RunConfig:
         """This configuration with some values changed.

@@ -29,10 +29,11 @@ from evener.balance.base import Balancer
 from evener.by_hand import ByHand
 from evener.config import RunConfig
 from evener.data.batch import Batch
-from evener.equality import check_equal, facts_of
+from evener.equality import agreement
 from evener.errors import ConfigurationError
 from evener.evaluation import EvaluationOptions, InputsOnly, evaluate, predict
 from evener.feed import Feed
+from evener.guard import Guard
 from evener.ledger import Ledger
 from evener.losses import Loss
 from evener.observer import Observer, Observers
@@ -84,11 +85,17 @@ class Engine:
             undo.callback(self.learner.close)
             self.observers = Observers(list(observers), self.session.rank)
             self.scheduler = build_scheduler(task, self.learner.optimizer)
+            self.guard = Guard(self.config.non_finite, self.learner, self.observers.event)
             control = quickest(self.session)
             self.ledger = Ledger(
-                control, self.learner.mesh, self.session.device, lambda: self.loss, self._observe
+                control,
+                self.learner.mesh,
+                self.session.device,
+                lambda: self.loss,
+                self._observe,
+                self.guard.waits,
             )
-            self._by_hand = ByHand(self.learner, control)
+            self._by_hand = ByHand(self.learner, control, self.config.non_finite)
             late = self.ledger.steps_late
             self._feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
             self._state = RunState(self.learner, self._feed, self.scheduler, self.config)
@@ -103,12 +110,8 @@ class Engine:
         """All ranks make theirs together, after they have found that they are about to train the same."""
         session = self.session
         strategy = strategy_of(self.config, session.world_size)
-
-        def agree(model: nn.Module) -> None:
-            check_equal(session.control.gather_objects(facts_of(self.task, self.config, model)))
-
         settings = settings_of(self.config, strategy, session.world_size)
-        return set_up(strategy, self.task, session, settings, agree)
+        return set_up(strategy, self.task, session, settings, agreement(self.task, self.config, session))
 
     @property
     def model(self) -> nn.Module:
@@ -192,15 +195,15 @@ class Engine:
         began, learner, ledger = time.perf_counter(), self.learner, self.ledger
         number = self.steps_done
         with self.session.watchdog.explained(), self.session.watchdog.phase("training", step=number):
+            self.guard.begin()
             step = Step(batch, number, ledger.settle, list(learner.names.values()))
             next_count = ledger.count(self._upcoming)
             outcome = learner.run(batch, lambda: ledger.divisor(step), number)
             elapsed = learner.pace.elapsed()
             forget = ledger.post(step, outcome, self._upcoming, next_count, elapsed, self._feed.input_seconds)
-            learner.update(forget, number)
-            step.penalty = learner.penalty
+            learner.update(forget, number, lambda: self.guard.passes(step))
             if ledger.buffers_changed:
-                learner.synchronizer.share_buffers(learner.loose_buffers(), _first_with_samples(batch))
+                learner.synchronizer.share_buffers(learner.loose_buffers(), batch.first_part)
         step.lr = float(learner.optimizer.param_groups[0]["lr"])
         self._advance(batch)
         step.seconds = time.perf_counter() - began
@@ -396,7 +399,3 @@ class Engine:
         if kind is None:
             self.tell()
         self.close()
-
-
-def _first_with_samples(batch: Batch) -> int:
-    return next(part for part, share in enumerate(batch.shares) if share)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
+from evener.runtime.session import Session
 from evener.strategies.model import signature
 from evener.task import Task
 
@@ -42,6 +43,15 @@ def facts_of(task: Task, config: RunConfig, model: nn.Module) -> dict[str, Any]:
             json.dumps(tensors).encode()
         ),
     }
+
+
+def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.Module], None]:
+    """What compares the task and its model with those of all ranks, which do so together."""
+
+    def agree(model: nn.Module) -> None:
+        check_equal(session.control.gather_objects(facts_of(task, config, model)))
+
+    return agree
 
 
 def _length(dataset: Any, partition: str) -> Any:

@@ -366,6 +366,7 @@ class Run:
             run_dir=str(self._config.run_dir) if self._config.run_dir else None,
             emulation=self._emulation,
             allreduce=engine.learner.synchronizer.words,
+            skipped_steps=engine.guard.skipped,
         )
 
     def _shares(self) -> list[float]:

@@ -53,6 +53,7 @@ class Ledger:
         device: On which this rank computes.
         loss: Asked for the number of terms of a batch.
         observe: Called with each step when the times of all ranks are known, in order and alike on every rank.
+        waits: Whether each row is waited for at once, and somebody else judges what it says.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Ledger:
         device: torch.device,
         loss: Callable[[], Loss],
         observe: Observe,
+        waits: bool = False,
     ) -> None:
         self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
         self._device, self._late = device, is_late(device)
@@ -70,7 +72,7 @@ class Ledger:
         self._unmeasured: tuple[Readout, Readout] | None = None
         self._measured: deque[Step] = deque()
         self._before: Step | None = None
-        self._begun = False
+        self._waits, self._begun = waits, False
         self.wish = 0.0
         """What this rank tells the others with each step that it wants all to do."""
         self._wishes: dict[int, float] = {}
@@ -135,7 +137,7 @@ class Ledger:
             )
             doubtful = not (math.isfinite(row.total) and math.isfinite(row.soundness))
         self._in_flight = step, upcoming, self.control.exchange(row)
-        if outcome.missing or doubtful or not self._begun:
+        if outcome.missing or doubtful or self._waits or not self._begun:
             self._begun = True
             return self._missing_everywhere(outcome, self.settle())
         return ()
@@ -189,7 +191,8 @@ class Ledger:
         if not self._late:
             results = [(signal.total, signal.soundness, signal.unsound) for signal in signals]
             step.results = lambda: results
-            step.check_finite()
+            if not self._waits:
+                step.check_finite()
         self._counts = {}
         if upcoming is not None:
             counts = (signal.next_count for signal in self._mesh.data.of_contributors(signals))

@@ -38,6 +38,15 @@ class Note:
 
 
 @dataclass(frozen=True)
+class SkippedStep:
+    """A step whose update was left out."""
+
+    kind: ClassVar[str] = "skipped"
+    step: int
+    words: str
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One training step, over all ranks."""
 
@@ -96,6 +105,8 @@ class RunSummary:
     """How unequal devices were emulated, in words; empty if they were not."""
     allreduce: str = ""
     """What summed the gradients."""
+    skipped_steps: int = 0
+    """Steps whose update was left out, because something was not finite."""
 
 
 def as_json(record: Any) -> dict[str, Any]:
@@ -157,4 +168,4 @@ def _records_until(path: Path, steps_done: int) -> list[str]:
 
 def _steps_at(record: dict[str, Any]) -> int:
     """Steps that were done when the record was written."""
-    return int(record["step"]) + int(record["kind"] == StepRecord.kind)
+    return int(record["step"]) + int(record["kind"] in (StepRecord.kind, SkippedStep.kind))

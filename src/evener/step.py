@@ -63,6 +63,8 @@ class Step:
         self.seconds = 0.0
         self.lr = 0.0
         self.penalty: Readout = Here(0.0)
+        self.penalty_soundness: Readout = Here(0.0)
+        """Not finite if the gradient of the penalty is not."""
         self.results: Callable[[], Sequence[tuple[float, float, float]]] | None = None
         """Of every rank the total of the loss, its soundness and the place of a parameter that is not finite; None
         until they are on their way."""
@@ -97,8 +99,14 @@ class Step:
         for rank, (_, soundness, place) in enumerate(rows):  # those of other ranks may follow from a loss
             if not math.isfinite(soundness):
                 return f"a gradient is not finite in step {self.number} on rank {rank}{self._whose(place)}"
+        return self.fault_of_penalty()
+
+    def fault_of_penalty(self) -> str | None:
+        """Likewise, of the penalty alone: the same on all ranks, and known to each without the others."""
         if not math.isfinite(self.penalty.value()):
             return f"the penalty is {self.penalty.value()} in step {self.number} on all ranks"
+        if not math.isfinite(self.penalty_soundness.value()):
+            return f"the gradient of the penalty is not finite in step {self.number} on all ranks"
         return None
 
     def _whose(self, place: float) -> str:

@@ -73,6 +73,11 @@ class Batch:
     on_host: Batch | None = None
     """The same in the host's memory, where it was copied from there to a device."""
 
+    @property
+    def first_part(self) -> int:
+        """The first part that has samples."""
+        return next(part for part, share in enumerate(self.shares) if share)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same with every micro-batch on ``device``."""
         moved = self.map(lambda leaf: move(leaf, device, non_blocking))

@@ -108,13 +108,14 @@ class Terminal(Observer):
 def summary_text(summary: RunSummary) -> str:
     """The closing lines of a run."""
     devices = ", ".join(sorted(set(summary.devices)))
+    skipped = f"; {summary.skipped_steps:,} steps were left out" if summary.skipped_steps else ""
     metrics = "".join(f"\n  {name:<9} {value:.4f}" for name, value in summary.metrics.items())
     lines = [
         f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
         f"on {summary.world_size} rank{'s' * (summary.world_size > 1)} ({devices})",
         f"  {summary.steps:,} steps, {summary.epochs} epochs, {summary.samples:,} samples in {summary.seconds:.1f} s: "
         f"{summary.samples_per_second:,.0f} samples/s",
-        f"  last loss {summary.final_loss:.4f}{metrics}",
+        f"  last loss {summary.final_loss:.4f}{skipped}{metrics}",
     ]
     if summary.world_size > 1:
         lines += ["  rank   share   compute      wait     input"]

@@ -63,6 +63,9 @@ class Learner:
         self.pace = Pace(stopwatch(session.device), settings.throttle, session.rank)
         self.penalty: Readout = Here(0.0)
         """The task's penalty in the last update."""
+        self.penalty_soundness: Readout = Here(0.0)
+        """Not finite if the gradient of the penalty is not."""
+        self._remembered: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         self._portion = portion
         self._portions: dict[int, Any] = {}  # of the task's own data sets, which live as long
 
@@ -126,15 +129,41 @@ class Learner:
 
     # The update
 
-    def update(self, forget: Iterable[str] = (), step: int = 0) -> None:
-        """Clips, steps the optimizer and clears the gradients; ``forget`` names parameters without any gradient."""
+    def update(
+        self, forget: Iterable[str] = (), step: int = 0, passes: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Clips, steps the optimizer and clears the gradients; ``forget`` names parameters without any gradient.
+
+        Args:
+            passes: Asked when all gradients are there; if it says no, the update is left out.
+        """
         for name in forget:
             self.parameter(name).grad = None
         self._add_penalty()
-        self.clip(self.model.parameters())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if passes():
+            self.clip(self.model.parameters())
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self._leave_out()
         self.synchronizer.updated(step)
+
+    def remember_buffers(self) -> None:
+        """As they are now is how they will be if the next update is left out."""
+        self._remembered = [
+            (held, name, buffer, buffer.clone())
+            for held in map(own_buffers, self.model.modules())
+            for name, buffer in held.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def _leave_out(self) -> None:
+        """Nothing is left of the step: neither its gradients nor what its forward pass wrote."""
+        for parameter in self.names:
+            parameter.grad = None
+        for held, name, buffer, value in self._remembered:
+            held[name] = buffer.copy_(value)
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
         """Clips the gradients of ``parameters`` to the global norm of the settings, if there is one."""
@@ -176,6 +205,8 @@ class Learner:
                 term = self.task.penalty(self.model)
                 self.penalty = read(term)
                 term.backward()  # type: ignore[no-untyped-call]
+                found = [(clean_name(name), p) for name, p in self.model.named_parameters()]
+                self.penalty_soundness = self.unsound.of(gradients.named(found))
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:

@@ -1,0 +1,81 @@
+"""What is done about a step whose numbers are not finite: the run stops, leaves its update out, or falls back.
+
+On a CPU every rank knows the results of a step by the time of its next one, and of a GPU two later, which costs nobody
+a wait and is enough to stop before anything is saved. To leave an update out is to know before it, on all ranks alike,
+so that ``skip`` and ``restore`` wait for the row of every step::
+
+    stop        post row ─ update ─────────────── next forward ─ read row of the step before
+    skip        post row ─ read row of all ─ update, or not
+    restore     post row ─ read row of all ─ update, or an error on all ranks at once
+
+What a step left out leaves behind is a step of the data, of the scheduler and of the count; weights, the optimizer's
+state and buffers are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from evener.errors import DivergenceError
+from evener.hardware.readout import is_late
+from evener.records import SkippedStep
+from evener.step import Step
+from evener.strategies.learner import Learner
+
+MOST_IN_A_ROW = 10
+"""Steps without an update: a run that leaves out more does not come back."""
+
+
+class Guard:
+    """Lets the updates of a run pass, or not.
+
+    Args:
+        policy: ``stop``, ``skip`` or ``restore``.
+        tell: Called with a record of every step that is left out.
+    """
+
+    def __init__(self, policy: str, learner: Learner, tell: Callable[[Any], None]) -> None:
+        self._policy, self._learner, self._tell = policy, learner, tell
+        self._late = is_late(learner.session.device)
+        self.skipped = 0
+        """Steps that were left out."""
+        self._in_a_row = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the results of all ranks have to be known before an update."""
+        return self._policy != "stop"
+
+    def begin(self) -> None:
+        """A step begins, which may be left out."""
+        if self._policy == "skip":
+            self._learner.remember_buffers()
+
+    def passes(self, step: Step) -> bool:
+        """Whether the update of a step is to be made; asked on all ranks alike, when its gradients are complete.
+
+        Raises:
+            DivergenceError: If it is not, and the run cannot go on without it.
+        """
+        step.penalty, step.penalty_soundness = self._learner.penalty, self._learner.penalty_soundness
+        if not self.waits and self._late:
+            return True
+        fault = step.fault() if self.waits else step.fault_of_penalty()
+        if fault is None:
+            self._in_a_row = 0
+        elif self._policy == "skip":
+            self._leave_out(step, fault)
+        step.check_finite()
+        return not step.left_out
+
+    def _leave_out(self, step: Step, fault: str) -> None:
+        self._in_a_row += 1
+        if self._in_a_row > MOST_IN_A_ROW:
+            raise DivergenceError(
+                f"{fault}; it is the step after {MOST_IN_A_ROW} in a row that were left out for the like, and the run "
+                "stops here. Try a lower learning rate or clip_norm, or look at the data of these steps"
+            )
+        self.skipped += 1
+        step.left_out = True
+        self._tell(SkippedStep(step.number, f"{fault}; its update is left out, on all ranks"))
