@@ -45,6 +45,100 @@ def frozen() -> Any:
     return tasks._task(model=model)
 
 
+def other(**parts: Any) -> Any:
+    """A task that differs on rank 1 alone."""
+    return tasks._task(**parts) if rank() == 1 else tasks.plain()
+
+
+def modelled(usual: Any, differs: Any) -> Any:
+    return tasks._task(model=lambda: differs() if rank() == 1 else usual())
+
+
+def mlp(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), *between, nn.Linear(8, 3))
+
+
+class Two(nn.Module):
+    def __init__(self, *names: str, tied: bool = False) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(6, 4))
+        if tied:
+            self.second.weight = self.first.weight
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x) + self.second(x))
+
+
+def types() -> Any:
+    return modelled(lambda: mlp(), lambda: mlp().double())
+
+
+def one_more() -> Any:
+    def more() -> nn.Module:
+        model = mlp()
+        model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+        return model
+
+    return modelled(mlp, more)
+
+
+def orders() -> Any:
+    return modelled(lambda: Two("first", "second"), lambda: Two("second", "first"))
+
+
+def ties() -> Any:
+    return modelled(lambda: Two("first", "second", tied=True), lambda: Two("first", "second"))
+
+
+def functions() -> Any:
+    return modelled(lambda: mlp(nn.Tanh()), lambda: mlp(nn.ReLU()))
+
+
+def dropped() -> Any:
+    return modelled(lambda: mlp(nn.Dropout(0.5)), lambda: mlp(nn.Dropout(0.25)))
+
+
+def sgd(lr: float = 0.1, **options: Any) -> Any:
+    return tasks._task(optimizer=lambda p: torch.optim.SGD(p, lr=lr, **options))
+
+
+def lr() -> Any:
+    return sgd(0.1 + 0.1 * (rank() == 1))
+
+
+def decays() -> Any:
+    return sgd(weight_decay=0.5) if rank() == 1 else sgd()
+
+
+def groups() -> Any:
+    def two(parameters: Any) -> Any:
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1)
+
+    return tasks._task(optimizer=two) if rank() == 1 else sgd()
+
+
+def optimizers() -> Any:
+    return tasks._task(optimizer=lambda p: torch.optim.Adam(p, lr=0.1)) if rank() == 1 else sgd()
+
+
+def arranged() -> Any:
+    def backwards(parameters: Any) -> Any:
+        return torch.optim.SGD(list(parameters)[::-1], lr=0.1)
+
+    return tasks._task(optimizer=backwards) if rank() == 1 else sgd()
+
+
+def losses() -> Any:
+    return other(loss=nn.MultiMarginLoss())
+
+
+def penalties() -> Any:
+    return other(penalty=lambda model: sum(p.sum() for p in model.parameters()))
+
+
 def same() -> Any:
     return tasks.plain()
 
@@ -63,8 +157,29 @@ def refused(name: str, config: dict[str, list[Any]]) -> str:
     [
         ("train_rows", {}, "length of the training set is 158 on ranks 0, 1, 160 on rank 2"),
         ("evaluation_rows", {}, "length of the evaluation set is 10 on rank 0, 11 on rank 1, 12 on rank 2"),
-        ("widths", {}, "names, types and shapes of the model's tensors"),
-        ("frozen", {}, "names, types and shapes of the model's tensors"),
+        ("widths", {}, "0.weight: float32 of (8, 6) on rank 0, 0.weight: float32 of (9, 6) on rank 1"),
+        ("frozen", {}, "0.weight: float32 of (8, 6) on rank 0, 0.weight: float32 of (8, 6), not trained on"),
+        ("types", {}, "0.weight: float64 of (8, 6) on rank 1"),
+        ("one_more", {}, "unused: float32 of (1,) on rank 1"),
+        (
+            "orders",
+            {},
+            "first.weight: float32 of (4, 6) on ranks 0, 2, second.weight: float32 of (4, 6) on rank 1",
+        ),
+        ("ties", {}, "the same as first.weight on ranks 0, 2"),
+        ("functions", {}, "1: Tanh() on ranks 0, 2, 1: ReLU() on rank 1"),
+        ("dropped", {}, "1: Dropout(p=0.25, inplace=False) on rank 1"),
+        ("lr", {}, "lr in the optimizer's group 0 is 0.1 on ranks 0, 2, 0.2 on rank 1"),
+        ("decays", {}, "weight_decay in the optimizer's group 0 is 0 on ranks 0, 2, 0.5 on rank 1"),
+        ("groups", {}, "the number of the optimizer's groups is 1 on ranks 0, 2, 2 on rank 1"),
+        ("optimizers", {}, "the optimizer is SGD on ranks 0, 2, Adam on rank 1"),
+        (
+            "arranged",
+            {},
+            "parameter 0 in the optimizer's group 0 is 0.weight on ranks 0, 2, 2.bias on rank 1",
+        ),
+        ("losses", {}, "Task.loss is CrossEntropyLoss on ranks 0, 2"),
+        ("penalties", {}, "a penalty of the task is False on ranks 0, 2, True on rank 1"),
         ("same", {"seed": [0, 0, 1]}, "setting seed is 0 on ranks 0, 1, 1 on rank 2"),
         ("same", {"batch_size": [8, 9, 8]}, "setting batch_size is 8 on ranks 0, 2, 9 on rank 1"),
     ],

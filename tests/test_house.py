@@ -24,7 +24,17 @@ COLUMNS = (
     ("collectives", "balance", "data", "nn"),
     ("strategies", "tasks"),
     (
-        *("checkpoint", "evaluation", "step", "progress", "ledger", "by_hand", "equality", "guard"),
+        *(
+            "checkpoint",
+            "evaluation",
+            "step",
+            "progress",
+            "ledger",
+            "by_hand",
+            "equality",
+            "guard",
+            "replicas",
+        ),
         *("assembly", "feed", "run_state", "engine", "report", "rundir"),
     ),
     ("saving", "fitting", "verification", "benching", "testing"),

@@ -101,6 +101,16 @@ class RunConfig:
         "the last checkpoint",
         choices=("stop", "skip", "restore"),
     )
+    check_replicas: int | None = option(
+        None,
+        "compare what ranks must hold alike every N steps and at the end; 0: never (default: as often as costs 0.5 %)",
+        metavar="N",
+    )
+    heal: str | None = option(
+        None,
+        "where replicas differ, give them the state of the majority or of rank 0 (default: stop)",
+        choices=("majority", "rank0"),
+    )
     compress: str | None = option(
         None, "send gradients in fewer bits: fp16, bf16, int8, top-k, powersgd; not exact", metavar="NAME"
     )
@@ -161,7 +171,7 @@ class RunConfig:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("batch_size", "epochs", "steps", "micro_batch", "processes", "quantum"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("workers", "evaluate_every", "seed"):
+        for name in ("workers", "evaluate_every", "seed", "check_replicas"):
             _at_least(name, getattr(self, name), 0)
         _positive("clip_norm", self.clip_norm)
         _positive("bucket_mb", self.bucket_mb)
@@ -177,6 +187,11 @@ class RunConfig:
         _one_of("on_save_error", self.on_save_error, ("stop", "go-on"))
         _one_of("device", self.device, ("cpu", "cuda"))
         _one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
+        _one_of("heal", self.heal, ("majority", "rank0"))
+        if self.heal and self.check_replicas == 0:
+            raise ConfigurationError(
+                f"heal={self.heal} would do nothing with check_replicas=0; leave one out"
+            )
         if self.non_finite != "stop" and self.compress in REMEMBERING:
             raise ConfigurationError(
                 f"compress {self.compress!r} sends in later steps what it could not send in a step, and after one that "

@@ -29,7 +29,7 @@ from evener.balance.base import Balancer
 from evener.by_hand import ByHand
 from evener.config import RunConfig
 from evener.data.batch import Batch
-from evener.equality import agreement
+from evener.equality import agree_on_optimizer, agreement
 from evener.errors import ConfigurationError
 from evener.evaluation import EvaluationOptions, InputsOnly, evaluate, predict
 from evener.feed import Feed
@@ -39,6 +39,7 @@ from evener.losses import Loss
 from evener.observer import Observer, Observers
 from evener.progress import Progress
 from evener.records import EvaluationRecord
+from evener.replicas import Replicas
 from evener.run_state import RunState
 from evener.runtime.board import quickest
 from evener.runtime.session import Session
@@ -85,21 +86,17 @@ class Engine:
             undo.callback(self.learner.close)
             self.observers = Observers(list(observers), self.session.rank)
             self.scheduler = build_scheduler(task, self.learner.optimizer)
+            agree_on_optimizer(self.learner.optimizer, self.scheduler, self.learner.names, self.session)
             self.guard = Guard(self.config.non_finite, self.learner, self.observers.event)
             control = quickest(self.session)
-            self.ledger = Ledger(
-                control,
-                self.learner.mesh,
-                self.session.device,
-                lambda: self.loss,
-                self._observe,
-                self.guard.waits,
-            )
+            device, waits = self.session.device, self.guard.waits
+            self.ledger = Ledger(control, self.learner.mesh, device, lambda: self.loss, self._observe, waits)
             self._by_hand = ByHand(self.learner, control, self.config.non_finite)
+            self._replicas = Replicas(self.learner, control, self.config, self.observers.event)
             late = self.ledger.steps_late
             self._feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
-            self._state = RunState(self.learner, self._feed, self.scheduler, self.config)
-            undo.callback(self._state.saver.close)
+            self.state = RunState(self.learner, self._feed, self.scheduler, self.config)
+            undo.callback(self.state.saver.close)
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self._at_hand = ExitStack()
@@ -130,7 +127,7 @@ class Engine:
     @property
     def progress(self) -> Progress:
         """Where the run stands in its data."""
-        return self._state.progress
+        return self.state.progress
 
     @property
     def steps_done(self) -> int:
@@ -173,6 +170,7 @@ class Engine:
                 batch = upcoming
             self.ledger.finish()
             self.tell()
+            self._replicas.check(self.steps_done, everything=True)
 
     def _reached_last_step(self) -> bool:
         return self.config.steps is not None and self.steps_done >= self.config.steps
@@ -195,7 +193,6 @@ class Engine:
         began, learner, ledger = time.perf_counter(), self.learner, self.ledger
         number = self.steps_done
         with self.session.watchdog.explained(), self.session.watchdog.phase("training", step=number):
-            self.guard.begin()
             step = Step(batch, number, ledger.settle, list(learner.names.values()))
             next_count = ledger.count(self._upcoming)
             outcome = learner.run(batch, lambda: ledger.divisor(step), number)
@@ -230,6 +227,7 @@ class Engine:
         self.session.watchdog.progress(f"step {self.steps_done}{of}, epoch {batch.epoch + 1}")
         if self.scheduler is not None and (batch.last or self.task.scheduler_interval == "step"):
             self.scheduler.step()
+        self._replicas.after(self.steps_done, self.settle)
 
     def tell(self) -> None:
         """Tells the observers what they have not been told yet of steps that are over and known."""
@@ -331,7 +329,7 @@ class Engine:
         All ranks call it, and each gets the whole model; :meth:`save` needs no room for that.
         """
         self.settle()
-        return self._state.whole()
+        return self.state.whole()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, which stays the caller's own.
@@ -339,7 +337,7 @@ class Engine:
         Raises:
             ConfigurationError: If it is of another model or optimizer, or the order of samples would be another one.
         """
-        self._state.take(state)
+        self.state.take(state)
 
     def save(self, directory: Path, *, keep: int = 2, wait: bool = True) -> Path:
         """Writes a checkpoint into ``directory``, every rank what it alone holds; returns the checkpoint's directory.
@@ -356,7 +354,7 @@ class Engine:
             CheckpointError: If it could not be written, or the one before it could not; on all ranks.
         """
         self.settle()
-        return self._state.save(directory, checkpoint.Keep(keep), wait)
+        return self.state.save(directory, checkpoint.Keep(keep), wait)
 
     def finish_saving(self) -> None:
         """Waits for the checkpoint that is being written, if there is one. All ranks call it.
@@ -364,12 +362,7 @@ class Engine:
         Raises:
             CheckpointError: If it could not be written; on all ranks.
         """
-        self._state.saver.finish()
-
-    @property
-    def saving_failed(self) -> bool:
-        """Whether a save under way is known, on this rank, to have failed; :meth:`finish_saving` raises why."""
-        return self._state.saver.has_failed
+        self.state.saver.finish()
 
     def load(self, path: Path, tell: Callable[[str], object] = warnings.warn) -> None:
         """Goes on from the checkpoint of a run directory, or the one that is named; each rank reads what it holds.
@@ -383,7 +376,14 @@ class Engine:
             ConfigurationError: If there is none, or as :meth:`load_state_dict`.
             DataError: If none can be read.
         """
-        self._state.load(path, tell)
+        self.state.load(path, tell)
+
+    def fall_back(self, path: Path, tell: Callable[[str], object] = warnings.warn) -> None:
+        """As :meth:`load`, after an error that all ranks have raised alike in a step; ``batches()`` begins anew."""
+        self.ledger.forget()
+        self._feed.rewind()
+        self.load(path, tell)
+        self.learner.start_afresh()
 
     def close(self) -> None:
         """Gives back the strategy's and, where the engine opened it, the session's processes and memory."""

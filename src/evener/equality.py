@@ -7,17 +7,22 @@ up unequal things, and samples are lost or counted twice. So the ranks tell each
 from __future__ import annotations
 
 import json
+import platform
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.runtime.session import Session
-from evener.strategies.model import signature
+from evener.strategies.model import named_tensors
 from evener.task import Task
 
 Facts = Mapping[str, Any]
@@ -27,31 +32,125 @@ _OWN = {"run_dir", "resume", "device", "processes", "workers"}
 """Settings that a machine may have of its own."""
 
 
-def facts_of(task: Task, config: RunConfig, model: nn.Module) -> dict[str, Any]:
+_OF_DEVICE = {"params", "foreach", "fused", "capturable"}
+"""What an optimizer's groups may have of their own where devices differ."""
+_FORM = "the model"
+_OPTIONAL = ("evaluate", "penalty", "scheduler", "collate")
+"""Parts that a task may have or not."""
+
+
+def facts_of(task: Task, config: RunConfig, model: nn.Module, backend: str = "") -> dict[str, Any]:
     """What this rank is about to do."""
     settings = {name: value for name, value in config.as_dict().items() if name not in _OWN}
-    tensors = signature(model)
     return {
         **{f"setting {name}": value for name, value in settings.items()},
+        "the version of torch": torch.__version__,
+        "the backend": backend,
         "Task.batch_size": task.batch_size,
         "Task.epochs": task.epochs,
         "Task.partition": task.partition,
+        "Task.loss": type(task.loss).__qualname__,
+        "Task.metrics": sorted(task.metrics or ()),
+        "Task.scheduler_interval": task.scheduler_interval,
+        **{f"a {part} of the task": getattr(task, part) is not None for part in _OPTIONAL},
         "length of the training set": _length(task.train, task.partition),
         "length of the evaluation set": _length(task.evaluate, task.partition),
-        "number of tensors in the model": len(tensors),
-        "names, types and shapes of the model's tensors (a checksum)": zlib.crc32(
-            json.dumps(tensors).encode()
-        ),
+        _FORM: zlib.crc32(json.dumps(form_of(model)).encode()),
     }
+
+
+def form_of(model: nn.Module) -> list[str]:
+    """What a model is, in lines: its tensors in order with type, shape and ties, its modules and those of PyTorch with
+    their options. Numbers are not compared: all ranks get those of rank 0."""
+    seen: dict[int, str] = {}
+    tensors = [
+        f"{name}: {str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
+        f"{'' if tensor.requires_grad else ', not trained'}{_tie(seen.setdefault(id(tensor), name), name)}"
+        for name, tensor in named_tensors(model).items()
+    ]
+    return [*tensors, *(f"{name or 'all'}: {_kind(module)}" for name, module in model.named_modules())]
+
+
+def _tie(first: str, name: str) -> str:
+    return "" if first == name else f", the same as {first}"
+
+
+def _kind(module: nn.Module) -> str:
+    """Of other modules than PyTorch's nobody knows what else their words tell."""
+    kind = type(module)
+    return f"{kind.__qualname__}({module.extra_repr() if kind.__module__.startswith('torch.nn.') else ''})"
 
 
 def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.Module], None]:
     """What compares the task and its model with those of all ranks, which do so together."""
 
     def agree(model: nn.Module) -> None:
-        check_equal(session.control.gather_objects(facts_of(task, config, model)))
+        backend = dist.get_backend(session.world) if session.world is not None else ""
+        facts: list[Facts] = session.control.gather_objects(facts_of(task, config, model, backend))
+        check_equal([{**fact, _FORM: 0} for fact in facts])
+        if len({fact[_FORM] for fact in facts}) > 1:
+            check_forms(session.control.gather_objects(form_of(model)))
+        _warn_of_python(session)
 
     return agree
+
+
+def _warn_of_python(session: Session) -> None:
+    """It may well go together, and not what is pickled by one and read by another."""
+    found = session.control.gather_objects(platform.python_version())
+    if len(set(found)) > 1 and session.rank == 0:
+        warnings.warn(f"the ranks run different versions of Python: {_listed(found)}", stacklevel=2)
+
+
+def check_forms(forms: Sequence[Sequence[str]]) -> None:
+    """Compares the models of all ranks line by line.
+
+    Raises:
+        ConfigurationError: Names the first line that differs, on each rank.
+    """
+    lines = zip_longest(*forms, fillvalue="nothing more")
+    first = next((list(line) for line in lines if len(set(line)) > 1), None)
+    if first is not None:
+        raise ConfigurationError(
+            f"the ranks do not train the same model: {_listed(first)}. Every rank must build the same model, with "
+            "the same tensors in the same order"
+        )
+
+
+def agree_on_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: Any, names: Mapping[nn.Parameter, str], session: Session
+) -> None:
+    """Compares what steps the weights, which the ranks do together.
+
+    Raises:
+        ConfigurationError: As :func:`check_equal`.
+    """
+    check_equal(session.control.gather_objects(facts_of_optimizer(optimizer, scheduler, names)))
+
+
+def facts_of_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: Any, names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """Its class, its groups and their options, and the scheduler's class."""
+    facts: dict[str, Any] = {
+        "the optimizer": type(optimizer).__qualname__,
+        "the scheduler": type(scheduler).__qualname__,
+        "the number of the optimizer's groups": len(optimizer.param_groups),
+    }
+    for place, group in enumerate(optimizer.param_groups):
+        held = [names.get(parameter, "?") for parameter in group["params"]]
+        facts[f"the number of parameters in the optimizer's group {place}"] = len(held)
+        for number, name in enumerate(held):
+            facts[f"parameter {number} in the optimizer's group {place}"] = name
+        for key in sorted(group.keys() - _OF_DEVICE):
+            facts[f"{key} in the optimizer's group {place}"] = _plain(group[key])
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "a tensor" if value.is_meta else value.tolist()
+    return value if isinstance(value, int | float | str | tuple | None) else type(value).__qualname__
 
 
 def _length(dataset: Any, partition: str) -> Any:
@@ -67,15 +166,17 @@ def check_equal(facts: Sequence[Facts]) -> None:
     Raises:
         ConfigurationError: If they differ; names what differs and on which ranks.
     """
-    first = facts[0]
-    for name in first:
+    for name in dict.fromkeys(name for fact in facts for name in fact):
         values = [fact.get(name) for fact in facts]
         if any(value != values[0] for value in values):
-            seen = ", ".join(f"{value} on {_ranks(values, value)}" for value in _distinct(values))
             raise ConfigurationError(
-                f"the ranks do not train the same: {name} is {seen}. Every rank must build the same task from the same "
-                'data; data that hosts hold apart are said by Task(partition="sample")'
+                f"the ranks do not train the same: {name} is {_listed(values)}. Every rank must build the same task "
+                'from the same data; data that hosts hold apart are said by Task(partition="sample")'
             )
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(f"{value} on {_ranks(values, value)}" for value in _distinct(values))
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:

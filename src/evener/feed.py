@@ -81,6 +81,10 @@ class Feed:
             self.balancer.load_state_dict(self.balancer_state)
         return self._loader
 
+    def rewind(self) -> None:
+        """Batches may be opened again; those that were are closed."""
+        self._loader = None
+
     def next(self, source: Iterator[Batch], step: int) -> Batch | None:
         """The next batch, on the device; None at the end."""
         began = time.perf_counter()

@@ -37,6 +37,7 @@ class Guard:
 
     def __init__(self, policy: str, learner: Learner, tell: Callable[[Any], None]) -> None:
         self._policy, self._learner, self._tell = policy, learner, tell
+        learner.may_leave_out = policy == "skip"
         self._late = is_late(learner.session.device)
         self.skipped = 0
         """Steps that were left out."""
@@ -46,11 +47,6 @@ class Guard:
     def waits(self) -> bool:
         """Whether the results of all ranks have to be known before an update."""
         return self._policy != "stop"
-
-    def begin(self) -> None:
-        """A step begins, which may be left out."""
-        if self._policy == "skip":
-            self._learner.remember_buffers()
 
     def passes(self, step: Step) -> bool:
         """Whether the update of a step is to be made; asked on all ranks alike, when its gradients are complete.

@@ -242,6 +242,12 @@ class Ledger:
             self._times_known(self._before, signals)
             self._before = self._unmeasured = None
 
+    def forget(self) -> None:
+        """The steps that nobody has been told of were for nothing."""
+        self._in_flight = self._unmeasured = self._before = None
+        self._measured.clear()
+        self._counts = {}
+
     def told(self) -> Iterator[Step]:
         """Steps that are over and known and have not been handed out yet."""
         while self._measured and self._measured[0].seconds:

@@ -54,7 +54,7 @@ class Saving:
         passed, every = time.monotonic() - self._last, self._interval.seconds
         if every and passed >= every and self._engine.session.rank == 0:
             return _SAVE
-        return _LOOK if self._engine.saving_failed else 0.0
+        return _LOOK if self._engine.state.saver.has_failed else 0.0
 
     def stepped(self, batch: Batch) -> None:
         """A step was taken.

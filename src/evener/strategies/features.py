@@ -123,6 +123,10 @@ class SameBits(Synchronizer):
     def words(self) -> str:  # type: ignore[override]
         return self._inner.words
 
+    @property
+    def keeps_equal(self) -> bool:  # type: ignore[override]
+        return self._inner.keeps_equal
+
     def wrap(self, replica: nn.Module) -> nn.Module:
         return self._inner.wrap(replica)
 

@@ -65,6 +65,8 @@ class Learner:
         """The task's penalty in the last update."""
         self.penalty_soundness: Readout = Here(0.0)
         """Not finite if the gradient of the penalty is not."""
+        self.may_leave_out = False
+        """Whether updates may be left out, so that buffers have to be remembered."""
         self._remembered: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         self._portion = portion
         self._portions: dict[int, Any] = {}  # of the task's own data sets, which live as long
@@ -148,7 +150,7 @@ class Learner:
             self._leave_out()
         self.synchronizer.updated(step)
 
-    def remember_buffers(self) -> None:
+    def _remember_buffers(self) -> None:
         """As they are now is how they will be if the next update is left out."""
         self._remembered = [
             (held, name, buffer, buffer.clone())
@@ -157,11 +159,20 @@ class Learner:
             if buffer is not None
         ]
 
+    def start_afresh(self) -> None:
+        """Forgets a step that was begun, after another state has been taken up. A collective call."""
+        self._clear_gradients()
+        self.synchronizer.updated(0)
+
+    def _clear_gradients(self) -> None:
+        """Those too that the optimizer does not have."""
+        for parameter in self.names:
+            parameter.grad = None
+
     @torch.no_grad()
     def _leave_out(self) -> None:
         """Nothing is left of the step: neither its gradients nor what its forward pass wrote."""
-        for parameter in self.names:
-            parameter.grad = None
+        self._clear_gradients()
         for held, name, buffer, value in self._remembered:
             held[name] = buffer.copy_(value)
 
@@ -195,6 +206,8 @@ class Learner:
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
         self.unsound.found.clear()
+        if self.may_leave_out:
+            self._remember_buffers()
         outcome = self.stepper.run(batch, divisor, step)
         return dataclasses.replace(outcome, unsound=tuple(self.unsound.found))
 

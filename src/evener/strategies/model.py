@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,14 +85,6 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         model.named_buffers(remove_duplicate=False)
     )
     return {clean_name(name): tensor for name, tensor in found.items()}
-
-
-def signature(model: nn.Module) -> list[Any]:
-    """What must be the same on all ranks before any of them sends a tensor."""
-    return [
-        [name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
-        for name, tensor in named_tensors(model).items()
-    ]
 
 
 def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

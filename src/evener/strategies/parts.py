@@ -103,6 +103,8 @@ class Synchronizer:
 
     words = "none: one rank"
     """What sums gradients, for the record."""
+    keeps_equal: bool = True
+    """Whether ranks that hold the same weights and buffers have the same bits after every step."""
 
     def wrap(self, replica: nn.Module) -> nn.Module:
         """What is called in place of ``replica``, which goes from a micro-batch to the total of its terms."""

@@ -63,6 +63,7 @@ class Place:
         if "balance" in settings:
             settings["balance"] = self._weights(settings["balance"])
         usual = {"steps": STEPS, "strategy": self.strategy, "mesh": self.mesh, "dtype": "float64"}
+        usual |= {"check_replicas": 0}  # the battery compares them itself, in its own words
         config = RunConfig(**(usual | settings))
         return Engine(task, config, session=self.session)
 

@@ -54,6 +54,10 @@ class AroundStages(Synchronizer):
         several = self._learner.mesh.group(*DIVIDING_TERMS) is not None
         return self._inner.words if several else "none: each weight is of one stage"
 
+    @property
+    def keeps_equal(self) -> bool:  # type: ignore[override]
+        return self._inner.keeps_equal
+
     def wrap(self, replica: nn.Module) -> nn.Module:
         return self._inner.wrap(replica)
 
