@@ -162,11 +162,17 @@ class RunConfig:
         "longest time in which a run that is asked to stop (SIGTERM, Ctrl-C) may save and end",
         metavar="S",
     )
+    weights: Path | None = option(
+        None,
+        "begin with these weights: safetensors, as evener export writes them, or a state_dict",
+        metavar="FILE",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("run_dir", "resume"):
+        for name in ("run_dir", "resume", "weights"):
             if getattr(self, name) == "":
-                raise ConfigurationError(f"{name} is empty; leave it out, or name a directory")
+                kind = "file" if name == "weights" else "directory"
+                raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("batch_size", "epochs", "steps", "micro_batch", "processes", "quantum"):
@@ -196,6 +202,10 @@ class RunConfig:
             raise ConfigurationError(
                 f"compress {self.compress!r} sends in later steps what it could not send in a step, and after one that "
                 f"is not finite never sends a number again: non_finite={self.non_finite} goes with none, fp16 or bf16"
+            )
+        if self.weights is not None and self.resume is not None and str(self.resume) != AUTO:
+            raise ConfigurationError(
+                "weights and resume exclude each other: a run that goes on has the weights of its checkpoint"
             )
 
     def replace(self, **changes: Any) -> RunConfig:

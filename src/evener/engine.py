@@ -50,6 +50,7 @@ from evener.strategies.learner import Learner
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
 from evener.types import Tree
+from evener.weights import filler
 
 
 class Engine:
@@ -108,7 +109,8 @@ class Engine:
         session = self.session
         strategy = strategy_of(self.config, session.world_size)
         settings = settings_of(self.config, strategy, session.world_size)
-        return set_up(strategy, self.task, session, settings, agreement(self.task, self.config, session))
+        agree, fill = agreement(self.task, self.config, session), filler(self.config.weights)
+        return set_up(strategy, self.task, session, settings, agree, fill)
 
     @property
     def model(self) -> nn.Module:

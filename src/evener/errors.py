@@ -8,7 +8,8 @@
     │   ├── ShareError          shares that are negative, do not add up, or are of the wrong number
     │   └── LossError           a loss whose count cannot be known from the targets
     ├── DataError               a wrong file or checksum; a dataset item of the wrong type
-    ├── CheckpointError         a checkpoint that could not be written
+    ├── StorageError            a file that cannot be written or read: a full disk, no permission
+    │   └── CheckpointError     a checkpoint that could not be written
     ├── DivergenceError         a loss that is not a number; replicas that differ
     ├── RankError               a rank raised an exception, or its process died
     ├── RankTimeoutError        a wait ended without some rank; says which and where it stands
@@ -48,7 +49,11 @@ class DataError(EvenerError):
     """A file, a checksum or a dataset item that is not what it must be."""
 
 
-class CheckpointError(EvenerError):
+class StorageError(EvenerError):
+    """A file that cannot be written or read: no space, no permission."""
+
+
+class CheckpointError(StorageError):
     """A checkpoint could not be written; those before are as they were."""
 
 

@@ -43,7 +43,7 @@ def test_the_help_names_each_of_torchruns_options_once() -> None:
     assert parser.parse_args(["--rdzv_backend", "c10d"]) == parser.parse_args(["--rdzv-backend", "c10d"])
 
 
-@pytest.mark.parametrize("option", ["--run-dir", "--resume", "--json", "--data-dir"])
+@pytest.mark.parametrize("option", ["--run-dir", "--resume", "--weights", "--json", "--data-dir"])
 def test_a_path_that_is_empty_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits", option, ""])

@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from evener.cli import bench, run, train, verify
+from evener.cli import bench, export, run, train, verify
 from evener.errors import EvenerError, RankError
 
-COMMANDS = (train, run, verify, bench)
+COMMANDS = (train, run, verify, bench, export)
 
 
 def parser() -> argparse.ArgumentParser:

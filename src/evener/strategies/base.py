@@ -140,11 +140,13 @@ def set_up(
     session: Session,
     settings: Settings,
     agree: Callable[[nn.Module], None] = lambda model: None,
+    fill: Callable[[nn.Module], None] = lambda model: None,
 ) -> Learner:
     """The learner of a rank: builds the model, lets the strategy divide it, fills it, and builds what steps it.
 
     Args:
         agree: Called with the model before any tensor travels, to compare it with that of other ranks.
+        fill: Called on rank 0 with the model that holds the first weights of all ranks.
     """
     learner = Learner(strategy.label, task, session, settings, strategy.portion)
     with ExitStack() as undo:
@@ -152,6 +154,8 @@ def set_up(
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
         built, source = _build(strategy, task, session, settings)
         agree(built)
+        if session.rank == 0:
+            fill(source or built)
         if strategy.divides_model:
             refuse_hooks(built, strategy.label)
         strategy = strategy.prepared(built, learner)
