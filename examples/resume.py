@@ -19,7 +19,7 @@ def largest_difference(one: evener.Trained, other: evener.Trained) -> float:
 
 
 def main() -> None:
-    stopped = evener.fit("digits", processes=2, steps=11, run_dir=RUN_DIR, **SETTINGS)
+    stopped = evener.fit("digits", processes=2, steps=11, run_dir=RUN_DIR, overwrite=True, **SETTINGS)
     print(f"stopped after {stopped.summary.steps} steps on {stopped.summary.world_size} ranks")
     resumed = evener.fit("digits", processes=1, resume=RUN_DIR, **SETTINGS)
     print(f"ended after {resumed.summary.steps} steps on {resumed.summary.world_size} ranks")

@@ -16,8 +16,8 @@ ROOT = Path(next(iter(evener.__path__)))
 COLUMNS = (
     ("borrowed",),
     (
-        *("errors", "system", "calling", "types", "plugins", "placement", "intervals", "config", "records"),
-        *("observer", "losses", "given", "task"),
+        *("errors", "texts", "system", "streams", "calling", "types", "plugins", "placement", "intervals"),
+        *("config", "records", "observer", "losses", "given", "task"),
     ),
     ("hardware",),
     ("runtime",),

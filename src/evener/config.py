@@ -21,6 +21,7 @@ AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""
 REMEMBERING = ("int8", "top-k", "powersgd")
 """Compressions that keep what they did not send."""
+FULL_DISK = ("stop", "go-on")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -152,16 +153,18 @@ class RunConfig:
         "async: training goes on while a checkpoint is written, from a copy on the CPU; blocking: it waits",
         choices=("async", "blocking"),
     )
-    on_save_error: str = option(
+    on_full_disk: str = option(
         "stop",
-        "what follows if a checkpoint cannot be written, such as on a full disk; the last one of a run must succeed",
-        choices=("stop", "go-on"),
+        "where a checkpoint or the records cannot be written: stop, or go-on without; the last checkpoint of a run must "
+        "be written in any case",
+        choices=FULL_DISK,
     )
     grace_seconds: float = option(
         20.0,
         "longest time in which a run that is asked to stop (SIGTERM, Ctrl-C) may save and end",
         metavar="S",
     )
+    overwrite: bool = option(False, "let the run directory be that of a finished run, which is replaced")
     weights: Path | None = option(
         None,
         "begin with these weights: safetensors, as evener export writes them, or a state_dict",
@@ -190,7 +193,7 @@ class RunConfig:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
-        _one_of("on_save_error", self.on_save_error, ("stop", "go-on"))
+        _one_of("on_full_disk", self.on_full_disk, FULL_DISK)
         _one_of("device", self.device, ("cpu", "cuda"))
         _one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
         _one_of("heal", self.heal, ("majority", "rank0"))

@@ -26,7 +26,7 @@ from evener.nn.names import clean_name
 from evener.observer import Observer
 from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
 from evener.report.terminal import Terminal
-from evener.rundir import CHECKPOINTS, Records, RunDirectory, new_run_dir
+from evener.rundir import CHECKPOINTS, Records, RunDirectory, goes_on_in, new_run_dir, refuse_finished
 from evener.runtime.agreement import evener_version
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
 from evener.runtime.interrupt import GRACE_SECONDS, Deferral, asked, check, deferring, last_words
@@ -77,6 +77,8 @@ def fit(
     """
     config = (config or RunConfig()).replace(**settings)
     resolve(task, BUILT_IN, options)
+    if config.run_dir is not None and not (config.overwrite or goes_on_in(config.run_dir, config.resume)):
+        refuse_finished(config.run_dir)
     processes = check_plan(config, rendezvous)
     job = FitJob(task, dict(options or {}), config, show, list(observers), run_home, not is_launched())
     results = launch(
@@ -223,7 +225,9 @@ class Run:
         with ExitStack() as undo:
             told = list(observers)
             if config.run_dir is not None and session.rank == 0:
-                told.insert(0, Records(undo.enter_context(RunDirectory(config.run_dir)).path))
+                goes_on = goes_on_in(config.run_dir, config.resume)
+                undo.enter_context(RunDirectory(config.run_dir, goes_on or config.overwrite))
+                told.insert(0, Records(config.run_dir, goes_on, config.on_full_disk == "stop"))
             if show:
                 told.append(Terminal())
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))

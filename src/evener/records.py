@@ -133,10 +133,18 @@ def _finite(value: Any) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a file of JSON whole or not at all."""
+    _replace(path, dumps(value, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(dumps(value, indent=2) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 class RecordFile:
@@ -148,13 +156,21 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, steps_done: int = 0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _records_until(path, steps_done) if steps_done and path.exists() else []
-        self._file = path.open("w", buffering=1)
-        self._file.writelines(kept)
+        _replace(path, "".join(_records_until(path, steps_done)) if steps_done and path.exists() else "")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: Any) -> None:
-        self._file.write(dumps(as_json(record)) + "\n")
+        """Raises:
+        OSError: If there is no room for it; the file then holds what it held before.
+        """
+        line = memoryview((dumps(as_json(record)) + "\n").encode())
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(whole)
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -1,5 +1,8 @@
 """The directory that a run leaves: of one run at a time, and an earlier one's until the new one has begun.
 
+What a finished run left is replaced only where that was asked for. A run that was cut short may be begun anew in its
+directory, or gone on with.
+
 ::
 
     config.json     the settings, resolved
@@ -12,33 +15,71 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
+import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, StorageError
 from evener.observer import Observer
 from evener.records import EvaluationRecord, RecordFile, RunStart, RunSummary, StepRecord, as_json, write_json
+from evener.streams import unheard
+from evener.system import FULL, in_words, words
 
 CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _OWNER = ".owner"
+_SUMMARY = "summary.json"
+
+
+def goes_on_in(run_dir: Path, resume: Path | None) -> bool:
+    """Whether a run that goes on from ``resume`` is the one whose directory this is."""
+    return resume is not None and (
+        str(resume) == "auto" or resume.resolve().is_relative_to(run_dir.resolve())
+    )
+
+
+def refuse_finished(path: Path) -> None:
+    """Raises:
+    ConfigurationError: If a run that was not cut short has left its summary there.
+    """
+    if _is_finished(path / _SUMMARY):
+        raise ConfigurationError(
+            f"{path} holds a finished run: name another directory with --run-dir, go on with that run with "
+            f"--resume {path}, or replace it with --overwrite"
+        )
+
+
+def _is_finished(summary: Path) -> bool:
+    try:
+        return not json.loads(summary.read_text()).get("interrupted", False)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):  # of a run of an unknown kind, which is not ours to replace
+        return True
 
 
 class RunDirectory:
     """Holds a directory for one run, from ``__enter__`` to ``__exit__``.
 
+    Args:
+        replaces: Whether what a finished run left there may be replaced or gone on with.
+
     Raises:
-        ConfigurationError: When entered, if another run writes there or it is no directory.
+        ConfigurationError: When entered, if another run writes there or has finished there, or it is no directory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, replaces: bool = False) -> None:
+        self.path, self._replaces = path, replaces
         self._lock = FileLock(path / _LOCK, timeout=0)
 
     def __enter__(self) -> RunDirectory:
@@ -51,9 +92,22 @@ class RunDirectory:
                 "for its end"
             ) from None
         except OSError as error:
-            raise ConfigurationError(f"{self.path} cannot hold a run: {error}") from error
-        (self.path / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            raise ConfigurationError(f"{self.path} cannot hold a run: {words(error)}") from error
+        try:
+            self._claim()
+        except BaseException:
+            self._lock.release()
+            raise
         return self
+
+    def _claim(self) -> None:
+        """Now that no other run can finish here."""
+        if not self._replaces:
+            refuse_finished(self.path)
+        for torn in self.path.glob(".*.json*.*"):  # of a writer that was killed
+            torn.unlink(missing_ok=True)
+        with in_words(f"{self.path} cannot hold a run"):
+            (self.path / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
 
     def _owner(self) -> str:
         try:
@@ -68,17 +122,38 @@ class RunDirectory:
         self._lock.release()
 
 
-class Records(Observer):
-    """Writes settings, records and summary into a directory that the run holds."""
+def _say(text: str) -> None:
+    print(f"evener: {text}", file=unheard(sys.stderr), flush=True)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+
+class Records(Observer):
+    """Writes settings, records and summary into a directory that the run holds.
+
+    Args:
+        goes_on: Whether the run goes on with the one whose directory it is; else nothing of an earlier one stays, its
+            checkpoints neither: a later run would go on from them with other settings.
+        stops: Whether a full disk ends the run; else it goes on without the records for which there is no room, and
+            writes again when there is.
+        say: Told of that, once.
+
+    Raises:
+        StorageError: While the run is told of, if something cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, goes_on: bool = False, stops: bool = True, say: Callable[[str], None] = _say
+    ) -> None:
+        self._path, self._goes_on, self._stops, self._say = path, goes_on, stops, say
         self._file: RecordFile | None = None
+        self._lost = 0
 
     def start(self, run: RunStart) -> None:
-        (self._path / "summary.json").unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
-        write_json(self._path / "config.json", run.settings)
-        self._file = RecordFile(self._path / "records.jsonl", run.steps_done)
+        with in_words(f"no run can begin in {self._path}"):
+            (self._path / _SUMMARY).unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
+            if not self._goes_on and (self._path / "checkpoints").exists():
+                shutil.rmtree(self._path / "checkpoints")
+            write_json(self._path / "config.json", run.settings)
+            self._file = RecordFile(self._path / "records.jsonl", run.steps_done if self._goes_on else 0)
 
     def step(self, record: StepRecord) -> None:
         self._write(record)
@@ -90,15 +165,32 @@ class Records(Observer):
         self._write(record)
 
     def end(self, summary: RunSummary | None) -> None:
-        if summary is not None:
-            write_json(self._path / "summary.json", as_json(summary))
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._file = None
+        if self._lost:
+            self._say(
+                f"{self._lost:,} records of this run are not in {self._path}, for which there was no room"
+            )
+        if summary is not None:
+            self._do(lambda: write_json(self._path / _SUMMARY, as_json(summary)))
 
     def _write(self, record: Any) -> None:
-        assert self._file is not None, "the run has not begun"
-        self._file.write(record)
+        file = self._file
+        assert file is not None, "the run has not begun"
+        self._do(lambda: file.write(record))
+
+    def _do(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            said = f"the records cannot be written to {self._path}: {words(error)}"
+            if self._stops or error.errno not in FULL:
+                raise StorageError(f"{said}. To train on without them give --on-full-disk go-on") from error
+            if not self._lost:
+                self._say(f"{said}. The run goes on without them")
+            self._lost += 1
 
 
 def new_run_dir(task_name: str, now: float, home: Path) -> Path:
@@ -112,5 +204,7 @@ def new_run_dir(task_name: str, now: float, home: Path) -> Path:
             path.mkdir(parents=True)
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise ConfigurationError(f"{home} cannot hold a run: {words(error)}") from error
         else:
             return path

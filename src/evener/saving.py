@@ -98,7 +98,7 @@ class Saving:
         try:
             act()
         except CheckpointError as error:
-            if self._config.on_save_error == "stop":
+            if self._config.on_full_disk == "stop":
                 raise
             self._engine.observers.event(Note(self._engine.steps_done, f"{error}; the run goes on"))
 
@@ -119,7 +119,7 @@ class Saving:
         try:
             engine.finish_saving()
         except CheckpointError:
-            if self._config.on_save_error == "stop":
+            if self._config.on_full_disk == "stop":
                 raise
             self._saved_at = -1  # this or an earlier one: it is tried once more
         if self._saved_at != engine.steps_done:

@@ -28,11 +28,11 @@ _CURES = {
     errno.ENOMEM: "use fewer processes or workers, or smaller batches",
     errno.EAGAIN: "raise the limit on processes (ulimit -u), or use fewer processes or workers",
 }
-_SHORTAGES = FULL | {errno.EROFS, errno.EMFILE, errno.ENFILE}
+_SHORTAGES = FULL | {errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE}
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether it says what the machine lacks, of which a traceback would tell nothing more."""
+    """Whether it says what the machine lacks or forbids, of which a traceback would tell nothing more."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 

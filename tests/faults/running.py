@@ -24,7 +24,8 @@ class Fault:
 
     name: str
     task: str
-    """Of :mod:`tests.faults.tasks`; one that touches the file ``fault`` of its directory when the fault begins."""
+    """Of :mod:`tests.faults.tasks`, or with its module; one that touches the file ``fault`` of its directory when the
+    fault begins."""
     status: int
     words: tuple[str, ...]
     """Regular expressions that standard error must hold, each once or more."""
@@ -50,7 +51,7 @@ def rows(*faults: Fault, slow: Sequence[str] = ()) -> list[object]:
 def suffer(fault: Fault, directory: Path, processes: int = 2) -> Ended:
     """``evener train`` with the fault, in a directory of its own; fails where the promise is not kept."""
     settings = ("--processes", str(processes), "--device", "cpu", "--run-dir", str(directory / "run"))
-    task = f"tests.faults.tasks:{fault.task}"
+    task = fault.task if ":" in fault.task else f"tests.faults.tasks:{fault.task}"
     os.environ["EVENER_TESTS_FAULT"] = str(directory / "fault")
     began = time.monotonic()
     program = start("-m", "evener.cli.main", "train", task, *settings, *fault.arguments)

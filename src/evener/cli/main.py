@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from evener.cli import bench, export, run, train, verify
 from evener.errors import EvenerError, RankError
+from evener.streams import guarded, open_missing, unheard
+from evener.system import words
 
 COMMANDS = (train, run, verify, bench, export)
 
@@ -29,16 +31,35 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, 1 (the answer is no, or the run failed), 2 (wrong command line)."""
-    parsed = parser().parse_args(arguments)
+    open_missing()
     try:
-        status: int = parsed.execute(parsed)
+        with guarded():
+            parsed = parser().parse_args(arguments)
+            status: int = parsed.execute(parsed)
+    except SystemExit:
+        raise
     except EvenerError as error:
         label = "" if isinstance(error, RankError) else f"{type(error).__name__}: "
-        print(f"evener: {label}{error}", file=sys.stderr, flush=True)
-        return error.exit_status
+        return _told(f"{label}{error}", error.exit_status)
     except KeyboardInterrupt:
-        print("evener: interrupted", file=sys.stderr, flush=True)
-        return 130
+        return _told("interrupted", 130)
+    except OSError as error:
+        return _told(words(error), 1) if error.errno else _told_of(error)
+    except BaseException as error:
+        return _told_of(error)
+    return status
+
+
+def _told_of(error: BaseException) -> int:
+    """An exception of the user's own in a run of one process, as a rank tells of one."""
+    from evener.runtime.failure import failure_of
+
+    failure = failure_of(error, 0)
+    return _told(str(failure.to_error()), failure.exit_status)
+
+
+def _told(text: str, status: int) -> int:
+    print(f"evener: {text}", file=unheard(sys.stderr), flush=True)
     return status
 
 

@@ -41,6 +41,10 @@ def add_config_options(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, entry: dataclasses.Field[Any], kind: type) -> None:
+    if kind is bool:
+        option = f"--{entry.name.replace('_', '-')}"
+        parser.add_argument(option, action="store_true", default=None, help=entry.metadata["help"])
+        return
     parser.add_argument(
         f"--{entry.name.replace('_', '-')}",
         dest=entry.name,

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from evener.observer import Observer
 from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.report.ranks import RecentSteps
+from evener.streams import unheard
 
 PLAIN_SECONDS = 5.0
 """Time between two plain lines."""
@@ -29,7 +30,7 @@ class Terminal(Observer):
         self._given = stream
 
     def start(self, run: RunStart) -> None:
-        self._stream = self._given or sys.stderr
+        self._stream = unheard(self._given or sys.stderr)  # that nobody looks on is no reason to stop
         self._total = run.total_steps
         self._batch_size = run.batch_size
         self._first = run.steps_done

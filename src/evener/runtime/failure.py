@@ -14,7 +14,6 @@ import pickle
 import re
 import sys
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,8 @@ from typing import Any
 import cloudpickle
 
 from evener.errors import EvenerError, InterruptedRunError, RankError, RankTimeoutError
+from evener.system import is_shortage, words
+from evener.texts import said, shortened, trace_of
 
 _CONSEQUENCES = {"error": 0, "exit": 0, "killed": 0, "communication": 1, "interrupted": 1, "ended": 2}
 """Kinds of failure; one with a higher number follows from another rank's with a lower."""
@@ -32,6 +33,8 @@ _COMMUNICATION = re.compile(
     r"|no route to host|failed to (recv|send)|store",
     re.IGNORECASE,
 )
+_LONGEST_PICKLE = 100_000
+"""Characters; an error with more is told in words."""
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -72,7 +75,7 @@ class Failure:
             error.exit_status = self.exit_status
             return error
         if not isinstance(again, RankError | RankTimeoutError | InterruptedRunError):
-            again.args = (f"rank {self.rank}: {again}", *again.args[1:])
+            again.args = (f"rank {self.rank}: {said(again)}", *again.args[1:])
         return again
 
     def _unpickled(self) -> EvenerError | None:
@@ -88,12 +91,12 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, EvenerError):
         return isinstance(error, RankError | RankTimeoutError)
     is_ours = isinstance(error, RuntimeError | ConnectionError | TimeoutError)
-    return is_ours and _COMMUNICATION.search(str(error)) is not None
+    return is_ours and _COMMUNICATION.search(said(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:
     """Whether a communication error says that a rank was late rather than gone."""
-    return _TIMEOUT.search(str(error)) is not None
+    return _TIMEOUT.search(said(error)) is not None
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -101,17 +104,17 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     error = _cause_of_interruption(error)
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else 1
-        words = f": {error.code}" if isinstance(error.code, str) else f" with status {status}"
-        return Failure(rank, "exit", f"ended{words}", time=time.time(), exit_status=status)
+        code = f": {shortened(error.code)}" if isinstance(error.code, str) else f" with status {status}"
+        return Failure(rank, "exit", f"ended{code}", time=time.time(), exit_status=status)
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, "interrupted", "interrupted by SIGINT", time=time.time(), exit_status=130)
     return Failure(
         rank,
         _kind(error),
-        f"raised {type(error).__name__}: {error}{_hint(error)}",
-        _user_traceback(error),
+        f"raised {type(error).__name__}: {_words(error)}{_hint(error)}",
+        "" if is_shortage(error) else _user_traceback(error),
         vars(error).get("time", time.time()),  # of a signal: before what followed from it elsewhere
-        getattr(error, "exit_status", 1),
+        error.exit_status if isinstance(error, EvenerError) else 1,
         _pickled(error),
     )
 
@@ -142,9 +145,21 @@ def recorded_failure(document: dict[str, Any]) -> Failure | None:
 
 def _hint(error: BaseException) -> str:
     """PyTorch raises the death of a worker wherever the main thread is."""
-    if str(error).startswith("DataLoader worker") and "killed by signal" in str(error):
+    if (text := said(error)).startswith("DataLoader worker") and "killed by signal" in text:
         return "(out of memory or /dev/shm? the kernel's log, dmesg, would say; use fewer workers)"
     return ""
+
+
+def _words(error: BaseException) -> str:
+    """What it says; of a shortage, of which no traceback is shown, also where in the program it struck."""
+    if not (isinstance(error, OSError) and is_shortage(error)):
+        return said(error)
+    trace = _below_runtime(error.__traceback__) or error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code if trace is not None else None
+    where = f" (at {code.co_filename}:{trace.tb_lineno} in {code.co_name})" if code and trace else ""
+    return f"{words(error)}{where}"
 
 
 def _kind(error: BaseException) -> str:
@@ -164,7 +179,8 @@ def _pickled(error: BaseException) -> str:
         return ""
     try:
         bare = error.with_traceback(None)
-        return base64.b64encode(cloudpickle.dumps(bare)).decode()
+        pickled = base64.b64encode(cloudpickle.dumps(bare)).decode()
+        return pickled if len(pickled) <= _LONGEST_PICKLE else ""
     except Exception:
         return ""
 
@@ -173,8 +189,7 @@ def _user_traceback(error: BaseException) -> str:
     """As Python prints it, without the frames of the worker that called the user's code."""
     trace = error.__traceback__
     inner = _below_runtime(trace)
-    lines = traceback.format_exception(type(error), error, inner or trace)
-    return "".join(lines).rstrip()
+    return trace_of(error, inner or trace)
 
 
 def _below_runtime(trace: TracebackType | None) -> TracebackType | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +25,7 @@ from evener.runtime.environment import check_processes, default_device, default_
 from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.rendezvous import Rendezvous
+from evener.runtime.scratch import scratch
 from evener.runtime.session import RUN_DIR, threads_per_rank
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 from evener.runtime.worker import BOOTSTRAP, Call, Job, result_of
@@ -74,9 +74,9 @@ def launch(
     if processes == 1 and (rendezvous is None or (rendezvous.is_standalone and not rendezvous.max_restarts)):
         with job.signals():
             return [job.run()]
-    with tempfile.TemporaryDirectory(prefix="evener-run-", ignore_cleanup_errors=True) as name:
-        run_job(job, processes, rendezvous, Path(name), sys.path, grace_seconds)
-        return [result_of(Path(name), local_rank) for local_rank in range(processes)]
+    with scratch() as directory:
+        run_job(job, processes, rendezvous, directory, sys.path, grace_seconds)
+        return [result_of(directory, local_rank) for local_rank in range(processes)]
 
 
 def is_launched() -> bool:

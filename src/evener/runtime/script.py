@@ -11,7 +11,6 @@ import importlib.util
 import os
 import runpy
 import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from evener.errors import ConfigurationError
 from evener.runtime.environment import detect
 from evener.runtime.launch import is_launched, resolve_processes, run_job
 from evener.runtime.rendezvous import Rendezvous
+from evener.runtime.scratch import scratch
 from evener.runtime.session import RUN_DIR
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 from evener.runtime.worker import Job
@@ -103,17 +103,17 @@ def run_script(
     """
     _check_exists(script, is_module)
     job = Script(script, args, is_module, timeout_seconds, observer)
-    with tempfile.TemporaryDirectory(prefix="evener-run-", ignore_cleanup_errors=True) as name:
+    with scratch() as directory:
         try:
             if is_launched():
                 os.environ.update(detect().variables)
-                job.run_in(Path(name))
+                job.run_in(directory)
             else:
                 processes = resolve_processes(processes, device)
-                run_job(job, processes, rendezvous, Path(name), _path_of_ranks())
+                run_job(job, processes, rendezvous, directory, _path_of_ranks())
         finally:
             if observer is not None:
-                observer.tell(Path(name))
+                observer.tell(directory)
 
 
 def _check_exists(script: str, is_module: bool) -> None:

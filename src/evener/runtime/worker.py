@@ -28,6 +28,7 @@ from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.session import agent_watchdog
 from evener.runtime.stacks import record_crash
 from evener.runtime.watchdog import current_watchdog
+from evener.streams import guard
 
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); "
@@ -87,6 +88,8 @@ def main(run_dir: str) -> None:
     try:
         job: Job = cloudpickle.loads((Path(run_dir) / "job").read_bytes())
         agent_watchdog(environment, job.timeout_seconds)
+        if isinstance(job, Call):  # a foreign script is to meet what Python does
+            guard()
         with job.signals():
             result = job.run()
         _write_result(Path(run_dir) / f"result-{environment.local_rank}", result)
