@@ -24,7 +24,7 @@ COLUMNS = (
     ("collectives", "balance", "data", "nn"),
     ("strategies", "tasks"),
     (
-        *("checkpoint", "weights", "evaluation", "step", "progress", "ledger", "by_hand", "equality"),
+        *("checkpoint", "weights", "step", "skipping", "evaluation", "progress", "ledger", "by_hand", "equality"),
         *("guard", "replicas", "assembly", "feed", "run_state", "engine", "report", "rundir"),
     ),
     ("saving", "fitting", "verification", "benching", "testing"),

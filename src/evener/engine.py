@@ -98,6 +98,7 @@ class Engine:
             self._feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
             self.state = RunState(self.learner, self._feed, self.scheduler, self.config)
             undo.callback(self.state.saver.close)
+            self.skips = self._feed.skips
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self._at_hand = ExitStack()
@@ -219,6 +220,7 @@ class Engine:
 
     def _observe(self, step: Step) -> None:
         """All ranks know the times of the step."""
+        self._feed.count_skipped(step)
         self._feed.observe(step.number, step.batch, step.compute_seconds)
         self.times.compute += step.compute_seconds[self.session.rank]
         self.times.wait += step.wait_seconds[self.session.rank]
@@ -320,6 +322,7 @@ class Engine:
             batch_size=self.batch_size,
             micro_batch=self.config.micro_batch,
             workers=self.config.workers,
+            skips=self.skips is not None,
             weights=self._feed.speeds(self.steps_done),
         )
 

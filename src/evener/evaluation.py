@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from evener.data.batch import MicroBatch, map_leaves
 from evener.errors import ConfigurationError
 from evener.given import check_dataset
 from evener.losses import Accumulator, metric
+from evener.skipping import Announcer
 from evener.strategies.learner import Learner
 from evener.strategies.reading import Reading
 from evener.types import Tree
@@ -32,6 +33,8 @@ class EvaluationOptions:
     batch_size: int
     micro_batch: int | None = None
     workers: int = 0
+    skips: bool = False
+    """Whether samples that cannot be read are left out; not of predictions, which have the order of the dataset."""
     weights: Sequence[float] | None = None
     """Parts of a batch that the ranks take; None is equal parts."""
 
@@ -87,6 +90,7 @@ def predict(
     """
     check_dataset(dataset, "the dataset")
     _check_ordered(dataset)
+    options = replace(options, skips=False)
     pieces: list[tuple[int, int, Tree]] = []
     with evaluating(learner.model):
         for micro, outputs in _forward(learner, dataset, options):
@@ -134,9 +138,12 @@ def _forward(
         workers=options.workers,
         device=learner.session.device,
         epochs=1,
+        skips=options.skips,
     )
+    announcer = Announcer(learner.session.rank)
     with loader:
         for batch in loader:
+            announcer.tell(batch)
             for micro in map(learner.cut.evaluated, learner.place(batch).micro_batches):
                 with learner.micro_scope(micro, 0):
                     yield micro, learner.outputs(micro)

@@ -14,6 +14,8 @@ from evener.data.batch import Batch
 from evener.data.loader import Loader
 from evener.errors import ConfigurationError
 from evener.progress import Progress, SampleOrder
+from evener.skipping import Skips, check_skipping
+from evener.step import Step
 from evener.strategies.learner import Learner
 from evener.strategies.reading import Reading
 
@@ -32,6 +34,7 @@ class Feed:
         self._learner, self._config = learner, config
         self._batch_size, self._epochs, self._steps_late = batch_size, epochs, steps_late
         self._reading = Reading.of(learner, learner.task.train, "training set")
+        self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
         self._loader: Loader | None = None
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
@@ -73,6 +76,7 @@ class Feed:
             epochs=self._epochs,
             start=(progress.epoch, progress.position),
             first_step=progress.steps,
+            skips=self.skips is not None,
         )
         # Besides what the loader draws ahead, a batch is looked at one step early, and times are known late.
         lookahead = self._loader.lookahead + 1 + self._steps_late
@@ -91,6 +95,8 @@ class Feed:
         with self._learner.session.watchdog.phase("loading a batch", step=step):
             batch = next(source, None)
             batch = batch and self._learner.own(self._learner.place(batch))
+        if batch is not None and self.skips is not None:
+            self.skips.read(batch)
         self.input_seconds = time.perf_counter() - began
         return batch
 
@@ -104,6 +110,15 @@ class Feed:
             of_parts = self._learner.data.slowest(seconds)
             known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
             self.balancer.observe(number, batch.shares, known)
+
+    def count_skipped(self, step: Step) -> None:
+        """All ranks know how many samples of the step could not be read.
+
+        Raises:
+            DataError: If they are too many.
+        """
+        if self.skips is not None:
+            self.skips.observe(step)
 
     def new_decisions(self) -> Sequence[Decision]:
         """Changes of shares since the last call."""

@@ -173,12 +173,14 @@ class Tally(Observer):
     def __init__(self, parts: int) -> None:
         self.taken = [0] * parts
         self.last: StepRecord | None = None
+        self.skipped = 0
         self.evaluation_record: EvaluationRecord | None = None
 
     everywhere = True
 
     def step(self, record: StepRecord) -> None:
         self.last = record
+        self.skipped += record.skipped
         self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -297,22 +299,26 @@ class Run:
         return deferring(self._config.grace_seconds, lambda: self._session.watchdog.progress_text)
 
     def _train(self, stop: Deferral) -> None:
-        engine, run_dir = self._engine, self._config.run_dir
+        engine, run_dir, last = self._engine, self._config.run_dir, None
         saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop) if run_dir else None
         self._clock.start()
         for batch in engine.batches():
             check()
             engine.ledger.wish = saving.wish() if saving else 0.0
             engine.step(batch)
+            last = batch
             if batch.last:
                 engine.settle()
                 self._clock.stop()
+                self._tell_skipped(batch.epoch)
             if saving is not None:
                 saving.stepped(batch)
             if batch.last:
                 self._evaluate(saving, batch.epoch)
                 self._clock.start()
         self._clock.stop()
+        if last is not None and not last.last:
+            self._tell_skipped(last.epoch)
         if saving is not None:
             saving.end()
         if not self._is_evaluated():
@@ -326,6 +332,11 @@ class Run:
         metrics = self._engine.evaluate()
         if saving is not None:
             saving.evaluated(metrics)
+
+    def _tell_skipped(self, epoch: int) -> None:
+        engine = self._engine
+        for record in engine.skips.record(engine.steps_done, epoch) if engine.skips else ():
+            engine.observers.event(record)
 
     def _is_evaluated(self) -> bool:
         record = self._tally.evaluation_record
@@ -371,6 +382,7 @@ class Run:
             emulation=self._emulation,
             allreduce=engine.learner.synchronizer.words,
             skipped_steps=engine.guard.skipped,
+            skipped=tally.skipped,
         )
 
     def _shares(self) -> list[float]:

@@ -122,7 +122,7 @@ class Ledger:
         """
         step.contributors = self._mesh.data.contributors
         row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
-        row = row._replace(wish=self.wish)
+        row = row._replace(wish=self.wish, skipped=len(step.batch.skipped))
         doubtful = False
         if self._late:
             step.results = self._gathered(outcome)
@@ -203,6 +203,7 @@ class Ledger:
             step.number - 1: self.wished(step.number - 1),
             step.number: max(s.wish for s in signals),
         }
+        step.skipped = int(sum(signal.skipped for signal in self._mesh.data.of_contributors(signals)))
         self._times_known(step, signals)
         return signals
 

@@ -58,12 +58,29 @@ class StepRecord:
     seconds: float
     shares: tuple[int, ...]
     lr: float
+    skipped: int = 0
+    """Of the samples, those that could not be read and count for nothing."""
     compute_seconds: tuple[float, ...] = ()
     """Time of each rank's own work, up to its last gradient being ready."""
     wait_seconds: tuple[float, ...] = ()
     """Time for which each rank waited for others until all gradients were summed."""
     input_seconds: tuple[float, ...] = ()
     """Time for which each rank waited for samples, before the step."""
+
+
+@dataclass(frozen=True)
+class SkippedRecord:
+    """The samples of an epoch that could not be read."""
+
+    kind: ClassVar[str] = "skipped"
+    step: int
+    epoch: int
+    samples: list[dict[str, Any]]
+    """Of each its rank, its number, and why."""
+
+    @property
+    def words(self) -> str:
+        return f"epoch {self.epoch + 1}: {len(self.samples):,} samples could not be read and were skipped"
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,8 @@ class RunSummary:
     """What summed the gradients."""
     skipped_steps: int = 0
     """Steps whose update was left out, because something was not finite."""
+    skipped: int = 0
+    """Of the samples of this run, those that could not be read and count for nothing."""
 
 
 def as_json(record: Any) -> dict[str, Any]:

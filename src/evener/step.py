@@ -16,7 +16,7 @@ from evener.records import StepRecord
 class Signal(NamedTuple):
     """What one rank tells all others with a step.
 
-    All from ``total`` on but ``wish`` are results, of this step on devices that have done their work when a call
+    Those from ``total`` to ``wait_seconds`` are results, of this step on devices that have done their work when a call
     returns, and of the step before on others.
     """
 
@@ -39,6 +39,8 @@ class Signal(NamedTuple):
     """Time for which it waited for others until the gradients were summed."""
     wish: float = 0.0
     """What the rank wants all to do together; 0 for nothing."""
+    skipped: float = 0.0
+    """Samples of the rank's share of this step that could not be read."""
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Step:
         self.batch = batch
         self.number = number
         self.count = 0.0
+        self.skipped = 0
         self.seconds = 0.0
         self.lr = 0.0
         self.penalty: Readout = Here(0.0)
@@ -128,6 +131,7 @@ class Step:
             epoch=batch.epoch,
             loss=self.loss,
             samples=batch.size,
+            skipped=self.skipped,
             seconds=self.seconds,
             shares=batch.shares,
             lr=self.lr,

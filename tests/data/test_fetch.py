@@ -24,7 +24,7 @@ class Broken(Dataset[Any]):
 def test_a_data_set_that_asks_for_a_gpu_is_told_to_leave_it() -> None:
     found = Fetch(OnGpu(), None, "training set")[np.array([3])]
     assert isinstance(found, Failure)
-    assert "reading samples 3 of the training set failed: the data set asks for a device" in found.message
+    assert "reading sample 3 of the training set failed: the data set asks for a device" in found.message
     assert "remove .cuda() and .to(device)" in found.message
 
 

@@ -54,6 +54,15 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A sample that could not be read, and counts for nothing."""
+
+    sample: int
+    words: str
+    """Which it is, and why."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """A rank's part of a global batch, and what all ranks know of the whole."""
 
@@ -70,6 +79,8 @@ class Batch:
     """At least one, and as many on every rank."""
     last: bool
     """Whether it is the last of its epoch."""
+    skipped: tuple[Skipped, ...] = ()
+    """Samples of this rank's share that are not in its micro-batches."""
     on_host: Batch | None = None
     """The same in the host's memory, where it was copied from there to a device."""
 

@@ -7,22 +7,26 @@ the other side.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from evener.data.batch import map_leaves
+from evener.data.batch import Skipped, map_leaves
 from evener.data.collate import Collate, collate_pairs, collate_with, preview
+from evener.data.naming import called
 from evener.data.order import Ids
 from evener.errors import DataError, InterruptedRunError
 from evener.placement import asks_for_device, way_out
+from evener.texts import said, trace_of
 
+_SPARE = 64
+"""Samples that are tried to stand in where none of a micro-batch can be read."""
 Gather = Callable[[Tensor], tuple[Any, Any]]
 
 
@@ -32,9 +36,14 @@ class Fetched:
 
     inputs: Any
     targets: Any
+    samples: Ids | None = None
+    """The samples that were read, where these are not those that were asked for."""
+    stands_in: bool = False
+    """Whether none of those was read, so that what there is counts for nothing."""
+    skipped: tuple[Skipped, ...] = ()
 
     def pin_memory(self) -> Fetched:
-        return Fetched(map_leaves(_pin, self.inputs), map_leaves(_pin, self.targets))
+        return replace(self, inputs=map_leaves(_pin, self.inputs), targets=map_leaves(_pin, self.targets))
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,13 @@ class Fetch(Dataset[Any]):
     A data set that knows a faster way than item by item offers ``gather_batch(samples)``: of an int64 tensor
     ``(n,)`` it makes the pair that collating these items would give. Without it, and where the user collates,
     items are read by ``__getitems__`` if there is one, else one by one.
+
+    Where reading fails, the samples are read again one by one, to name the one that cannot be read. With ``skips`` it
+    is left out, and what is left is the micro-batch.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, name: str) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, collate: Collate | None, name: str, skips: bool = False) -> None:
+        self._dataset, self._skips = dataset, skips
         self._collate = collate
         self._name = name
         self._gather = gatherer(dataset) if collate is None else None
@@ -61,8 +73,51 @@ class Fetch(Dataset[Any]):
     def __getitem__(self, samples: Ids) -> Fetched | Failure:
         try:
             return self._read(samples)
-        except Exception as error:
+        except InterruptedRunError:
+            raise
+        except Exception as caught:
+            error = caught  # told of outside of here, where what is raised next would have it as its context
+        return self._faulty(samples, error)
+
+    def _faulty(self, samples: Ids, error: Exception) -> Fetched | Failure:
+        """What is left of samples that cannot be read together, or why nothing is."""
+        faults = {sample: fault for sample in samples.tolist() if (fault := self._fault(sample))}
+        if not faults:
             return failure(error, f"reading samples {preview(samples.tolist())} of the {self._name}")
+        first = next(iter(faults))
+        told = failure(faults[first], f"reading {called(self._dataset, first)} of the {self._name}")
+        if not self._skips:
+            return told
+        left = np.array([sample for sample in samples.tolist() if sample not in faults], dtype=np.int64)
+        skipped = tuple(Skipped(sample, self._why(sample, fault)) for sample, fault in faults.items())
+        try:
+            read = left if len(left) else self._spare(first)
+            return replace(self._read(read), samples=read, stands_in=not len(left), skipped=skipped)
+        except InterruptedRunError:
+            raise
+        except Exception:
+            return told
+
+    def _fault(self, sample: int) -> Exception | None:
+        """Why a sample cannot be read, if it cannot."""
+        try:
+            if self._gather is not None:
+                self._gather(torch.tensor([sample]))
+            else:
+                self._items([sample])
+        except InterruptedRunError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _why(self, sample: int, fault: Exception) -> str:
+        return f"{called(self._dataset, sample)} of the {self._name}: {type(fault).__name__}: {said(fault)}"
+
+    def _spare(self, sample: int) -> Ids:
+        """A sample that can be read, to run the model on: other ranks wait for it."""
+        others = ((sample + step) % len(self._dataset) for step in range(1, _SPARE + 1))
+        return np.array([next(other for other in others if not self._fault(other))], dtype=np.int64)
 
     def _read(self, samples: Ids) -> Fetched:
         if self._gather is not None:
@@ -92,11 +147,12 @@ def failure(error: Exception, doing: str) -> Failure:
     if isinstance(error, InterruptedRunError):
         raise error
     if isinstance(error, DataError):
-        return Failure(str(error))
+        return Failure(said(error))
     if asks_for_device(error):
         return Failure(f"{doing} failed: {way_out('the data set', error)}")
-    trace = "".join(traceback.format_exception(error))
-    return Failure(f"{doing} failed: {type(error).__name__}: {error}\n{trace}")
+    return Failure(
+        f"{doing} failed: {type(error).__name__}: {said(error)}\n{trace_of(error, error.__traceback__)}"
+    )
 
 
 def gatherer(dataset: Any) -> Gather | None:

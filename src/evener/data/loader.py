@@ -63,6 +63,7 @@ class Loader(Iterator[Batch]):
         prefetch_factor: Micro-batches that each worker reads ahead.
         start_method: Of the workers; ``None`` for Python's default.
         timeout_seconds: The longest wait for a worker.
+        skips: Whether samples that cannot be read are left out, and told of in ``Batch.skipped``.
 
     Raises:
         ConfigurationError: If the data set is empty or not of the order's size, or a size makes no sense.
@@ -93,6 +94,7 @@ class Loader(Iterator[Batch]):
         prefetch_factor: int = 2,
         start_method: str | None = None,
         timeout_seconds: float = 600,
+        skips: bool = False,
     ) -> None:
         device = torch.device(device)
         cut = Cut(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
@@ -106,6 +108,11 @@ class Loader(Iterator[Batch]):
         self.lookahead: int
         """The most global batches that can have been drawn beyond the one handed out."""
         if isinstance(dataset, IterableDataset):
+            if skips:
+                raise ConfigurationError(
+                    f"samples of the {name} cannot be skipped: an iterable data set ends with its first exception; "
+                    "leave out in it what cannot be read, or use a map-style one"
+                )
             stream = Stream(dataset, cut, _agreement(agree, world_size), pool, collate, name)
             batches = stream.batches(epochs, start, first_step)
             self.steps, self.lookahead = None, 1 + delivery.ahead
@@ -118,7 +125,7 @@ class Loader(Iterator[Batch]):
                 if parts is None
                 else part_plans(parts, order, cut, epochs, start)
             )
-            batches = _read(drawn, Fetch(dataset, collate, name), pool)
+            batches = _read(drawn, Fetch(dataset, collate, name, skips), pool)
             self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + delivery.ahead
         self._batches = delivery(batches)
 

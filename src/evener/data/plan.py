@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from evener.data.batch import Batch, MicroBatch
+from evener.data.batch import Batch, MicroBatch, Skipped
 from evener.data.division import Table, by_weights, check_shares, divide
 from evener.data.fetch import Fetched
 from evener.data.order import Ids, Order
@@ -73,11 +73,20 @@ class Plan:
 
     def batch(self, values: list[Fetched]) -> Batch:
         """The batch of what was read for ``reads``."""
-        micro_batches = [
-            MicroBatch(value.inputs, value.targets, self._samples(ids), weight)
-            for value, (ids, weight) in zip(values, self.reads, strict=True)
-        ]
-        return Batch(self.epoch, self.index, self.position, self.size, self.shares, micro_batches, self.last)
+        pairs = list(zip(values, self.reads, strict=True))
+        micro_batches = [self._micro_batch(value, ids, weight) for value, (ids, weight) in pairs]
+        skipped = tuple(
+            Skipped(one.sample + self.offset, one.words)
+            for value, (_, weight) in pairs
+            for one in value.skipped
+            if weight
+        )
+        place = (self.epoch, self.index, self.position, self.size, self.shares)
+        return Batch(*place, micro_batches, self.last, skipped)
+
+    def _micro_batch(self, value: Fetched, ids: Ids, weight: int) -> MicroBatch:
+        samples = self._samples(ids if value.samples is None else value.samples)
+        return MicroBatch(value.inputs, value.targets, samples, 0 if value.stands_in else weight)
 
     def _samples(self, ids: Ids) -> Tensor:
         return torch.from_numpy(ids + self.offset if self.offset else ids)

@@ -122,6 +122,8 @@ def summary_text(summary: RunSummary) -> str:
         lines += ["  rank   share   compute      wait     input"]
         lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
         lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
+    if summary.skipped:
+        lines += [f"  {summary.skipped:,} samples could not be read and count for nothing"]
     if summary.emulation:
         lines += [f"  {summary.emulation}"]
     if summary.run_dir:

@@ -1,0 +1,46 @@
+"""What a sample is called for people: its index, and the file that it comes from where the data set knows it."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Subset
+
+_LISTS = ("samples", "imgs", "images", "paths", "files", "image_paths", "filenames", "file_names")
+"""Attributes under which data sets keep a list of files, or of tuples that begin with one, a sample each."""
+_DEPTH = 16
+
+
+def called(dataset: Any, index: int) -> str:
+    """``sample 17``, or ``sample 17 (pictures/17.png)``."""
+    try:
+        place = _place(dataset, index)
+    except Exception:  # of the user's own; the error that is being told of is the one that counts
+        place = ""
+    return f"sample {index} ({place})" if place else f"sample {index}"
+
+
+def _place(dataset: Any, index: int) -> str:
+    for _ in range(_DEPTH):
+        if hasattr(dataset, "describe_sample"):
+            return str(dataset.describe_sample(index))
+        if isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        elif isinstance(dataset, ConcatDataset):
+            part = bisect_right(dataset.cumulative_sizes, index)
+            index -= dataset.cumulative_sizes[part - 1] if part else 0
+            dataset = dataset.datasets[part]
+        else:
+            break
+    return next((found for name in _LISTS if (found := _listed(dataset, name, index))), "")
+
+
+def _listed(dataset: Any, name: str, index: int) -> str:
+    entries = getattr(dataset, name, None)
+    if not isinstance(entries, list | tuple) or len(entries) != len(dataset):
+        return ""
+    entry = entries[index]
+    entry = entry[0] if isinstance(entry, list | tuple) and entry else entry
+    return os.fspath(entry) if isinstance(entry, str | os.PathLike) else ""
