@@ -13,7 +13,8 @@ from evener.balance.controller import BySpeed
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, ShareError
-from evener.fitting import Run, check_plan
+from evener.fitting import check_plan
+from evener.running import Run
 from evener.runtime.session import Session
 from evener.verification import verify
 from tests import tasks

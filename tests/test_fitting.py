@@ -12,9 +12,10 @@ import evener
 from evener.checkpoint import weights_digest
 from evener.config import RunConfig
 from evener.errors import ConfigurationError, DivergenceError, RankError, ShareError, TaskError
-from evener.fitting import FitJob, Trained, check_plan, fit
+from evener.fitting import FitJob, check_plan, fit
 from evener.observer import Observer
 from evener.records import StepRecord, as_json, dumps
+from evener.running import Trained
 from tests import tasks
 
 

@@ -24,10 +24,20 @@ COLUMNS = (
     ("collectives", "balance", "data", "nn"),
     ("strategies", "tasks"),
     (
-        *("checkpoint", "weights", "step", "skipping", "evaluation", "progress", "ledger", "by_hand", "equality"),
+        *(
+            "checkpoint",
+            "weights",
+            "step",
+            "skipping",
+            "evaluation",
+            "progress",
+            "ledger",
+            "by_hand",
+            "equality",
+        ),
         *("guard", "replicas", "assembly", "feed", "run_state", "engine", "report", "rundir"),
     ),
-    ("saving", "fitting", "verification", "benching", "testing"),
+    ("saving", "running", "fitting", "verification", "benching", "testing"),
     ("cli",),
 )
 """Imports go to the left only; within a column a single file may import, and be imported, in the order written."""

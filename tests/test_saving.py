@@ -21,10 +21,11 @@ from evener.checkpoint import folder, saving
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import CheckpointError, ConfigurationError, DataError, InterruptedRunError
-from evener.fitting import Trained, fit
+from evener.fitting import fit
 from evener.intervals import Interval
 from evener.observer import Observer
 from evener.records import StepRecord
+from evener.running import Trained
 from tests import tasks
 
 

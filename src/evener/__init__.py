@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from evener.data.batch import Batch, MicroBatch
     from evener.engine import Engine
     from evener.errors import EvenerError
-    from evener.fitting import Trained, fit
+    from evener.fitting import fit
     from evener.losses import Loss, Sum, SumLoss, accuracy, loss
     from evener.observer import Observer
     from evener.records import RunSummary
+    from evener.running import Trained
     from evener.runtime.launch import launch
     from evener.runtime.rendezvous import Rendezvous
     from evener.runtime.session import Session

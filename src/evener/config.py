@@ -159,8 +159,8 @@ class RunConfig:
     )
     on_full_disk: str = option(
         "stop",
-        "where a checkpoint or the records cannot be written: stop, or go-on without; the last checkpoint of a run must "
-        "be written in any case",
+        "where a checkpoint or the records cannot be written: stop, or go-on without; the last checkpoint of a run "
+        "must be written in any case",
         choices=FULL_DISK,
     )
     grace_seconds: float = option(

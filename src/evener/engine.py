@@ -31,7 +31,7 @@ from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.equality import agree_on_optimizer, agreement
 from evener.errors import ConfigurationError
-from evener.evaluation import EvaluationOptions, InputsOnly, evaluate, predict
+from evener.evaluation import InputsOnly, evaluate, predict
 from evener.feed import Feed
 from evener.guard import Guard
 from evener.ledger import Ledger
@@ -296,7 +296,7 @@ class Engine:
         self.tell()
         began = time.perf_counter()
         with self.session.watchdog.phase("evaluation", step=self.steps_done):
-            metrics, samples = evaluate(self.learner, chosen, self._evaluation_options())
+            metrics, samples = evaluate(self.learner, chosen, self._feed.evaluation_options(self.steps_done))
         if dataset is None:
             seconds = time.perf_counter() - began
             epoch = max(0, self.progress.epoch - (self.progress.position == 0))
@@ -315,16 +315,7 @@ class Engine:
         """
         self.settle()
         chosen = dataset if targets else InputsOnly(dataset)
-        return predict(self.learner, chosen, self._evaluation_options(), everywhere)
-
-    def _evaluation_options(self) -> EvaluationOptions:
-        return EvaluationOptions(
-            batch_size=self.batch_size,
-            micro_batch=self.config.micro_batch,
-            workers=self.config.workers,
-            skips=self.skips is not None,
-            weights=self._feed.speeds(self.steps_done),
-        )
+        return predict(self.learner, chosen, self._feed.evaluation_options(self.steps_done), everywhere)
 
     # State
 

@@ -13,6 +13,7 @@ from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.data.loader import Loader
 from evener.errors import ConfigurationError
+from evener.evaluation import EvaluationOptions
 from evener.progress import Progress, SampleOrder
 from evener.skipping import Skips, check_skipping
 from evener.step import Step
@@ -132,6 +133,16 @@ class Feed:
             return None
         shares = self.balancer.shares(max(self.first_step, steps_done - 1), self._batch_size)
         return [float(share) for share in shares]
+
+    def evaluation_options(self, steps_done: int) -> EvaluationOptions:
+        """How ranks divide an evaluation: as they did the last step."""
+        return EvaluationOptions(
+            batch_size=self._batch_size,
+            micro_batch=self._config.micro_batch,
+            workers=self._config.workers,
+            skips=self.skips is not None,
+            weights=self.speeds(steps_done),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What the balancer has learned."""
