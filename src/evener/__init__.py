@@ -77,7 +77,7 @@ _HOMES = {
     "Sum": "losses",
     "SumLoss": "losses",
     "Task": "task",
-    "Trained": "fitting",
+    "Trained": "running",
     "Verification": "verification",
     "accuracy": "losses",
     "call_model": "task",
