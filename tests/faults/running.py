@@ -24,7 +24,7 @@ class Fault:
 
     name: str
     task: str
-    """Of :mod:`tests.faults.tasks`, or with its module; one that touches the file ``fault`` of its directory when the
+    """Of :mod:`tests.faults.tasks`, or ``module:function``; it touches the file ``fault`` of its directory when the
     fault begins."""
     status: int
     words: tuple[str, ...]

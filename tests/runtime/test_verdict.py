@@ -110,3 +110,8 @@ def test_ranks_that_call_different_collectives_are_told_apart(other: dict[str, A
     assert there.place in words
     same = complaint("late", here, [Standing(1, replace(here, rank=1))], 10.0, 1.0)
     assert same.startswith("rank 0 has waited 11 s in all_reduce of float32[3], at a.py:3 in f")
+
+
+def test_ranks_that_wait_are_told_where_and_not_only_that_nothing_goes_on() -> None:
+    assert of(replace(WAITS, seconds=9.0, idle=10.5), replace(STILL, rank=1)) is None
+    assert of(replace(WAITS, seconds=10.5, idle=12.0), replace(STILL, rank=1)) == "late"

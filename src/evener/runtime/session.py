@@ -29,6 +29,7 @@ from evener.errors import ConfigurationError, RankTimeoutError
 from evener.runtime.agreement import Terms, agree, evener_version
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
+from evener.runtime.failure import is_communication_error
 from evener.runtime.hosts import connected, destroy
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.watchdog import (
@@ -45,6 +46,8 @@ RUN_DIR = "EVENER_RUN_DIR"
 """Environment variable in which Evener's launcher names the directory it shares with its ranks."""
 
 _generations = itertools.count()
+_grave: list[ExitStack] = []
+"""What a session that lost other ranks would have closed, and all that hangs on it."""
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
@@ -150,6 +153,11 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and RUN_DIR in os.environ and is_communication_error(error):
+            # The process ends. A destructor of DDP would wait for a thread of gloo with Python's lock held, which that
+            # thread wants: then nobody can say any more what went wrong.
+            gc.disable()
+            _grave.append(self._stack.pop_all())
         self._stack.__exit__(kind, error, trace)
 
     def _enter_threads(self, stack: ExitStack) -> None:

@@ -84,11 +84,14 @@ def all_still(
 ) -> bool:
     """Whether no rank has made progress for the timeout.
 
-    A rank alone in a program of its own is left in peace: it keeps nobody waiting.
+    A rank alone in a program of its own is left in peace: it keeps nobody waiting. Of ranks that wait more can be said,
+    a few heartbeats later at most.
     """
-    if here.idle < timeout_seconds or (not others and here.phase is None):
+    patience = SILENT_BEATS * interval_seconds
+    limit = timeout_seconds + (patience if here.waits else 0.0)
+    if here.idle < limit or (not others and here.phase is None):
         return False
-    return all(other.is_still(timeout_seconds - SILENT_BEATS * interval_seconds) for other in others)
+    return all(other.is_still(timeout_seconds - patience) for other in others)
 
 
 def complaint(

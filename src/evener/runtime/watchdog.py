@@ -275,7 +275,7 @@ class Watchdog:
             pid=os.getpid(),
             count=next(self._count),
             time=time.time(),
-            phase=place.phase or sample.call,
+            phase=place.phase if place.waits else sample.call or place.phase,
             step=place.step,
             waits=waits,
             seconds=now - place.since if place.waits or not waits else sample.still_seconds,
@@ -284,7 +284,7 @@ class Watchdog:
             together=place.together,
             token=host_token(),
             idle=0.0 if place.together else self._activity.idle_seconds(place.phase is not None),
-            payload="" if place.phase else sample.payload,
+            payload="" if place.waits else sample.payload,
             limit=self.timeout_seconds,
         )
 
