@@ -224,7 +224,7 @@ def test_a_failing_data_set_is_shown_with_its_traceback(workers: int) -> None:
     with pytest.raises(DataError) as caught:
         next(loader)
     text = str(caught.value)
-    assert text.startswith("reading samples 0, 1, 2, 3 of the evaluation set failed: KeyError: 'no file 0'\n")
+    assert text.startswith("reading sample 0 of the evaluation set failed: KeyError: 'no file 0'\n")
     assert "in failing" in text
 
 
