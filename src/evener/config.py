@@ -21,6 +21,7 @@ AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""
 REMEMBERING = ("int8", "top-k", "powersgd")
 """Compressions that keep what they did not send."""
+CHECK_DATA = ("exact", "augmented")
 BAD_SAMPLE = ("stop", "skip")
 FULL_DISK = ("stop", "go-on")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -154,6 +155,12 @@ class RunConfig:
         "async: training goes on while a checkpoint is written, from a copy on the CPU; blocking: it waits",
         choices=("async", "blocking"),
     )
+    check_data: str | None = option(
+        None,
+        "before the first step read some samples twice on every rank and compare: exact, or augmented, by which they "
+        "may draw from the generators of torch, NumPy and random",
+        choices=CHECK_DATA,
+    )
     on_bad_sample: str = option(
         "stop", "what to do with a sample that cannot be read: stop, or skip it", choices=BAD_SAMPLE
     )
@@ -210,6 +217,7 @@ class RunConfig:
                 f"compress {self.compress!r} sends in later steps what it could not send in a step, and after one that "
                 f"is not finite never sends a number again: non_finite={self.non_finite} goes with none, fp16 or bf16"
             )
+        _one_of("check_data", self.check_data, CHECK_DATA)
         _one_of("on_bad_sample", self.on_bad_sample, BAD_SAMPLE)
         if self.weights is not None and self.resume is not None and str(self.resume) != AUTO:
             raise ConfigurationError(

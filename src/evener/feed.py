@@ -15,6 +15,7 @@ from evener.data.loader import Loader
 from evener.errors import ConfigurationError
 from evener.evaluation import EvaluationOptions
 from evener.progress import Progress, SampleOrder
+from evener.same_data import check_data
 from evener.skipping import Skips, check_skipping
 from evener.step import Step
 from evener.strategies.learner import Learner
@@ -33,6 +34,7 @@ class Feed:
         self, learner: Learner, config: RunConfig, batch_size: int, epochs: int, steps_late: int
     ) -> None:
         self._learner, self._config = learner, config
+        check_data(config, learner)
         self._batch_size, self._epochs, self._steps_late = batch_size, epochs, steps_late
         self._reading = Reading.of(learner, learner.task.train, "training set")
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
