@@ -12,21 +12,17 @@ with the index before each reading, and what still differs comes from elsewhere.
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from evener.config import RunConfig
-from evener.data.batch import map_leaves
 from evener.data.fetch import failure
+from evener.data.fingerprint import digest_of, generators_kept
 from evener.data.naming import called
 from evener.data.order import Order
 from evener.errors import ConfigurationError, DataError, InterruptedRunError
@@ -104,7 +100,7 @@ def difference(found: Sequence[Readings], shared: bool = True) -> tuple[int, str
 
 
 def _readings(dataset: Any, name: str, indices: Sequence[int], seeded: bool) -> Readings:
-    with _generators_kept():
+    with generators_kept():
         return [[_digest(dataset, name, index, seeded) for index in indices] for _ in range(2)]
 
 
@@ -119,26 +115,4 @@ def _digest(dataset: Any, name: str, index: int, seeded: bool) -> str:
         raise
     except Exception as error:
         raise DataError(failure(error, f"reading {called(dataset, index)} of the {name}").message) from error
-    digest = hashlib.sha256()
-    map_leaves(lambda leaf: digest.update(_bytes(leaf)), item)
-    return digest.hexdigest()
-
-
-def _bytes(leaf: Any) -> bytes:
-    if not isinstance(leaf, Tensor):
-        return pickle.dumps(leaf)
-    tensor = leaf.detach().cpu()
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    data: bytes = dense.contiguous().flatten().view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+    return digest_of(item)

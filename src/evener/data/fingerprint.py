@@ -6,8 +6,9 @@ others never, and nothing else would say so.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,72 +23,59 @@ from evener.data.batch import map_leaves
 LOOKS = 8
 """Samples that are looked at, the first and the last among them."""
 
-Fingerprint = Mapping[int, int]
-"""A checksum of some samples, by index; without those that are not the same whenever they are read."""
+Fingerprint = Mapping[int, str]
+"""A digest of some samples, by index; without those that are not the same whenever they are read."""
 
 
-def fingerprint(dataset: Any) -> dict[int, int]:
+def fingerprint(dataset: Any) -> dict[int, str]:
     """Of a few samples, each read twice: one that is augmented at random is left out. Random generators stay as they
     are. Empty for a dataset that has no numbers or no length."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         return {}
     last = len(dataset) - 1
     indices = sorted({round(last * place / (LOOKS - 1)) for place in range(LOOKS)})
-    with _undrawn():
+    with generators_kept():
         first, second = ({index: _read(dataset, index) for index in indices} for _ in range(2))
-    return {index: crc for index, crc in first.items() if crc is not None and crc == second[index]}
+    return {index: digest for index, digest in first.items() if digest and digest == second[index]}
 
 
 def difference(saved: Fingerprint, here: Fingerprint) -> str:
     """In words, the first sample that is another one; empty if there is none."""
-    other = [index for index, crc in saved.items() if here.get(index, crc) != crc]
+    other = [index for index, digest in saved.items() if here.get(index, digest) != digest]
     return f"sample {other[0]} is not the same" if other else ""
 
 
-def _read(dataset: Any, index: int) -> int | None:
-    """None for a sample that cannot be read, of which training will tell."""
+def _read(dataset: Any, index: int) -> str:
+    """Empty for a sample that cannot be read or has no digest: training will tell of the one."""
     try:
-        return _checksum(dataset[index])
+        return digest_of(dataset[index])
     except Exception:
-        return None
+        return ""
 
 
-def _checksum(item: Any) -> int | None:
-    """None for what cannot be told apart by its bytes."""
-    crc, known = 0, True
-
-    def add(leaf: Any) -> Any:
-        nonlocal crc, known
-        data = _bytes(leaf)
-        known = known and data is not None
-        crc = zlib.crc32(data or b"", crc)
-        return leaf
-
-    map_leaves(add, item)
-    return crc if known else None
+def digest_of(item: Any) -> str:
+    """Of a sample: types, shapes and bytes of its tensors, and whatever else there is as it would be pickled."""
+    digest = hashlib.sha256()
+    map_leaves(lambda leaf: digest.update(_bytes(leaf)), item)
+    return digest.hexdigest()
 
 
-def _bytes(leaf: Any) -> bytes | None:
-    if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            return None
-        return (
-            leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            if leaf.numel()
-            else b""
-        )
-    if isinstance(leaf, np.ndarray):
-        return leaf.tobytes()
-    return repr(leaf).encode() if isinstance(leaf, str | bytes | int | float | bool | None) else None
+def _bytes(leaf: Any) -> bytes:
+    if not isinstance(leaf, Tensor):
+        return pickle.dumps(leaf)
+    tensor = leaf.detach().cpu()
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    data: bytes = dense.contiguous().flatten().view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data
 
 
 @contextmanager
-def _undrawn() -> Iterator[None]:
-    """Without a trace in the random generators that a dataset may draw from."""
-    states = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
+def generators_kept() -> Iterator[None]:
+    """Leaves the generators of torch, NumPy and Python, from which a dataset may draw, as they were."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
