@@ -41,7 +41,7 @@ from evener.records import StepRecord
 from evener.runtime.rendezvous import Rendezvous
 from evener.tasks import digits
 
-EPOCHS = 60
+EPOCHS = 8
 
 
 def tell(path: Path, step: int, pid: int) -> None:
