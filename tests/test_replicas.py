@@ -52,8 +52,9 @@ def test_a_digest_tells_order(size: int) -> None:
         torch.randn(6, dtype=torch.complex64),
         torch.tensor([True, False]),
         torch.randn(101)[1:],
+        torch.eye(4).to_sparse(),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_any_tensor_has_one(numbers: Tensor) -> None:
     assert int(digest(numbers)) == int(digest(numbers.clone()))

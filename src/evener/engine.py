@@ -372,14 +372,9 @@ class Engine:
             ConfigurationError: If there is none, or as :meth:`load_state_dict`.
             DataError: If none can be read.
         """
-        self.state.load(path, tell)
-
-    def fall_back(self, path: Path, tell: Callable[[str], object] = warnings.warn) -> None:
-        """As :meth:`load`, after an error that all ranks have raised alike in a step; ``batches()`` begins anew."""
+        self._at_hand.close()
         self.ledger.forget()
-        self._feed.rewind()
-        self.load(path, tell)
-        self.learner.start_afresh()
+        self.state.load(path, tell)
 
     def close(self) -> None:
         """Gives back the strategy's and, where the engine opened it, the session's processes and memory."""

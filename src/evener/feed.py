@@ -88,9 +88,10 @@ class Feed:
             self.balancer.load_state_dict(self.balancer_state)
         return self._loader
 
-    def rewind(self) -> None:
-        """Batches may be opened again; those that were are closed."""
-        self._loader = None
+    def rewind(self) -> bool:
+        """Batches may be opened again, those that were are closed; whether there were any."""
+        loader, self._loader = self._loader, None
+        return loader is not None
 
     def next(self, source: Iterator[Batch], step: int) -> Batch | None:
         """The next batch, on the device; None at the end."""

@@ -65,7 +65,8 @@ class Part:
 
 def digest(numbers: Tensor) -> Tensor:
     """A whole number below 2**52 of all bits of ``numbers``, on their device; another one if parts change places."""
-    real = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    dense = numbers if numbers.layout is torch.strided else numbers.to_dense()  # buffers, and small
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
     flat = real.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat.numel() // (8 * _PARTS) * _PARTS
     whole, rest = flat[: 8 * words], flat[8 * words :]
@@ -305,7 +306,7 @@ class Replicas:
             }
             group, ranks = self._mesh.group(*_free(key)), self._mesh.ranks(*_free(key))
             for part in parts if group is not None and self._astray(values, key) else ():
-                if part.axes == key:
+                if part.axes == key and part.numbers.layout is torch.strided:
                     self._broadcast(part.numbers, group, sources[ranks])
         self._learner.synchronizer.updated(0)
 

@@ -88,6 +88,8 @@ class RunState:
         pieces = found.read(state.held(learner.model, learner.optimizer))
         state.take(learner.model, learner.optimizer, pieces, None)
         self._go_on(progress, found.rest)
+        if self._feed.rewind():
+            learner.start_afresh()
         drawn = found.random(session.rank) if found.rest["ranks"] == session.world_size else None
         if drawn is not None:
             draw_on(drawn, session.device)

@@ -22,6 +22,7 @@ from evener.nn.names import clean_name
 from evener.observer import Observer
 from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
 from evener.report.terminal import Terminal
+from evener.returning import falling_back
 from evener.rundir import CHECKPOINTS, Records, RunDirectory, goes_on_in
 from evener.runtime.agreement import evener_version
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
@@ -73,6 +74,7 @@ class Clock:
         self._began: float | None = None
 
     def start(self) -> None:
+        self._before = self.seconds
         self._began = time.perf_counter()
 
     def stop(self) -> None:
@@ -130,7 +132,10 @@ class Run:
                 for words in filter(None, (self._emulation, *self._notes)):
                     engine.observers.event(Note(engine.steps_done, words))
                 with self._deferring() as stop:
-                    self._train(stop)
+                    if self._config.non_finite == "restore":
+                        falling_back(lambda: self._train(stop), engine, self._config.run_dir)
+                    else:
+                        self._train(stop)
                 tensors = engine.learner.tensors()
                 engine.learner.check_weights(engine.steps_done)
                 summary = self._summary(self._session.control.gather_objects(self._own_part()), tensors)

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import evener
 from evener.runtime.environment import detect
 from evener.task import Task
+from tests.breaking import brittle, data
 from tests.tasks import classes, draws
 
 SAMPLES = 48
@@ -114,3 +115,94 @@ def killed_once() -> Task:
 def undisturbed() -> Task:
     """As those above, without a fault."""
     return task(Acts(lambda x: None))
+
+
+# Numbers
+
+
+def bad_sample() -> Task:
+    """Of one epoch in two, a sample whose gradient is not finite."""
+    begun()
+    return brittle({13: 100.0}, evaluate=data())
+
+
+def bad_loss_at_the_end() -> Task:
+    """The last step of the run, of which there is one."""
+    begun()
+    return brittle(dict.fromkeys(range(40), 200.0), batch_size=40, epochs=1)
+
+
+def overflows() -> Task:
+    """In the last step of the second epoch, on one rank: finite numbers, whose products are not."""
+
+    def act(x: Tensor) -> Tensor:
+        begun()
+        return x.detach() + (x - x.detach()) * 1e30 * 1e30
+
+    return task(Acts(act, call=8, rank=0), epochs=2)
+
+
+class Astray(torch.optim.SGD):
+    """Changes a weight of one rank behind everybody's back."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.calls += 1
+        if self.calls == 5 and detect().rank == 1:
+            begun()
+            self.param_groups[0]["params"][0].data[0, 0] += 1
+
+
+def edited() -> Task:
+    return task(optimizer=lambda parameters: Astray(parameters, lr=0.05, momentum=0.9))
+
+
+def passing() -> Task:
+    """A number that is none, once: as of memory that failed for a moment."""
+
+    def act(x: Tensor) -> Tensor:
+        begun()
+        return x * float("nan")
+
+    return task(Acts(act, call=7))
+
+
+def one_parameter_more() -> Task:
+    begun()
+
+    def model() -> nn.Module:
+        built = nn.Sequential(nn.Linear(6, 3))
+        if detect().rank == 1:
+            built.register_parameter("more", nn.Parameter(torch.zeros(2)))
+        return built
+
+    return task(model=model)
+
+
+def another_order() -> Task:
+    begun()
+
+    def model() -> nn.Module:
+        built = nn.Linear(6, 3)
+        if detect().rank == 1:
+            bias = built.bias
+            del built.bias
+            weight = built.weight
+            del built.weight
+            built.bias, built.weight = bias, weight
+        return built
+
+    return task(model=model)
+
+
+def other_rows() -> Task:
+    begun()
+    rows = SAMPLES - 2 * (detect().rank == 1)
+    return task(train=TensorDataset(draws(rows, 6), classes(rows, 3)))
+
+
+def other_rate() -> Task:
+    begun()
+    return task(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1 + detect().rank))
