@@ -97,7 +97,8 @@ def train(
                 with torch.enable_grad():
                     engine.step(batch)
                 if engine.steps_done == 3 and edit == engine.session.rank:
-                    weight = engine.learner.parameter("inner.weight")
+                    held = [p for p in engine.learner.names if local(p).numel()]  # not all, in a pipeline
+                    weight = next((p for p in held if engine.learner.names[p] == "inner.weight"), held[0])
                     chosen = engine.learner.optimizer.state[weight]["momentum_buffer"] if state else weight
                     local(chosen).data[0] += 1  # as memory at fault would: PyTorch does not count it
             found = engine.state_dict()

@@ -12,15 +12,17 @@ Which ranks must be equal follows from the mesh: what is divided over some axes 
 others alone.
 
 A digest reads all numbers once and is a sum of their bits, part by part: 0.3 ms a million. Unless the user says so, N
-is such that this takes 0.5 % of the time, from what a digest and a step were seen to take; all ranks come to the same.
+is such that this takes 0.5 % of the time, from what a comparison and a step were seen to take, the wait for others
+included; all ranks come to the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -161,8 +163,8 @@ class Replicas:
         self._every = FIRST if every is None else every
         self._keys: list[Axes] | None = None
         self._last_step, self._last_time = 0, time.perf_counter()
-        self.last_seconds = 0.0
-        """What the last comparison took of this rank."""
+        self._steps: deque[float] = deque(maxlen=100)  # seconds of the last ones
+        self._last_cost = 0.0  # of the last comparison, with the wait for others
         if not learner.synchronizer.keeps_equal:
             self._refuse_needless(every)
             self._every = 0
@@ -199,9 +201,13 @@ class Replicas:
         Args:
             settle: Waits until it is known that all of them went well.
         """
+        now = time.perf_counter()
+        self._steps.append(now - self._last_time)
         if self._is_on and step - self._last_step >= self._every:
             settle()
             self.check(step)
+            self._last_cost = time.perf_counter() - now
+        self._last_time = time.perf_counter()
 
     def check(self, step: int, everything: bool = False) -> None:
         """Compares, and heals if asked to. A collective call.
@@ -215,16 +221,14 @@ class Replicas:
         """
         if not self._is_on:
             return
-        began = time.perf_counter()
         own, took = self._timed(everything)
-        mean = (began - self._last_time) / max(1, step - self._last_step)
-        rows = self._exchange(own, (took, mean))
+        usual = statistics.median(self._steps) if self._steps else 1.0
+        rows = self._exchange(own, (max(took, self._last_cost), usual))
         if any(self._astray([row[place] for row in rows], key) for place, key in enumerate(self._known(own))):
             self._resolve(step, everything, own)
         if self._auto:
             self._every = steps_between(max(row[-2] for row in rows), min(row[-1] for row in rows))
-        self._last_step, self._last_time = step, time.perf_counter()
-        self.last_seconds = self._last_time - began
+        self._last_step = step
 
     def _timed(self, everything: bool) -> tuple[Digests, float]:
         if self._keys is None and self._auto:  # the first makes room that later ones find
