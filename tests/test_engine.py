@@ -355,3 +355,10 @@ def test_a_loop_left_by_an_error_leaves_no_scope_behind() -> None:
     assert current() is None
     batches.close()  # type: ignore[attr-defined]
     assert current() is None
+
+
+def test_the_watchdog_is_told_where_the_run_stands() -> None:
+    with Engine(tasks.plain(), device="cpu", epochs=2, steps=7) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        assert engine.session.watchdog.progress_text == "step 7 of 7, epoch 2"

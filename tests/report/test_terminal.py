@@ -161,11 +161,3 @@ def test_an_emulation_is_noted_at_the_start_and_in_the_summary() -> None:
     assert out.getvalue() == "EMULATION of unequal devices\n"
     assert "\n  EMULATION of" in summary_text(summary(emulation="EMULATION of unequal devices"))
     assert "EMULATION" not in summary_text(summary())
-
-
-def test_the_watchdog_is_told_where_the_run_stands(clock: Clock) -> None:
-    told: list[str] = []
-    shown = Terminal(io.StringIO(), told.append)
-    shown.start(RunStart("task", {}, 1, batch_size=8, total_steps=40, steps_done=0))
-    shown.step(step(9))
-    assert told == ["step 10 of 40, epoch 1"]

@@ -43,7 +43,9 @@ def add_config_options(parser: argparse.ArgumentParser, *names: str) -> None:
 def _add(parser: argparse.ArgumentParser, entry: dataclasses.Field[Any], kind: type) -> None:
     if kind is bool:
         option = f"--{entry.name.replace('_', '-')}"
-        parser.add_argument(option, action="store_true", default=None, help=entry.metadata["help"])
+        parser.add_argument(
+            option, action="store_true", default=None, help=entry.metadata["help"].replace("%", "%%")
+        )
         return
     parser.add_argument(
         f"--{entry.name.replace('_', '-')}",
@@ -53,7 +55,8 @@ def _add(parser: argparse.ArgumentParser, entry: dataclasses.Field[Any], kind: t
         default=None,
         metavar=entry.metadata["metavar"],
         choices=entry.metadata["choices"] or None,
-        help=entry.metadata["help"] + ("" if entry.default in (None, ()) else f" (default: {entry.default})"),
+        help=entry.metadata["help"].replace("%", "%%")
+        + ("" if entry.default in (None, ()) else f" (default: {entry.default})"),
     )
 
 

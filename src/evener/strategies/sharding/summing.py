@@ -25,6 +25,7 @@ from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
+from evener.strategies.flat import by_kind, sent_as_one
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
 from evener.strategies.sharding.buckets import Bucket, Round, buckets_of
@@ -167,6 +168,18 @@ class ZeroSum(Synchronizer):
                 weight.hide()
                 weight.piece.grad = gradient
             yield tells
+        self._make_alike(weight for number in sorted(done.sums) for weight in done.buckets[number].weights)
+
+    def _make_alike(self, weights: Iterable[Weight]) -> None:
+        """A number that all ranks keep stands in a bucket once for each, and places of a bucket may be summed in
+        different orders: all take the sum of the first, or they would come apart by rounding."""
+        kept = [weight.piece.grad for weight in weights if weight.cut is None]
+        with waiting():
+            for alike in by_kind(gradient for gradient in kept if gradient is not None):
+                sent_as_one(alike, self._from_the_first)
+
+    def _from_the_first(self, flat: Tensor) -> None:
+        dist.broadcast(flat, group=self._learner.mesh.group(AXIS), group_src=0)
 
     def _sum_sparse(self, weights: Iterable[Weight]) -> Iterator[Tensor]:
         """All ranks get the sum of few rows, and keep their own; a number that tells of them."""
