@@ -5,6 +5,8 @@ import socket
 import time
 from dataclasses import replace
 
+import pytest
+
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.hosts import host_token
 from evener.runtime.standing import Standing, report_on, should_look
@@ -151,7 +153,7 @@ def test_silence_is_counted_from_the_last_new_heartbeat() -> None:
 
 
 def test_a_dead_process_of_this_machine_is_known_at_once() -> None:
-    here = replace(FAR, host="here", token=host_token(), pid=os.getpid(), time=time.time())
+    here = replace(FAR, host="here", token=host_token(), pid=os.getpid(), time=time.monotonic())
     assert Standing(1, here).state == "running"
     gone = Standing(1, replace(here, pid=2**22 - 1))
     assert gone.state == "gone"
@@ -183,3 +185,11 @@ def test_ranks_that_never_came_or_left_are_told_apart() -> None:
     report = report_on([Standing(1), Standing(2, replace(FAR, rank=2, ended=True))])
     assert "rank 1: has given no sign of life yet" in report
     assert "rank 2 (host elsewhere, pid 12): has left on its own" in report
+
+
+def test_a_clock_that_is_set_makes_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(FAR, host="here", token=host_token(), pid=os.getpid(), time=time.monotonic())
+    standing = Standing(1, here)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert standing.silent_seconds < 5
+    assert not standing.is_lost(2.0)

@@ -48,7 +48,7 @@ class Heartbeat:
     count: int
     """Number of this heartbeat; it stands still when the process does."""
     time: float
-    """Of the sender's clock, since the epoch."""
+    """Of the clock that the processes of the sender's host share and that nobody sets."""
     phase: str | None = None
     step: int | None = None
     waits: bool = False

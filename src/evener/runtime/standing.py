@@ -49,7 +49,7 @@ class Standing:
     def silent_seconds(self) -> float:
         observed = time.monotonic() - self._since
         if self.beat is not None and self._is_local(self.beat):
-            return max(observed, time.time() - self.beat.time)
+            return max(observed, time.monotonic() - self.beat.time)
         return observed
 
     @property

@@ -274,7 +274,7 @@ class Watchdog:
             host=self._host,
             pid=os.getpid(),
             count=next(self._count),
-            time=time.time(),
+            time=time.monotonic(),
             phase=place.phase if place.waits else sample.call or place.phase,
             step=place.step,
             waits=waits,
