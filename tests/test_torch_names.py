@@ -341,7 +341,8 @@ def test_a_store_can_be_cloned() -> None:
 
 
 UNTRIED_ON_THE_NEWEST = {
-    *("gradient_hooks", "norms", "participants", "pipeline_backward", "run_backward", "views"),
+    *("autograd_function", "gradient_hooks", "norms", "participants"),
+    *("pipeline_backward", "run_backward", "views"),
 }
 """Borrowed since that was last at hand. One that is not here has been tried on all that may be installed."""
 
@@ -371,3 +372,35 @@ def allowed() -> tuple[str, str]:
     bounds = re.fullmatch(r"torch>=(2\.\d+),<2\.(\d+)", line)
     assert bounds, f"{line} does not end with the newest version that was tested"
     return bounds[1], f"2.{int(bounds[2]) - 1}"
+
+
+class Triples(torch.autograd.Function):
+    """Whose backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+bound_before: Any = Triples.apply
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: Triples.apply(x), bound_before], ids=["by its class", "bound before"]
+)
+def test_calls_of_an_autograd_function_are_seen(call: Any) -> None:
+    x, seen = torch.ones(2, requires_grad=True), []
+    with borrowed("autograd_function") as names:
+        with names.applied(lambda function, args: seen.append((function, len(args)))):
+            call(x).sum().backward()
+        with names.applied(lambda function, args: 7):
+            assert call(x) == 7
+    assert seen == [(Triples, 1)]
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
+    call(x).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0]

@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
+from evener.borrowed.autograd_function import applied
 from evener.errors import TaskError
 
 Arguments = Mapping[str, Any]
@@ -70,7 +71,7 @@ def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -
     while True:
         reader = _Reader(opened)
         try:
-            with _makers_recorded(), _nothing_changed(model, opened):
+            with _makers_recorded(), applied(_recorded_function), _nothing_changed(model, opened):
                 return reader.trace(model, _fixed(model, arguments))
         except TaskError:
             raise
@@ -164,15 +165,29 @@ def _makers_recorded() -> Iterator[None]:
 def _recorded(maker: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(maker)
     def made(*args: Any, **kwargs: Any) -> Any:
-        proxies: list[fx.Proxy] = []
-        fx.node.map_aggregate(
-            (args, kwargs), lambda leaf: proxies.append(leaf) if isinstance(leaf, fx.Proxy) else leaf
-        )
+        proxies = _stand_ins((args, kwargs))
         if not proxies:
             return maker(*args, **kwargs)
         return proxies[0].tracer.create_proxy("call_function", maker, args, kwargs)
 
     return made
+
+
+def _recorded_function(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    """A function with a backward of its own is one call, whatever its forward does; None without stand-ins."""
+    proxies = _stand_ins(args)
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+
+    call.__name__ = call.__qualname__ = function.__name__
+    return proxies[0].tracer.create_proxy("call_function", call, args, {}) if proxies else None
+
+
+def _stand_ins(arguments: Any) -> list[fx.Proxy]:
+    found: list[fx.Proxy] = []
+    fx.node.map_aggregate(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else leaf)
+    return found
 
 
 @contextmanager
