@@ -23,6 +23,15 @@ ONCE = (
     Fault("Ctrl-C", "runs", 130, ("interrupted by SIGINT at step", SAVED), 15, signals=((0.5, INT),)),
     Fault("SIGUSR1", "runs", 138, ("interrupted by SIGUSR1 at step", SAVED), 15, signals=((0.5, USR1),)),
     Fault("SIGHUP", "runs", 129, ("interrupted by SIGHUP at step", SAVED), 15, signals=((0.5, HUP),)),
+    Fault(
+        "SIGTERM with workers that load data",
+        "runs",
+        143,
+        ("interrupted by SIGTERM at step", SAVED),
+        15,
+        arguments=("--workers", "1"),
+        signals=((0.5, TERM),),
+    ),
 )
 
 

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -142,9 +143,21 @@ class Agent(ElasticAgent):
             if self._roots:
                 self._note_others()
                 self._kill_deaf(context)
-            slow_close(death_sig, self._patience())
+            self._ask(context, death_sig or signal.SIGTERM, self._patience())
+            slow_close(death_sig, 0)
 
         context.close = close  # type: ignore[method-assign]
+
+    def _ask(self, context: PContext, number: signal.Signals, seconds: int) -> None:
+        """Asks the ranks themselves to end, and waits. The agent would ask their children too: a rank whose workers of
+        a DataLoader are gone has lost the batches that it needs to get to the end of its step."""
+        pids = list(context.pids().values())
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + seconds
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _kill_deaf(self, context: PContext) -> None:
         """A rank that is stopped, or holds Python's lock, would be asked to end in vain, and waited for."""
