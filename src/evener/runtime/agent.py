@@ -144,7 +144,7 @@ class Agent(ElasticAgent):
                 self._note_others()
                 self._kill_deaf(context)
             self._ask(context, death_sig or signal.SIGTERM, self._patience())
-            slow_close(death_sig, 0)
+            slow_close(death_sig, 1)
 
         context.close = close  # type: ignore[method-assign]
 
