@@ -297,6 +297,18 @@ def test_a_file_that_is_torn_or_gone(tmp_path: Path, name: str, how: str) -> Non
     assert bool(said) != (name == "rest.pt" and how == "gone"), "without it there is no checkpoint at all"
 
 
+def test_what_was_saved_in_a_history_that_was_left_is_never_gone_on_from(tmp_path: Path) -> None:
+    """The run goes on from an earlier checkpoint; what lies after that one is not before anything."""
+    damaged(tmp_path)
+    place = tmp_path / "checkpoints"
+    alone(run_dir=tmp_path, resume=place / "step-00000006", steps=7)
+    assert kept(tmp_path) == [6, 7]
+    (place / "step-00000007" / "sums.json").unlink()
+    said: list[str] = []
+    assert checkpoint.find(tmp_path, said.append).rest["progress"]["steps"] == 6
+    assert said
+
+
 class Malicious:
     def __init__(self, path: Path) -> None:
         self.path = path

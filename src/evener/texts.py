@@ -1,4 +1,4 @@
-"""What an exception says, in bounded size and whatever it does when it is asked.
+"""Texts of bounded size: what an exception says, whatever it does when it is asked, and lists of names.
 
 An exception may carry a tensor of a million numbers in its text, and its ``__str__`` may itself raise. Neither may keep
 a person from reading what went wrong, nor fill a terminal.
@@ -37,3 +37,9 @@ def trace_of(error: BaseException, trace: TracebackType | None) -> str:
     """The traceback as Python prints it, from ``trace`` on, shortened."""
     lines = traceback.format_exception(type(error), error, trace)
     return shortened("".join(shortened(line) for line in lines).rstrip(), _LONGEST_TRACE)
+
+
+def few(names: list[str]) -> str:
+    """The first of many names."""
+    shown = ", ".join(names[:3])
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 3 else shown or "nothing"

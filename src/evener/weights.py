@@ -20,7 +20,6 @@ import json
 import os
 import struct
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,14 +28,13 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from evener import checkpoint
 from evener.errors import ConfigurationError, DataError
 from evener.nn.names import clean_name
 from evener.system import in_words
+from evener.texts import few
 
 _PREFIX = "model/"
 _TYPES = {
@@ -88,18 +86,16 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Pat
     with in_words(f"the weights cannot be written to {to}"), _whole(to) as file:
         file.write(_header(entries, about))
         for name in entries:
-            file.write(_bytes(_read(found.path, name, entries[name])))
+            file.write(_bytes(_read(found, name, entries[name])))
     return to
 
 
 def _entries(found: checkpoint.Found) -> dict[str, TensorStorageMetadata]:
     """What the checkpoint holds of the model, by name."""
-    with _explained(found.path):
-        stored = FileSystemReader(found.path).read_metadata().state_dict_metadata
     entries = {
         key.removeprefix(_PREFIX): entry
-        for key, entry in sorted(stored.items())
-        if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        for key, entry in sorted(found.stored().items())
+        if key.startswith(_PREFIX)
     }
     others = sorted(found.rest.get("model", {}))
     others += [name for name, entry in entries.items() if entry.properties.dtype not in _TYPES]
@@ -126,12 +122,10 @@ def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, st
     return struct.pack("<Q", len(text)) + text
 
 
-def _read(path: Path, name: str, entry: TensorStorageMetadata) -> Tensor:
-    room = {_PREFIX + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    with _explained(path), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
-        state_dict_loader.load(room, storage_reader=FileSystemReader(path), no_dist=True)
-    return room[_PREFIX + name]
+def _read(found: checkpoint.Found, name: str, entry: TensorStorageMetadata) -> Tensor:
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    found.fill({_PREFIX + name: tensor})
+    return tensor
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -155,14 +149,6 @@ def _whole(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise DataError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
 # In
@@ -298,7 +284,7 @@ def _check_names(own: Mapping[str, Tensor], given: Mapping[str, str], source: st
     strange = sorted(given.keys() - own.keys())
     if lacking or strange:
         raise ConfigurationError(
-            f"the weights in {source} are of another model: they lack {_few(lacking)} and have {_few(strange)} more"
+            f"the weights in {source} are of another model: they lack {few(lacking)} and have {few(strange)} more"
         )
 
 
@@ -319,8 +305,3 @@ def _check(name: str, value: Tensor, tensor: Tensor, source: str) -> None:
             f"the weights in {source} are not finite: {name} has {int(bad.sum())} such values of {tensor.numel()}; "
             "take those of a step before"
         )
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > 3 else shown or "nothing"

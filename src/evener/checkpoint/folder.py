@@ -76,10 +76,13 @@ def _prune(directory: Path, latest: str, keep: Keep) -> None:
 
 
 def complete(directory: Path) -> list[Path]:
-    """The checkpoints of a directory, the latest first and then those of later steps before earlier ones."""
+    """The checkpoints of a directory, the latest first and then those before it.
+
+    Later ones than the latest are of a run that was gone on with from an earlier one: of a history that was left.
+    """
     found = sorted((path for path in directory.glob(f"{_PREFIX}*") if (path / REST).is_file()), reverse=True)
     latest = named(directory / LATEST)
-    return sorted(found, key=lambda path: path.name != latest)
+    return [path for path in found if not latest or path.name <= latest]
 
 
 def named(pointer: Path) -> str:

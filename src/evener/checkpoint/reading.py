@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from evener.checkpoint import folder, sums
 from evener.errors import ConfigurationError, DataError
 from evener.runtime.channel import Channel, LocalChannel
-from evener.strategies.pieces import Piece, PieceLoader
+from evener.strategies.pieces import Piece, PieceLoader, quiet
 from evener.strategies.state import Held
 
 _METADATA = ".metadata"
@@ -46,7 +46,8 @@ class Found:
         Args:
             held: The present state, which says what this rank holds; it is not changed.
         """
-        room = self._load(lambda key, entry: Piece.room(key, entry, held), ("model", "optimizer"))
+        room = {key: Piece.room(key, entry, held) for key, entry in self._of("model/", "optimizer/")}
+        self.fill(room)
         state: dict[str, Any] = {
             "model": dict(self.rest["model"]),
             "optimizer": {
@@ -60,31 +61,38 @@ class Found:
 
     def random(self, rank: int) -> Tensor | None:
         """The states of the random generators of ``rank``; None if there was no such rank."""
+        key = f"random/{rank}"
+        entry = self.stored().get(key)
+        if entry is None:
+            return None
+        found = torch.empty(entry.size, dtype=entry.properties.dtype)
+        self.fill({key: found})
+        return found
 
-        def room(key: str, entry: TensorStorageMetadata) -> Tensor | None:
-            wanted = key == f"random/{rank}"
-            return torch.empty(entry.size, dtype=entry.properties.dtype) if wanted else None
+    def _of(self, *prefixes: str) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        return ((key, entry) for key, entry in self.stored().items() if key.startswith(prefixes))
 
-        found = self._load(room, ("random",)).get(f"random/{rank}")
-        return found if isinstance(found, Tensor) else None
+    def stored(self) -> dict[str, TensorStorageMetadata]:
+        """Type and shape of every tensor, by key.
 
-    def _load(
-        self, room: Callable[[str, TensorStorageMetadata], Piece | Tensor | None], kinds: tuple[str, ...]
-    ) -> dict[str, Piece | Tensor]:
+        Raises:
+            DataError: If the description of the tensors cannot be read, or would run code.
+        """
         with _explained(self.path):
             _check_metadata(self.path / _METADATA)
-            reader = FileSystemReader(self.path)
-            wanted: dict[str, Piece | Tensor] = {}
-            for key, entry in reader.read_metadata().state_dict_metadata.items():
-                if isinstance(entry, TensorStorageMetadata) and key.partition("/")[0] in kinds:
-                    own = room(key, entry)
-                    if own is not None:
-                        wanted[key] = own
-            with _quiet():
-                state_dict_loader.load(
-                    dict(wanted), storage_reader=reader, planner=PieceLoader(), no_dist=True
-                )
-            return wanted
+            found = FileSystemReader(self.path).read_metadata().state_dict_metadata
+        return {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def fill(self, room: Mapping[str, Piece | Tensor]) -> None:
+        """Reads tensors, or pieces of them, into memory that is there, by key.
+
+        Raises:
+            DataError: If they cannot be read.
+        """
+        with _explained(self.path), quiet():
+            state_dict_loader.load(
+                dict(room), storage_reader=FileSystemReader(self.path), planner=PieceLoader(), no_dist=True
+            )
 
 
 def _put(state: dict[str, Any], key: str, value: Tensor) -> None:
@@ -185,10 +193,3 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise DataError(f"{path} cannot be read as a checkpoint: {error}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
-        yield

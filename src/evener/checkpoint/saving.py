@@ -17,10 +17,8 @@ import io
 import os
 import shutil
 import threading
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +37,7 @@ from evener.runtime.hosts import all_gather, connected, destroy
 from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.mesh import AXES, Mesh
 from evener.runtime.session import Session
-from evener.strategies.pieces import Piece, PieceSaver
+from evener.strategies.pieces import Piece, PieceSaver, quiet
 from evener.strategies.slices import Slice
 from evener.strategies.state import Held
 
@@ -270,7 +268,7 @@ def _prepare(partial: Path, rest: bytes) -> None:
 
 
 def _write_tensors(tensors: Mapping[str, Piece | Tensor], partial: Path, writers: Writers) -> None:
-    with _quiet():
+    with quiet():
         state_dict_saver.save(
             dict(tensors),
             storage_writer=FileSystemWriter(partial),
@@ -290,11 +288,3 @@ def _sums(partial: Path, rank: int) -> dict[str, tuple[int, int]]:
 
 def _merged(found: list[dict[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
     return {name: entry for rows in found for name, entry in rows.items()}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that one process saves alone, which is what was asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
-        yield

@@ -7,6 +7,9 @@ underscores on each side and no documentation, so that tests/test_torch_names.py
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,3 +124,11 @@ class PieceLoader(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]
         return found.at(index) if isinstance(found, Piece) else super().lookup_tensor(index)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warning that one process saves or loads alone, which is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
+        yield

@@ -33,6 +33,7 @@ from evener.runtime.mesh import Mesh
 from evener.strategies.local import as_held, local
 from evener.strategies.model import named_tensors
 from evener.strategies.slices import Slice, slice_of
+from evener.texts import few
 
 Cut = Callable[[Tensor, Slice], Tensor]
 """This rank's piece of what was saved of a divided tensor."""
@@ -189,7 +190,7 @@ def _check_model(own: Held, saved: Mapping[str, Any], cut: Cut | None) -> None:
     lacking, strange = sorted(own.model.keys() - saved.keys()), sorted(saved.keys() - own.model.keys())
     if lacking or strange:
         raise ConfigurationError(
-            f"the checkpoint is of another model: it lacks {_few(lacking)} and has {_few(strange)} more"
+            f"the checkpoint is of another model: it lacks {few(lacking)} and has {few(strange)} more"
         )
     for name, value in own.model.items():
         if isinstance(value, Tensor):
@@ -226,8 +227,3 @@ def check_form(found: Mapping[str, Any]) -> None:
             f"this is no state of an engine, which has {', '.join(lacking)} too: plain weights are loaded into the "
             "model that Task.model returns"
         )
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > 3 else shown or "nothing"
