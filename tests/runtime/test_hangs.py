@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from evener.errors import RankError, RankTimeoutError
+from evener.runtime.failure import record_failure
 from evener.runtime.launch import launch
 from evener.runtime.session import Session
 from tests.runtime.processes import run
@@ -140,3 +141,18 @@ def test_a_rank_that_leaves_the_others_to_save_alone_is_named(fault: str) -> Non
 def test_a_rank_that_dies_while_others_save_is_named_at_once() -> None:
     with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
         launch(save_together, 0.0, "killed", processes=2, device="cpu")
+
+
+def speak_and_hold() -> None:
+    """Rank 1 has said why it ends, and holds Python's lock like the other before it comes to it."""
+    with Session(device="cpu") as session:
+        session.watchdog.timeout_seconds = 1.0
+        time.sleep(1.5)  # for a heartbeat that tells the limit
+        if session.rank == 1:
+            record_failure(RankTimeoutError("rank 1 has waited in vain"), 1)
+        sum(range(10**13))
+
+
+def test_what_a_rank_has_said_goes_before_what_the_launcher_sees() -> None:
+    with pytest.raises(RankTimeoutError, match=r"^rank 1 has waited in vain$"):
+        launch(speak_and_hold, processes=2, device="cpu")

@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_come_is_named(faults: Path) -> None:
     assert ended.status == 1
     lines = ended.err.strip().splitlines()
     assert "RankTimeoutError rank 0 has waited" in lines[0]
-    assert "all_reduce, at faults.py:16" in lines[0]
+    assert "all_reduce of float32[1], at faults.py:16" in lines[0]
     assert "rank 1" in lines[1]
     assert "faults.py:15" in lines[1]
 

@@ -195,9 +195,12 @@ class Agent(ElasticAgent):
                 os.killpg(pid, signal.SIGKILL)
 
     def _cause(self, result: RunResult) -> EvenerError:
-        if self._lookout.found is not None:
-            return self._lookout.found
-        failures = [self._failure(rank, failure) for rank, failure in result.failures.items()]
+        ended = result.failures
+        if self._lookout.found is not None:  # what a rank has told at the last moment goes before that
+            ended = {rank: process for rank, process in ended.items() if _was_told(process)}
+            if not ended:
+                return self._lookout.found
+        failures = [self._failure(rank, failure) for rank, failure in ended.items()]
         cause, *others = sorted(failures, key=lambda failure: failure.order)
         if cause.kind == "killed" and self._crash(cause.rank):
             told = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
@@ -262,6 +265,11 @@ class Agent(ElasticAgent):
             return Heartbeat.from_json((self._run_dir / f"beat-{rank}").read_text())
         except OSError:
             return None
+
+
+def _was_told(process: ProcessFailure) -> bool:
+    """Whether the rank has said itself why it ended."""
+    return recorded_failure(process.error_file_data) is not None
 
 
 def _say(words: str) -> None:
