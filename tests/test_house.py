@@ -28,7 +28,7 @@ COLUMNS = (
         *("by_hand", "equality", "guard", "replicas", "assembly", "feed", "run_state", "engine"),
         *("report", "rundir"),
     ),
-    ("saving", "returning", "running", "fitting", "verification", "benching", "testing"),
+    ("saving", "returning", "inheritance", "running", "fitting", "verification", "benching", "testing"),
     ("cli",),
 )
 """Imports go to the left only; within a column a single file may import, and be imported, in the order written."""

@@ -258,6 +258,35 @@ def test_the_agent_tells_of_its_workers(tmp_path: Path) -> None:
         handler.shutdown()
 
 
+def test_the_agent_starts_one_worker_in_place_of_another(tmp_path: Path) -> None:
+    """That ends with status 1 the first time; the other one is left as it is."""
+    with borrowed("elastic_agent") as names:
+        parameters = RendezvousParameters(
+            "c10d", "localhost:0", "test", 1, 1, is_host=True, read_timeout=30, join_timeout=30
+        )
+        handler = get_rendezvous_handler(parameters)
+        fails = "os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+        args = ("-c", f"import os, time\nassert not ({fails})\ntime.sleep(1)")
+        spec = WorkerSpec("test", 2, handler, entrypoint=sys.executable, args=args, max_restarts=2)
+        contexts: list[Any] = []
+        seen: list[tuple[set[int], dict[int, int]]] = []
+
+        def replaces(agent: Any, failures: dict[int, Any]) -> bool:
+            seen.append((set(failures), names.running(agent.context)))
+            return True
+
+        acts = {"started": lambda _, context: contexts.append(context), "replaces": replaces}
+        agent = type("Replaces", (names.ElasticAgent,), acts)(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
+        result = agent.run()
+        assert not result.is_failed()
+        assert agent.restarts_done == 1
+        assert agent.is_alone
+        (failed, running), *rest = seen
+        assert (failed, set(running), rest) == ({1}, {0}, [])
+        assert len(contexts) == 1
+        handler.shutdown()
+
+
 ENDING = """
 import atexit, os, threading, time
 from evener.borrowed import interpreter

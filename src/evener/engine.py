@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -154,7 +154,7 @@ class Engine:
         """What divides the batches; None before the first."""
         return self._feed.balancer
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Generator[Batch]:
         """This rank's part of every global batch that is left of the run, in order."""
         with self._feed.open(self.progress) as loader:
             batch = self._next(loader)
@@ -375,6 +375,10 @@ class Engine:
         self._at_hand.close()
         self.ledger.forget()
         self.state.load(path, tell)
+
+    def give_up(self) -> None:
+        """Leaves the step at hand, and everything else as it is: other ranks are gone."""
+        self._at_hand.close()
 
     def close(self) -> None:
         """Gives back the strategy's and, where the engine opened it, the session's processes and memory."""

@@ -12,14 +12,16 @@ from typing import Any
 from evener.assembly import check_division, suggested_processes
 from evener.checkpoint import folder
 from evener.config import AUTO, RunConfig
+from evener.inheritance import HandedOnError, Heir, succeeds
 from evener.observer import Observer
 from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
 from evener.running import Run, Trained
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
+from evener.runtime.generation import generation
 from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.rendezvous import Rendezvous
-from evener.runtime.session import RUN_DIR, Session
+from evener.runtime.session import RUN_DIR, Session, rejoin
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
 
@@ -99,6 +101,16 @@ class FitJob:
     """Whether the result travels to the launcher, who wants but one of each machine."""
 
     def __call__(self) -> Trained | None:
+        """Once more for each start in which this rank stays and another is new."""
+        heir = Heir() if succeeds() else None
+        while True:
+            try:
+                return self._run(heir)
+            except HandedOnError as handed_on:
+                start, heir = handed_on.start, handed_on.heir
+            rejoin(start)
+
+    def _run(self, heir: Heir | None) -> Trained | None:
         config = self.config
         with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
             task = resolve(self.task, BUILT_IN, self.options)()
@@ -106,7 +118,7 @@ class FitJob:
                 config = config.replace(run_dir=self._new_directory(task, session))
             resume = _resumed(config, session)
             config = config.replace(resume=resume, weights=config.weights if resume is None else None)
-            trained = Run(task, config, session, self.show, self.observers).execute()
+            trained = Run(task, config, session, self.show, self.observers, heir).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
 
     def _new_directory(self, task: Task, session: Session) -> Path:
@@ -134,7 +146,7 @@ def _same_again(make: Callable[[], Path]) -> Path:
 def _resumed(config: RunConfig, session: Session) -> Path | None:
     """Where the run goes on from: as it is told, and from its own checkpoint if it may choose or was started again."""
     own, auto = config.run_dir, config.resume is not None and str(config.resume) == AUTO
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    again = generation() != 0
     if not auto and not again:
         return config.resume
     found = own is not None and session.rank == 0 and bool(folder.complete(own / CHECKPOINTS))

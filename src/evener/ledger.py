@@ -233,6 +233,16 @@ class Ledger:
         if self._late and self._before is not None:
             self._before.check_finite()
 
+    def settle_before(self, step: int) -> None:
+        """Waits for the row of a step before ``step``, if one is outstanding; that of ``step`` itself is left.
+
+        A step that lacked only its end is told with the seconds until then."""
+        if self._in_flight is not None and self._in_flight[0].number < step:
+            self.settle()
+        for known in self._measured:
+            if known.number < step and not known.seconds:
+                known.seconds = max(map(sum, zip(known.compute_seconds, known.wait_seconds, strict=True)))
+
     def finish(self) -> None:
         """No step follows at once: also the times of the last one are told. A collective call."""
         self.check()

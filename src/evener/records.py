@@ -175,7 +175,10 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, steps_done: int = 0) -> None:
-        _replace(path, "".join(_records_until(path, steps_done)) if steps_done and path.exists() else "")
+        kept = _records_until(path, steps_done) if steps_done and path.exists() else []
+        _replace(path, "".join(kept))
+        self.steps_done = max((_steps_at(json.loads(line)) for line in kept), default=0)
+        """So many steps are in what was kept."""
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Any) -> None:

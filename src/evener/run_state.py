@@ -48,6 +48,10 @@ class RunState:
         self._learner.check_weights(self.progress.steps)
         return {**self._learner.state_dict(), **self._rest()}
 
+    def own(self) -> dict[str, Any]:
+        """As :meth:`whole` and alike, where each rank holds all: what this one has, and nobody else is asked."""
+        return {**self._learner.state_dict(), **self._rest()}
+
     def take(self, found: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`whole` gave."""
         state.check_form(found)

@@ -21,7 +21,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -154,6 +154,13 @@ class Records(Observer):
                 shutil.rmtree(self._path / "checkpoints")
             write_json(self._path / "config.json", run.settings)
             self._file = RecordFile(self._path / "records.jsonl", run.steps_done if self._goes_on else 0)
+
+    def catch_up(self, told: Iterable[StepRecord]) -> None:
+        """Writes the steps that the file lacks: the rank that was to write them has died."""
+        known = self._file.steps_done if self._file is not None else 0
+        for record in told:
+            if record.step >= known:
+                self._write(record)
 
     def step(self, record: StepRecord) -> None:
         self._write(record)

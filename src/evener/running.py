@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from evener import checkpoint
 from evener.config import RunConfig
+from evener.data.batch import Batch
 from evener.engine import Engine
 from evener.errors import InterruptedRunError
+from evener.inheritance import HandedOnError, Heir, succession
 from evener.nn.names import clean_name
 from evener.observer import Observer
 from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
@@ -25,6 +27,7 @@ from evener.report.terminal import Terminal
 from evener.returning import falling_back
 from evener.rundir import CHECKPOINTS, Records, RunDirectory, goes_on_in
 from evener.runtime.agreement import evener_version
+from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
 from evener.saving import Saving
@@ -96,49 +99,75 @@ class Run:
         session: Session,
         show: bool,
         observers: Sequence[Observer] = (),
+        heir: Heir | None = None,
     ) -> None:
         self._task, self._config, self._session = task, config, session
         self._clock = Clock()
+        self._batches: Generator[Batch] | None = None
         self._ending = threading.Lock()
+        self._held = ExitStack()
+        self._records: Records | None = None
         with ExitStack() as undo:
             told = list(observers)
             if config.run_dir is not None and session.rank == 0:
-                goes_on = goes_on_in(config.run_dir, config.resume)
-                undo.enter_context(RunDirectory(config.run_dir, goes_on or config.overwrite))
-                told.insert(0, Records(config.run_dir, goes_on, config.on_full_disk == "stop"))
+                goes_on = heir is not None or goes_on_in(config.run_dir, config.resume)
+                undo.enter_context(self._held)
+                self._held.enter_context(RunDirectory(config.run_dir, goes_on or config.overwrite))
+                self._records = Records(config.run_dir, goes_on, config.on_full_disk == "stop")
+                told.insert(0, self._records)
             if show:
                 told.append(Terminal())
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
             self._tally = Tally(self._engine.learner.data.degree)
             self._engine.observers.add(self._tally)
             self._notes: list[str] = []
-            if config.resume is not None:
+            self._succession = succession(self._engine)
+            self._heir = self._taken_up(heir)
+            if config.resume is not None and self._heir.state is None:
                 self._engine.load(config.resume, self._notes.append)
                 self._notes.append(f"goes on after step {self._engine.steps_done} of {config.resume}")
             throttle = self._engine.learner.settings.throttle
             self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()
 
+    def _taken_up(self, heir: Heir | None) -> Heir:
+        """The state of a rank that stayed when others were replaced, if there is one."""
+        if self._succession is None or heir is None:
+            return Heir()
+        found, words = self._succession.inherit(heir)
+        self._notes += [words] if words else []
+        return found
+
     def execute(self) -> Trained:
         """Trains to the end.
 
         Raises:
             InterruptedRunError: If a signal ends the run, after the records of what was done are written.
+            HandedOnError: If another rank has died, and this one is to go on in another start.
         """
         engine, summary = self._engine, None
         with self._owned, last_words(lambda: self._end(self._interrupted())):
             try:
                 engine.observers.start(self._start())
+                if self._records is not None:
+                    self._records.catch_up(self._heir.told)
                 for words in filter(None, (self._emulation, *self._notes)):
                     engine.observers.event(Note(engine.steps_done, words))
-                with self._deferring() as stop:
-                    if self._config.non_finite == "restore":
-                        falling_back(lambda: self._train(stop), engine, self._config.run_dir)
-                    else:
-                        self._train(stop)
-                tensors = engine.learner.tensors()
-                engine.learner.check_weights(engine.steps_done)
-                summary = self._summary(self._session.control.gather_objects(self._own_part()), tensors)
+                with self._staying():
+                    with self._deferring() as stop:
+                        if self._config.non_finite == "restore":
+                            falling_back(lambda: self._train(stop), engine, self._config.run_dir)
+                        else:
+                            self._train(stop)
+                    tensors = engine.learner.tensors()
+                    engine.learner.check_weights(engine.steps_done)
+                    parts = self._session.control.gather_objects(self._own_part())
+                summary = self._summary(parts, tensors)
+            except HandedOnError:
+                self._end(None)
+                self._held.close()
+                bury(self._owned.pop_all())
+                raise
             except (Exception, KeyboardInterrupt) as error:
                 if asked() is not None or isinstance(error, InterruptedRunError | KeyboardInterrupt):
                     summary = self._interrupted()
@@ -146,6 +175,16 @@ class Run:
             finally:
                 self._end(summary)
             return Trained(summary, self._saved(tensors), self._session.rank)
+
+    def _staying(self) -> AbstractContextManager[None]:
+        """Where this rank goes on in another start if others die."""
+        if self._succession is None:
+            return nullcontext()
+        return self._succession.staying(self._let_go, self._is_evaluated)
+
+    def _let_go(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
 
     def _end(self, summary: RunSummary | None) -> None:
         """Tells the observers, once."""
@@ -180,8 +219,12 @@ class Run:
     def _train(self, stop: Deferral) -> None:
         engine, run_dir, last = self._engine, self._config.run_dir, None
         saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop) if run_dir else None
+        progress = engine.progress
+        if not self._heir.evaluated and progress.epoch and not progress.position:
+            self._evaluate(saving, progress.epoch - 1)
         self._clock.start()
-        for batch in engine.batches():
+        self._batches = engine.batches()
+        for batch in self._batches:
             check()
             engine.ledger.wish = saving.wish() if saving else 0.0
             engine.step(batch)

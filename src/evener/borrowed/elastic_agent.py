@@ -1,19 +1,25 @@
 """torchrun's agent, told when its workers have started and failed: ``_start_workers``, ``_monitor_workers``,
-``_remaining_restarts``, ``_pcontext`` and ``_failures``.
+``_remaining_restarts``, ``_pcontext``, ``_failures``, ``_capture_process_failures`` and ``_running_local_ranks``.
 
 The agent is made to be derived from, but the context in which its processes live, with their ids and with those that
-have failed, has no public name.
+have failed, has no public name. It ends all of them with the first that fails; a failure that is taken away from it
+before it is looked at, with a new process in the place of the old one, is none to it.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -26,6 +32,20 @@ class ElasticAgent(LocalElasticAgent):
         """Workers have failed, and ``restarts`` more starts are left; returns whether to use one, if there is."""
         return True
 
+    def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
+        """Local ranks have failed; returns whether new ones take their places, while all others go on."""
+        return False
+
+    @property
+    def restarts_done(self) -> int:
+        """How often workers have been started again."""
+        return self._worker_group.spec.max_restarts - self._remaining_restarts
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all workers of the run are this agent's."""
+        return self._worker_group.group_world_size == 1
+
     @property
     def context(self) -> PContext | None:
         """The processes of the workers; None before they are started."""
@@ -34,14 +54,55 @@ class ElasticAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
         assert self._pcontext is not None
+        self._replace_in(self._pcontext)
         self.started(self._pcontext)
         return pids
+
+    def _replace_in(self, context: PContext) -> None:
+        """Looks at failures before the context does."""
+        if not isinstance(context, SubprocessContext):
+            return
+        borrowed: Any = context
+        capture: Callable[[set[int]], None] = borrowed._capture_process_failures
+
+        def look(done: set[int]) -> None:
+            capture(done)
+            failures = context._failures
+            if failures and self._remaining_restarts and self.replaces(dict(failures)):
+                self._remaining_restarts -= 1
+                for local_rank in list(failures):
+                    self._replace(context, local_rank)
+                    done.discard(local_rank)
+
+        borrowed._capture_process_failures = look
+
+    def _replace(self, context: SubprocessContext, local_rank: int) -> None:
+        """A new process with the place, the arguments and the variables of one that has failed."""
+        failure = context._failures.pop(local_rank)
+        Path(failure.error_file).unlink(missing_ok=True)
+        variables = context.envs[local_rank] | {"TORCHELASTIC_RESTART_COUNT": str(self.restarts_done)}
+        handler = get_subprocess_handler(
+            entrypoint=str(context.entrypoint),
+            args=context.args[local_rank],
+            env=variables,
+            stdout=context.stdouts[local_rank],
+            stderr=context.stderrs[local_rank],
+            local_rank_id=local_rank,
+        )
+        context.subprocess_handlers[local_rank] = handler
+        self._worker_group.workers[local_rank].id = handler.proc.pid
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and not self.failing(result, self._remaining_restarts):
             self._remaining_restarts = 0
         return result
+
+
+def running(context: PContext) -> dict[int, int]:
+    """The ids of the processes that run, by local rank, as far as is known."""
+    known: set[int] = getattr(context, "_running_local_ranks", set()) - failed(context)
+    return {rank: pid for rank, pid in context.pids().items() if rank in known}
 
 
 def failed(context: PContext) -> set[int]:

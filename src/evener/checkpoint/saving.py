@@ -207,6 +207,10 @@ class Saver:
             with self._session.watchdog.explained():
                 raise write.error
 
+    def forget_copies(self) -> None:
+        """Nothing will be saved any more."""
+        self._copies = _Copies()
+
     def close(self) -> None:
         """Gives the group back. A save under way has a little time to end."""
         write, self._writing = self._writing, None

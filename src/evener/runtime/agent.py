@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +27,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from evener.borrowed.elastic_agent import ElasticAgent, failed
+from evener.borrowed.elastic_agent import ElasticAgent, failed, running
 from evener.errors import (
-    ConfigurationError,
-    DivergenceError,
     EvenerError,
     InterruptedRunError,
     RankError,
     RankTimeoutError,
 )
-from evener.runtime.failure import Failure, recorded_failure
+from evener.runtime.failure import Failure, first, is_hopeless, recorded_failure
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.interrupt import GRACE_SECONDS, interruption
 from evener.runtime.lookout import Lookout
@@ -45,6 +43,7 @@ from evener.runtime.processes import is_alive
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.stacks import crash_in, stacks_of
 from evener.runtime.standing import Standing, report_on
+from evener.runtime.succession import Start, announce, take_at_their_word
 
 _KILL_SECONDS = round(GRACE_SECONDS) + 1
 _STACKS = 3
@@ -181,18 +180,54 @@ class Agent(ElasticAgent):
 
     def failing(self, result: RunResult, restarts: int) -> bool:
         """A fault that every start would meet again is no reason for another."""
-        cause = min((self._failure(*each) for each in result.failures.items()), key=lambda each: each.order)
-        hopeless = isinstance(cause.to_error(), ConfigurationError | DivergenceError)
+        found = [self._failure(*each) for each in result.failures.items()]
+        cause = first(found)
+        hopeless = is_hopeless(found)
         if restarts and not hopeless:
             number = self._max_restarts - restarts + 1
             _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}")
         return not hopeless
 
+    def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
+        """Ranks that died by themselves, where all others have given their word to stay."""
+        context, ranks = self.context, [worker.global_rank for worker in self.get_worker_group().workers]
+        if context is None or not self.is_alone:
+            return False
+        others = running(context)
+        if not others:  # they have been ended
+            return False
+        self._roots = set(failures)
+        found = [self._failure(ranks[local_rank], failure) for local_rank, failure in failures.items()]
+        died = all(failure.kind in ("killed", "exit", "error") for failure in found) and not is_hopeless(
+            found
+        )
+        stay = [ranks[local_rank] for local_rank in others]
+        if len(found) + len(stay) != len(ranks) or not died:
+            return False
+        if not take_at_their_word(self._run_dir, stay, self.restarts_done):
+            return False
+        self._roots = set()
+        self._say_replaced(found)
+        for failure in failures.values():
+            self._kill_group(failure.pid)
+        new, number = tuple(failure.rank for failure in found), self.restarts_done + 1
+        announce(self._run_dir, Start(number, new, tuple(others.values())))
+        return True
+
+    def _say_replaced(self, found: Sequence[Failure]) -> None:
+        causes = "\n".join(str(failure.to_error()) for failure in found)
+        who = ", ".join(str(failure.rank) for failure in found)
+        count = f"restart {self.restarts_done + 1} of {self._max_restarts}"
+        _say(f"{causes}\n{count}: of rank {who} alone; the others stay, with what they hold in memory")
+
     def _kill_groups(self) -> None:
         """A rank's own children (a DataLoader's workers) end with it."""
         for pid in self.context.pids().values() if self.context else ():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            self._kill_group(pid)
+
+    def _kill_group(self, pid: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
     def _cause(self, result: RunResult) -> EvenerError:
         ended = result.failures
@@ -201,7 +236,8 @@ class Agent(ElasticAgent):
             if not ended:
                 return self._lookout.found
         failures = [self._failure(rank, failure) for rank, failure in ended.items()]
-        cause, *others = sorted(failures, key=lambda failure: failure.order)
+        cause = first(failures)
+        others = [failure for failure in failures if failure is not cause]
         if cause.kind == "killed" and self._crash(cause.rank):
             told = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
             cause = replace(cause, message=cause.message + "".join(told))

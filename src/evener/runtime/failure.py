@@ -14,6 +14,7 @@ import pickle
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,14 @@ from typing import Any
 
 import cloudpickle
 
-from evener.errors import EvenerError, InterruptedRunError, RankError, RankTimeoutError
+from evener.errors import (
+    ConfigurationError,
+    DivergenceError,
+    EvenerError,
+    InterruptedRunError,
+    RankError,
+    RankTimeoutError,
+)
 from evener.system import is_shortage, words
 from evener.texts import said, shortened, trace_of
 
@@ -84,6 +92,16 @@ class Failure:
         except Exception:
             return None
         return error if isinstance(error, EvenerError) else None
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The cause of a run's end."""
+    return min(failures, key=lambda failure: failure.order)
+
+
+def is_hopeless(failures: Iterable[Failure]) -> bool:
+    """Whether every start would meet the cause again."""
+    return isinstance(first(failures).to_error(), ConfigurationError | DivergenceError)
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.scratch import scratch
 from evener.runtime.session import RUN_DIR, threads_per_rank
+from evener.runtime.succession import ALLOWED
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 from evener.runtime.worker import BOOTSTRAP, Call, Job, result_of
 
@@ -114,8 +115,8 @@ def run_job(
     _write_job(job, run_dir)
     (run_dir / "path.json").write_text(json.dumps(path))
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
-    variables = _variables(run_dir, processes)
     met = rendezvous or Rendezvous()
+    variables = _variables(run_dir, processes, met.max_restarts > 0)
     Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds).run_to_end()
 
 
@@ -129,8 +130,10 @@ def _write_job(job: Job, run_dir: Path) -> None:
         ) from error
 
 
-def _variables(run_dir: Path, processes: int) -> Mapping[str, str]:
+def _variables(run_dir: Path, processes: int, replaces: bool) -> Mapping[str, str]:
     variables = {RUN_DIR: str(run_dir), LAUNCHER_PID: str(os.getpid())}
+    if replaces:
+        variables[ALLOWED] = "1"
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads_per_rank(processes))
     return variables

@@ -12,7 +12,6 @@ interpreter exit.
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import warnings
 from contextlib import ExitStack
@@ -30,8 +29,11 @@ from evener.runtime.agreement import Terms, agree, evener_version
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
 from evener.runtime.failure import is_communication_error
+from evener.runtime.generation import advance_to, generation, next_name
+from evener.runtime.grave import bury
 from evener.runtime.hosts import connected, destroy
 from evener.runtime.mesh import Layout, Mesh
+from evener.runtime.succession import RecalledError, Start
 from evener.runtime.watchdog import (
     BACKSTOP_SECONDS,
     TIMEOUT_SECONDS,
@@ -44,10 +46,6 @@ _PATIENCE = timedelta(hours=24)
 
 RUN_DIR = "EVENER_RUN_DIR"
 """Environment variable in which Evener's launcher names the directory it shares with its ranks."""
-
-_generations = itertools.count()
-_grave: list[ExitStack] = []
-"""What a session that lost other ranks would have closed, and all that hangs on it."""
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
@@ -75,13 +73,23 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
             f"rank {environment.rank} of {environment.world_size} found no run at {address}:{port} within "
             f"{timeout_seconds:g} s: {error}; are all ranks started, and can this host be reached?"
         ) from error
-    return PrefixStore(f"evener/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"evener/{generation()}", store)
 
 
 def agent_watchdog(environment: Environment, timeout_seconds: float) -> Watchdog:
     """The watchdog of a whole process that Evener launched; its sessions share it."""
     store = open_store(environment, timeout_seconds)
     return _start_watchdog(environment.rank, environment.world_size, store, timeout_seconds)
+
+
+def rejoin(start: Start) -> None:
+    """This process takes part in ``start`` from now on, with a watchdog for it."""
+    before = current_watchdog()
+    assert before is not None
+    before.stand_down()
+    process_watchdogs.remove(before)
+    advance_to(start.number)
+    agent_watchdog(detect(), before.timeout_seconds)
 
 
 def _start_watchdog(rank: int, world_size: int, store: Store, timeout_seconds: float) -> Watchdog:
@@ -153,11 +161,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and RUN_DIR in os.environ and is_communication_error(error):
-            # The process ends. A destructor of DDP would wait for a thread of gloo with Python's lock held, which that
-            # thread wants: then nobody can say any more what went wrong.
+        if isinstance(error, RecalledError):
+            bury(self._stack.pop_all(), self.world)
+            destroy(None)
+        elif error is not None and RUN_DIR in os.environ and is_communication_error(error):
+            # The process ends, if no destructor hangs: then nobody could say any more what went wrong.
             gc.disable()
-            _grave.append(self._stack.pop_all())
+            bury(self._stack.pop_all())
         self._stack.__exit__(kind, error, trace)
 
     def _enter_threads(self, stack: ExitStack) -> None:
@@ -205,7 +215,7 @@ class Session:
         return dist.group.WORLD
 
     def _init_group(self, store: Store) -> None:
-        store = PrefixStore(f"evener/session/{next(_generations)}", store)
+        store = PrefixStore(f"evener/{next_name('session')}", store)
         with self.watchdog.wait("start of the process group"):
             self._agree(PrefixStore("terms", store))
             dist.init_process_group(

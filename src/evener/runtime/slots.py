@@ -28,6 +28,7 @@ from torch import Tensor
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.hosts import all_gather
 from evener.runtime.segment import Announcement, Segment, describe, has_died
+from evener.runtime.succession import check_recall
 from evener.runtime.watchdog import backstop, departed, marked, standings
 
 ENTERED, REDUCED, LEFT = range(3)
@@ -108,6 +109,7 @@ class Slots:
         Raises:
             RankError: The process of a rank is gone.
             RankTimeoutError: A rank did not come in time.
+        RecalledError: This rank is to take part in another start.
         """
         for counter in self._awaited[stage]:  # all are there already, mostly
             if counter[0] < chunks:
@@ -143,7 +145,8 @@ class Slots:
                     self._look(stage, chunks, now - start)
 
     def _look(self, stage: int, chunks: int, waited_seconds: float) -> None:
-        """Raises if a late rank is dead, or any is late for too long."""
+        """Raises if a late rank is dead, or any is late for too long, or this one is called away from all."""
+        check_recall()
         late = [rank for rank in self._late(stage, chunks) if rank != self._rank]
         dead = [rank for rank in late if has_died(self._segments[rank])]
         # A rank may have published its last chunk and ended between the two looks above.

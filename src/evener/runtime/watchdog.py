@@ -37,6 +37,7 @@ from torch.distributed import Store
 from evener.errors import EvenerError, RankError, RankTimeoutError
 from evener.runtime.activity import Activity
 from evener.runtime.failure import is_communication_error, is_timeout, record_failure
+from evener.runtime.generation import next_name
 from evener.runtime.heartbeat import Heartbeat, MainThread, in_words
 from evener.runtime.hosts import host_token
 from evener.runtime.interrupt import asked
@@ -44,6 +45,7 @@ from evener.runtime.keeper import Keeper
 from evener.runtime.roster import Roster
 from evener.runtime.stacks import listen
 from evener.runtime.standing import Standing, report_on
+from evener.runtime.succession import may_be_recalled
 from evener.runtime.verdict import complaint, left_words, may_look, verdict
 
 TIMEOUT_SECONDS = 300.0
@@ -51,7 +53,6 @@ BACKSTOP_SECONDS = 30.0
 """Other limits of a wait end this much later than the watchdog's, whose report says more."""
 
 _INTERVAL_SECONDS = 1.0
-_generations = itertools.count()
 
 process_watchdogs: list[Watchdog] = []
 """Those that run in this process, the innermost last."""
@@ -146,11 +147,8 @@ class Watchdog:
         run_dir: Path | None = None,
     ) -> None:
         self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout_seconds
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        self._roster = Roster(
-            rank, world_size, store, f"evener/watchdog/{run}/{restart}/{next(_generations)}"
-        )
+        self._roster = Roster(rank, world_size, store, f"evener/{run}/{next_name('watchdog')}")
         self._keeper = Keeper()
         self._run_dir = run_dir
         self._host = socket.gethostname()
@@ -178,6 +176,16 @@ class Watchdog:
             self._thread.join(timeout=2 * _INTERVAL_SECONDS)
         with suppress(RuntimeError, OSError):
             self._publish(replace(self._beat(), ended=True, status=status))
+        self._roster.close()
+
+    def hush(self) -> None:
+        """This rank is called away from those that it watches: whatever they do, it ends nothing for it."""
+        self._stop.set()
+
+    def stand_down(self) -> None:
+        """As :meth:`close`, without a word to the others: this rank goes on, with another watchdog."""
+        self._stop.set()
+        self._thread.join(timeout=2 * _INTERVAL_SECONDS)
         self._roster.close()
 
     def phase(self, name: str, step: int | None = None, *, waits: bool = False) -> Phase:
@@ -254,14 +262,21 @@ class Watchdog:
         """
         if isinstance(error, EvenerError):
             return error
-        place, told = self._beat().place, self.departure()
         text = str(error).strip().splitlines()
+        if may_be_recalled():
+            return RankError(f"rank {self.rank} lost other ranks in {self._beat().place}: {text[:1]}")
+        place, told = self._beat().place, self.departure()
         kind = RankTimeoutError if is_timeout(error) else RankError
         lost = told or f"rank {self.rank} lost other ranks in {place}\n{self.report(stacks=True)}"
         return kind(f"{lost}\n({text[0] if text else error!r})")
 
     def departure(self) -> str:
-        """Which ranks have left, and a report on all; empty if it is not known of any within a few heartbeats."""
+        """Which ranks have left, and a report on all; empty if it is not known of any within a few heartbeats.
+
+        Empty too where a rank that is gone is replaced, and this one has no time to lose.
+        """
+        if may_be_recalled():
+            return ""
         self._roster.find_lost(self._interval)
         words = left_words(self._beat(), self._roster.others)
         return f"{words}\n{self.report()}" if words else ""

@@ -75,6 +75,8 @@ def summing(learner: Learner) -> Synchronizer:
 class DdpSum(Afterwards):
     """Sums gradients over the ranks of ``group`` through PyTorch's DistributedDataParallel."""
 
+    holds_all = True
+
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         super().__init__(learner, group)
         self._hook = GradientSum(_send(learner, group, self._all_reduce), learner)
@@ -174,6 +176,7 @@ class GradientSum:
         self.soundness.append(self._learner.unsound.of_flat(bucket.buffer(), partial(self._named, bucket)))
         if self.saw_last_bucket:
             self._learner.pace.work_done()
+            self._learner.has_drawn()
         with waiting():
             return self._send(bucket)
 

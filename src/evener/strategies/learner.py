@@ -68,6 +68,13 @@ class Learner:
         self.may_leave_out = False
         """Whether updates may be left out, so that buffers have to be remembered."""
         self._remembered: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._remembered_of: int | None = None
+        self.updating: int | None = None
+        """The last step whose update was begun."""
+        self.when_drawn: Callable[[int], None] = lambda step: None
+        """Called with each step when this rank has drawn all its random numbers, before it gives its last gradients to
+        others; by a synchronizer that can tell."""
+        self._step = 0
         self._portion = portion
         self._portions: dict[int, Any] = {}  # of the task's own data sets, which live as long
 
@@ -143,6 +150,7 @@ class Learner:
             self.parameter(name).grad = None
         self._add_penalty()
         if passes():
+            self.updating = step
             self.clip(self.model.parameters())
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -150,8 +158,9 @@ class Learner:
             self._leave_out()
         self.synchronizer.updated(step)
 
-    def _remember_buffers(self) -> None:
-        """As they are now is how they will be if the next update is left out."""
+    def _remember_buffers(self, step: int) -> None:
+        """As they are now is how they will be if the update of ``step`` is left out."""
+        self._remembered_of = step
         self._remembered = [
             (held, name, buffer, buffer.clone())
             for held in map(own_buffers, self.model.modules())
@@ -175,6 +184,15 @@ class Learner:
         self._clear_gradients()
         for held, name, buffer, value in self._remembered:
             held[name] = buffer.copy_(value)
+
+    def has_drawn(self) -> None:
+        """The last gradients of the step are about to be given to other ranks."""
+        self.when_drawn(self._step)
+
+    def undo(self, step: int) -> None:
+        """Leaves nothing of ``step``, if it was begun, and not updated yet."""
+        if self._remembered_of == step:
+            self._leave_out()
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
         """Clips the gradients of ``parameters`` to the global norm of the settings, if there is one."""
@@ -206,8 +224,9 @@ class Learner:
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
         self.unsound.found.clear()
+        self._step = step
         if self.may_leave_out:
-            self._remember_buffers()
+            self._remember_buffers(step)
         outcome = self.stepper.run(batch, divisor, step)
         return dataclasses.replace(outcome, unsound=tuple(self.unsound.found))
 

@@ -106,6 +106,10 @@ class Synchronizer:
     keeps_equal: bool = True
     """Whether ranks that hold the same weights and buffers have the same bits after every step."""
 
+    holds_all: bool = False
+    """Whether each rank holds all that the training goes on from, so that one that stays can give it to a new one.
+    It then tells the learner before it gives its last gradients (`Learner.has_drawn`)."""
+
     def wrap(self, replica: nn.Module) -> nn.Module:
         """What is called in place of ``replica``, which goes from a micro-batch to the total of its terms."""
         return replica

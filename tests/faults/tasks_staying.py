@@ -1,0 +1,90 @@
+"""A task in which ranks die, each once, at several places; its model holds all that a rank can hold by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.runtime.environment import detect
+from evener.runtime.generation import generation
+from evener.task import Task
+from tests.faults import tasks
+
+DEATHS = {"forward": 1, "backward": 0, "update": 2, "raise": 1, "evaluation": 0}
+"""By place, the rank that dies there."""
+STEPS = {"forward": 3, "backward": 6, "update": 9, "raise": 12}
+"""Steps that each rank has taken when one dies, by place; there are four in an epoch."""
+EVALUATION = 14
+
+
+def dies(place: str) -> bool:
+    """Whether it is the turn of this rank, which is never again."""
+    home = Path(os.environ["EVENER_TESTS_FAULT"])
+    turn = home / place
+    if DEATHS[place] != detect().rank or turn.exists() or (home / "spared").exists():
+        return False
+    turn.touch()
+    return True
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Holds(nn.Module):
+    """Draws from PyTorch's own generator, and counts its passes in a buffer that nothing keeps equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            if self.passes >= EVALUATION and dies("evaluation"):
+                die()
+            return x
+        self.passes += 1
+        taken = int(self.passes) - 1
+        if taken == STEPS["forward"] and dies("forward"):
+            die()
+        if taken == STEPS["raise"] and dies("raise"):
+            raise RuntimeError("no luck")
+        out: Tensor = self.dropout(x)
+        if taken == STEPS["backward"] and dies("backward"):
+            out.register_hook(lambda _: die())
+        return out
+
+
+class Adam(torch.optim.Adam):
+    def step(self, closure: Any = None) -> Any:
+        done = super().step(closure)
+        first = next(iter(self.state.values()))
+        if int(first["step"]) == STEPS["update"] + 1 and dies("update"):
+            die()
+        return done
+
+
+def holds() -> Task:
+    return tasks.task(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Holds(), nn.Tanh(), nn.Linear(8, 3)),
+        optimizer=lambda parameters: Adam(parameters, lr=0.02),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.95),
+        scheduler_interval="step",
+        batch_size=12,
+        epochs=5,
+    )
+
+
+def dies_twice() -> Task:
+    """Rank 1 dies in a step, and the one in its place before it has come to any."""
+    home = Path(os.environ["EVENER_TESTS_FAULT"])
+    if detect().rank == 1 and generation() == 1 and not (home / "again").exists():
+        (home / "again").touch()
+        die()
+    return holds()
