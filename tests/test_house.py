@@ -17,7 +17,7 @@ COLUMNS = (
     ("borrowed",),
     (
         *("errors", "texts", "system", "streams", "calling", "types", "plugins", "placement", "intervals"),
-        *("config", "records", "observer", "losses", "given", "task"),
+        *("ranges", "config", "records", "observer", "losses", "given", "task"),
     ),
     ("hardware",),
     ("runtime",),
@@ -28,7 +28,17 @@ COLUMNS = (
         *("by_hand", "equality", "guard", "replicas", "assembly", "feed", "run_state", "engine"),
         *("report", "rundir"),
     ),
-    ("saving", "returning", "inheritance", "running", "fitting", "verification", "benching", "testing"),
+    (
+        "saving",
+        "returning",
+        "inheritance",
+        "running",
+        "elastic",
+        "fitting",
+        "verification",
+        "benching",
+        "testing",
+    ),
     ("cli",),
 )
 """Imports go to the left only; within a column a single file may import, and be imported, in the order written."""

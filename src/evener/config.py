@@ -16,6 +16,7 @@ from typing import Any
 from evener.errors import ConfigurationError
 from evener.intervals import Interval
 from evener.plugins import STRATEGIES
+from evener.ranges import processes_of
 
 AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""
@@ -67,8 +68,11 @@ class RunConfig:
         "devices of one process, such as cuda:0,cuda:1 or cpu:0,cpu:1, for strategies that use several in one",
         metavar="D0,D1,...",
     )
-    processes: int | None = option(
-        None, "ranks on this machine (default: one per GPU, or one per core up to 4)", metavar="N"
+    processes: str | int | None = option(
+        None,
+        "ranks on this machine (default: one per GPU, or one per core up to 4), or MIN:MAX: after a death the run goes "
+        "on from its last checkpoint with fewer",
+        metavar="N",
     )
     device: str | None = option(
         None, "kind of device (default: cuda where there is one)", choices=("cpu", "cuda")
@@ -189,7 +193,11 @@ class RunConfig:
                 raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        for name in ("batch_size", "epochs", "steps", "micro_batch", "processes", "quantum"):
+        if isinstance(self.processes, str):
+            object.__setattr__(self, "processes", processes_of(self.processes))
+        if not isinstance(self.processes, str):
+            _at_least("processes", self.processes, 1)
+        for name in ("batch_size", "epochs", "steps", "micro_batch", "quantum"):
             _at_least(name, getattr(self, name), 1)
         for name in ("workers", "evaluate_every", "seed", "check_replicas"):
             _at_least(name, getattr(self, name), 0)

@@ -12,12 +12,15 @@ from typing import Any
 from evener.assembly import check_division, suggested_processes
 from evener.checkpoint import folder
 from evener.config import AUTO, RunConfig
+from evener.elastic import headcount_of, restarting
 from evener.inheritance import HandedOnError, Heir, succeeds
 from evener.observer import Observer
+from evener.ranges import one_number
 from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
 from evener.running import Run, Trained
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
 from evener.runtime.generation import generation
+from evener.runtime.headcount import Headcount
 from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.rendezvous import Rendezvous
@@ -56,13 +59,13 @@ def fit(
     resolve(task, BUILT_IN, options)
     if config.run_dir is not None and not (config.overwrite or goes_on_in(config.run_dir, config.resume)):
         refuse_finished(config.run_dir)
-    processes = check_plan(config, rendezvous)
+    headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
     job = FitJob(task, dict(options or {}), config, show, list(observers), run_home, not is_launched())
     results = launch(
         job,
-        processes=processes,
+        processes=headcount,
         timeout_seconds=config.timeout_seconds,
-        rendezvous=rendezvous,
+        rendezvous=restarting(config, rendezvous),
         device=config.device,
         grace_seconds=config.grace_seconds if config.run_dir or run_home else GRACE_SECONDS,
     )
@@ -75,11 +78,12 @@ def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
     """The number of ranks on this machine, after finding what cannot work before anything is started.
 
     Raises:
-        ConfigurationError: For more processes than GPUs, or shares that do not fit the ranks.
+        ConfigurationError: For more processes than GPUs, a range of them, or shares that do not fit the ranks.
     """
     device = config.device or default_device()
     launched = detect()
-    suggested = config.processes or suggested_processes(config) or default_processes(device)
+    given = one_number(config.processes)
+    suggested = given or suggested_processes(config) or default_processes(device)
     processes = launched.local_world_size if is_launched() else suggested
     check_processes(processes, device)
     if rendezvous is None:

@@ -125,7 +125,10 @@ class Run:
             self._heir = self._taken_up(heir)
             if config.resume is not None and self._heir.state is None:
                 self._engine.load(config.resume, self._notes.append)
-                self._notes.append(f"goes on after step {self._engine.steps_done} of {config.resume}")
+                ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
+                self._notes.append(
+                    f"goes on after step {self._engine.steps_done} of {config.resume}, on {ranks}"
+                )
             throttle = self._engine.learner.settings.throttle
             self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()

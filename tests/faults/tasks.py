@@ -112,6 +112,28 @@ def killed_once() -> Task:
     return task(Acts(act))
 
 
+def killed_twice() -> Task:
+    """Rank 1 is killed in the fourth step of its first start, and of its second."""
+
+    def act(x: Tensor) -> None:
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < 2:
+            begun()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return task(Acts(act))
+
+
+def raises_once() -> Task:
+    """Rank 1 raises in the fourth step of its first start, and the others lose it."""
+
+    def act(x: Tensor) -> None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            begun()
+            raise RuntimeError("no luck")
+
+    return task(Acts(act))
+
+
 def undisturbed() -> Task:
     """As those above, without a fault."""
     return task(Acts(lambda x: None))

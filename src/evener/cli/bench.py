@@ -7,6 +7,7 @@ from typing import Any
 
 from evener.cli import options
 from evener.errors import ConfigurationError
+from evener.ranges import one_number
 
 
 def add(commands: Any) -> None:
@@ -67,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
             names,
             dtype=arguments.element,
             check=arguments.check,
-            processes=config.processes,
+            processes=one_number(config.processes),
             device=config.device,
             timeout_seconds=config.timeout_seconds,
             rendezvous=options.rendezvous_of(arguments),

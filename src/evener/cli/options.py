@@ -27,7 +27,10 @@ RENDEZVOUS = {
     "rdzv_conf": ("further rendezvous settings KEY=VALUE,...", str),
     "master_addr": ("address of machine 0, for a static rendezvous", str),
     "master_port": ("port of machine 0, for a static rendezvous", int),
-    "max_restarts": ("restarts of all ranks after a failure", int),
+    "max_restarts": (
+        "restarts after a rank has failed (default: 0, or with --processes MIN:MAX one for each that can be spared)",
+        int,
+    ),
 }
 """torchrun's options, under the same names."""
 

@@ -35,6 +35,7 @@ from evener.errors import (
     RankTimeoutError,
 )
 from evener.runtime.failure import Failure, first, is_hopeless, recorded_failure
+from evener.runtime.headcount import Headcount, dead
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.interrupt import GRACE_SECONDS, interruption
 from evener.runtime.lookout import Lookout
@@ -68,6 +69,7 @@ class Agent(ElasticAgent):
 
     Args:
         arguments: What the Python interpreter is called with on every rank.
+        processes: How many, at first and after a death.
         run_dir: A private directory, for error files and heartbeats.
         variables: Environment variables of the ranks besides torchrun's.
         grace_seconds: How long ranks that a signal asks to stop may take, before they are killed.
@@ -77,7 +79,7 @@ class Agent(ElasticAgent):
     def __init__(
         self,
         arguments: list[str],
-        processes: int,
+        processes: Headcount,
         rendezvous: Rendezvous,
         run_dir: Path,
         variables: Mapping[str, str],
@@ -86,17 +88,17 @@ class Agent(ElasticAgent):
     ) -> None:
         self._run_dir = run_dir
         self._grace_seconds, self._was_asked = grace_seconds, False
-        self._max_restarts = rendezvous.max_restarts
+        self._headcount, self._max_restarts = processes, rendezvous.max_restarts or 0
         self._lookout = Lookout(self._beats)
         self._handler = Meeting(rendezvous, timeout_seconds).handler()
         static = rendezvous.backend == "static"
         spec = WorkerSpec(
             role="evener",
-            local_world_size=processes,
+            local_world_size=processes.start,
             entrypoint=sys.executable,
             args=tuple(arguments),
             rdzv_handler=self._handler,
-            max_restarts=rendezvous.max_restarts,
+            max_restarts=self._max_restarts,
             monitor_interval=0.1,
             master_addr=rendezvous.master_addr if static else None,
             master_port=rendezvous.master_port if static else None,
@@ -106,6 +108,11 @@ class Agent(ElasticAgent):
         super().__init__(spec, logs)
         self._roots: set[int] = set()
         self._others = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many this machine has, in this start or in the one to come."""
+        return self.get_worker_group().spec.local_world_size
 
     def run_to_end(self) -> None:
         """Runs the ranks until all have ended with success.
@@ -180,18 +187,21 @@ class Agent(ElasticAgent):
 
     def failing(self, result: RunResult, restarts: int) -> bool:
         """A fault that every start would meet again is no reason for another."""
-        found = [self._failure(*each) for each in result.failures.items()]
-        cause = first(found)
-        hopeless = is_hopeless(found)
+        failures = {each.local_rank: self._failure(rank, each) for rank, each in result.failures.items()}
+        cause = first(failures.values())
+        hopeless = is_hopeless(failures.values())
         if restarts and not hopeless:
             number = self._max_restarts - restarts + 1
-            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}")
+            words = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
+            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}{words}")
         return not hopeless
 
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
         """Ranks that died by themselves, where all others have given their word to stay."""
         context, ranks = self.context, [worker.global_rank for worker in self.get_worker_group().workers]
         if context is None or not self.is_alone:
+            return False
+        if self._headcount.after(self.ranks, len(failures)) != self.ranks:  # it goes on with fewer
             return False
         others = running(context)
         if not others:  # they have been ended
@@ -219,6 +229,12 @@ class Agent(ElasticAgent):
         who = ", ".join(str(failure.rank) for failure in found)
         count = f"restart {self.restarts_done + 1} of {self._max_restarts}"
         _say(f"{causes}\n{count}: of rank {who} alone; the others stay, with what they hold in memory")
+
+    def _spare(self, number: int) -> str:
+        """Goes on without so many ranks, where that is allowed; returns what is to be said of it."""
+        spec = self.get_worker_group().spec  # whose number of ranks is asked for at each start
+        spec.local_world_size = self._headcount.after(self.ranks, number)
+        return self._headcount.words(self.ranks)
 
     def _kill_groups(self) -> None:
         """A rank's own children (a DataLoader's workers) end with it."""

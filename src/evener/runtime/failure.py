@@ -68,6 +68,11 @@ class Failure:
         return (_CONSEQUENCES[self.kind], self.time)
 
     @property
+    def is_own(self) -> bool:
+        """Whether it follows from no other rank's."""
+        return _CONSEQUENCES[self.kind] == 0
+
+    @property
     def line(self) -> str:
         """The innermost line of the user's own code in the traceback; empty if there is none."""
         lines = [text.strip() for text in self.traceback.splitlines() if text.startswith("  File ")]

@@ -20,8 +20,10 @@ import cloudpickle
 
 from evener.borrowed import interpreter
 from evener.errors import ConfigurationError
+from evener.ranges import one_number
 from evener.runtime.agent import Agent
 from evener.runtime.environment import check_processes, default_device, default_processes, detect
+from evener.runtime.headcount import Headcount
 from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.rendezvous import Rendezvous
@@ -37,7 +39,7 @@ R = TypeVar("R")
 def launch(
     fn: Callable[..., R],
     *args: object,
-    processes: int | None = None,
+    processes: int | Headcount | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     rendezvous: Rendezvous | None = None,
     device: str | None = None,
@@ -47,7 +49,8 @@ def launch(
     """Calls ``fn(*args, **kwargs)`` on every rank.
 
     Args:
-        processes: Ranks on this machine; by default one per GPU, or on the CPU one per core up to four.
+        processes: Ranks on this machine; by default one per GPU, or on the CPU one per core up to four. What can go
+            on with fewer after a death, as a run of :func:`evener.fit` does from its checkpoint, gives a headcount.
         timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
         rendezvous: How several machines find each other; one machine by default.
         device: ``cpu`` or ``cuda``, which decides how many ranks there can be; cuda where there is any by
@@ -55,8 +58,8 @@ def launch(
         grace_seconds: How long ranks that a signal asks to stop may take to end by themselves.
 
     Returns:
-        The results of this machine's ranks, in order of rank. Where this process is a rank already, the one
-        result of ``fn``.
+        The results of this machine's ranks in the last start, in order of rank. Where this process is a rank already,
+        the one result of ``fn``.
 
     Raises:
         ConfigurationError: If there cannot be so many processes, or ``fn`` cannot be sent to them.
@@ -70,14 +73,16 @@ def launch(
         raise ConfigurationError(f"timeout_seconds is {timeout_seconds}; it must be positive")
     if is_launched():
         return [fn(*args, **kwargs)]
-    processes = resolve_processes(processes, device)
+    headcount = processes if isinstance(processes, Headcount) else resolve_processes(processes, device)
     job = Call(fn, args, kwargs, timeout_seconds)
-    if processes == 1 and (rendezvous is None or (rendezvous.is_standalone and not rendezvous.max_restarts)):
+    if headcount.start == 1 and (
+        rendezvous is None or (rendezvous.is_standalone and not rendezvous.max_restarts)
+    ):
         with job.signals():
             return [job.run()]
     with scratch() as directory:
-        run_job(job, processes, rendezvous, directory, sys.path, grace_seconds)
-        return [result_of(directory, local_rank) for local_rank in range(processes)]
+        ranks = run_job(job, headcount, rendezvous, directory, sys.path, grace_seconds)
+        return [result_of(directory, local_rank) for local_rank in range(ranks)]
 
 
 def is_launched() -> bool:
@@ -85,28 +90,29 @@ def is_launched() -> bool:
     return detect().world_size > 1
 
 
-def resolve_processes(processes: int | None, device: str | None) -> int:
+def resolve_processes(processes: int | None, device: str | None) -> Headcount:
     """The number of ranks to start on this machine.
 
     Raises:
-        ConfigurationError: If this machine cannot serve so many.
+        ConfigurationError: If this machine cannot serve so many, or they are a range.
     """
+    processes = one_number(processes)
     device = device or default_device()
     if processes is None:
-        return default_processes(device)
+        return Headcount((default_processes(device),))
     check_processes(processes, device)
-    return processes
+    return Headcount((processes,))
 
 
 def run_job(
     job: Job,
-    processes: int,
+    processes: Headcount,
     rendezvous: Rendezvous | None,
     run_dir: Path,
     path: list[str],
     grace_seconds: float = GRACE_SECONDS,
-) -> None:
-    """Runs a job on ranks of their own until all have ended.
+) -> int:
+    """Runs a job on ranks of their own until all have ended; returns how many there were in the last start.
 
     Args:
         run_dir: A private directory, in which results are left.
@@ -116,8 +122,10 @@ def run_job(
     (run_dir / "path.json").write_text(json.dumps(path))
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
     met = rendezvous or Rendezvous()
-    variables = _variables(run_dir, processes, met.max_restarts > 0)
-    Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds).run_to_end()
+    variables = _variables(run_dir, processes.start, bool(met.max_restarts))
+    agent = Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds)
+    agent.run_to_end()
+    return agent.ranks
 
 
 def _write_job(job: Job, run_dir: Path) -> None:

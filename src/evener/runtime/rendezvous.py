@@ -30,7 +30,8 @@ class Rendezvous:
     """More options of the backend, ``key=value,key=value``."""
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
-    max_restarts: int = 0
+    max_restarts: int | None = None
+    """None: as many as the run needs by itself, which is none unless it may go on with fewer ranks."""
     standalone: bool = False
     """One machine, on a free port. Implied where neither machines nor an endpoint are named."""
 
@@ -44,7 +45,7 @@ class Rendezvous:
             raise ConfigurationError(
                 f"node_rank is {self.node_rank} of {most} nodes; they are numbered from 0"
             )
-        if self.max_restarts < 0:
+        if self.max_restarts is not None and self.max_restarts < 0:
             raise ConfigurationError(f"max_restarts is {self.max_restarts}; it cannot be negative")
         if self.is_standalone and most != 1:
             raise ConfigurationError(f"standalone means one node, nnodes is {self.nnodes!r}; leave one out")

@@ -109,8 +109,7 @@ def run_script(
                 os.environ.update(detect().variables)
                 job.run_in(directory)
             else:
-                processes = resolve_processes(processes, device)
-                run_job(job, processes, rendezvous, directory, _path_of_ranks())
+                run_job(job, resolve_processes(processes, device), rendezvous, directory, _path_of_ranks())
         finally:
             if observer is not None:
                 observer.tell(directory)
