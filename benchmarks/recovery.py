@@ -54,9 +54,9 @@ from evener.tasks import digits
 
 PLACE = "EVENER_RECOVERY"
 """The variable that names the directory in which ranks tell of themselves."""
-VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without the second, ranks that torchrun has started again find gloo's addresses of the first start in the store that
-it shares with them, and cannot connect (torch 2.13)."""
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""Without it, ranks that torchrun has started again find gloo's addresses of the first start in the store that it
+shares with them, and cannot connect (torch 2.13)."""
 AHEAD = 3
 SPACING = 80
 """Steps from one death to the next, about."""
@@ -150,7 +150,7 @@ def torchrun(plan: Plan, place: Path) -> list[str]:
     """This file again, as the script of one who knows DDP."""
     started = ["--standalone", "--nproc-per-node", plan.ranks, "--max-restarts", plan.restarts]
     script = ["-m", "benchmarks.recovery", "--contender", place, "--every", plan.every, "--until", plan.steps]
-    return [sys.executable, "-m", "torch.distributed.run", *map(str, [*started, *script])]
+    return ["env", OWN_STORE, sys.executable, "-m", "torch.distributed.run", *map(str, [*started, *script])]
 
 
 ARMS: Mapping[str, Callable[[Plan, Path], list[str]]] = {
@@ -269,7 +269,7 @@ def suffer(arm: str, plan: Plan) -> tuple[list[Cost], float]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | VARIABLES | {PLACE: name},
+            env=os.environ | {PLACE: name, "OMP_NUM_THREADS": "1"},
         )
         times = kill(plan, place, program)
         told = program.communicate(timeout=300)[1]
