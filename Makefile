@@ -27,9 +27,9 @@ train: $(READY)
 test: lint types $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
-# Injected faults, long commands and long trainings.
+# Injected faults, long commands and long trainings. Each worker takes tests that lie side by side, which share ranks.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 # Not part of `make test`: the tests on the oldest and on the newest torch, in environments of their own, into which
 # pip loads gigabytes of CUDA libraries where it finds no CPU wheel. setuptools is left to what that torch wants.

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 
@@ -86,7 +88,10 @@ class RankPool:
             process = context.Process(
                 target=_serve, args=(rank, self.world_size, store, list(sys.path), theirs), daemon=True
             )
-            process.start()
+            with patch.dict(
+                sys.modules, __main__=ModuleType("__main__")
+            ):  # or a rank would import that program
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)

@@ -4,7 +4,8 @@ In the README a Python block is a file, named by its first line (``# mytask.py``
 of them are carried out in order, in one directory. A comment ``<!-- test: skip, REASON -->`` above a block leaves it
 to people. The Python blocks of a page in ``docs`` are run one after the other as one program, but for those that name
 a file: these are written, and those among them that are called ``check_...`` are run. Of the commands there, those that
-use such a file are carried out; of the others, and of those that are skipped, the command line is checked.
+use such a file are carried out, on ranks that are up already; of the others, and of those that are skipped, the command
+line is checked.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from evener.cli.main import parser
+from tests.warm import Warm
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -98,18 +100,21 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(map(file_of, blocks(page)))], ids=lambda page: page.stem
 )
-def test_what_a_page_writes_to_files_is_used(page: Path, tmp_path: Path) -> None:
+def test_what_a_page_writes_to_files_is_used(
+    page: Path, tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An extension that is shown is trained with, as the page says, and passes the checks that the page shows."""
     named = {file_of(block): block for block in blocks(page) if file_of(block)}
     for block in named.values():
         carry_out(block, tmp_path)
     uses = [block for block in blocks(page) if any(f"{Path(name).stem}:" in block.text for name in named)]
     uses = [block for block in uses if block.language == "sh" and not block.skipped]
-    checks = [Block("sh", f"python {name}\n", False) for name in named if name.startswith("check_")]
+    checks = [f"python {name}" for name in named if name.startswith("check_")]
     assert uses
     assert checks
-    for block in [*uses, *checks]:
-        carry_out(block, tmp_path)
+    shown = Warm(tmp_path, ranks, monkeypatch)
+    for text in [*(block.text for block in uses), *checks]:
+        shown.carry_out(text)
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)

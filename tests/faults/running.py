@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.processes import Ended, await_files, end, start
+from tests.warm import Warm
 
 START_SECONDS = 25.0
 """A command on a busy machine takes so long to start its ranks; it counts to no promise."""
@@ -50,11 +51,8 @@ def rows(*faults: Fault, slow: Sequence[str] = ()) -> list[object]:
 
 def suffer(fault: Fault, directory: Path, processes: int = 2) -> Ended:
     """``evener train`` with the fault, in a directory of its own; fails where the promise is not kept."""
-    settings = ("--processes", str(processes), "--device", "cpu", "--run-dir", str(directory / "run"))
-    task = fault.task if ":" in fault.task else f"tests.faults.tasks:{fault.task}"
-    os.environ["EVENER_TESTS_FAULT"] = str(directory / "fault")
     began = time.monotonic()
-    program = start("-m", "evener.cli.main", "train", task, *settings, *fault.arguments)
+    program = start("-m", "evener.cli.main", *command(fault, directory, processes))
     if fault.signals:
         await_files(directory / "fault")
         for delay, number in fault.signals:
@@ -62,6 +60,29 @@ def suffer(fault: Fault, directory: Path, processes: int = 2) -> Ended:
             os.kill(program.pid, number)
     ended = end(program, START_SECONDS + fault.seconds + 60)
     lasted = time.monotonic() - began
+    check(fault, ended, directory, lasted)
+    return ended
+
+
+def suffer_warm(fault: Fault, directory: Path, warm: Warm, printed: pytest.CaptureFixture[str]) -> Ended:
+    """As ``suffer``, of a fault that all ranks tell of and survive: on ranks that are up already."""
+    began = time.monotonic()
+    status = warm.status("evener", *command(fault, directory))
+    ended = Ended(status, *printed.readouterr())
+    check(fault, ended, directory, time.monotonic() - began)
+    return ended
+
+
+def command(fault: Fault, directory: Path, processes: int = 2) -> tuple[str, ...]:
+    """Of a run in the directory, where its task says when the fault begins."""
+    os.environ["EVENER_TESTS_FAULT"] = str(directory / "fault")
+    settings = ("--processes", str(processes), "--device", "cpu", "--run-dir", str(directory / "run"))
+    task = fault.task if ":" in fault.task else f"tests.faults.tasks:{fault.task}"
+    return ("train", task, *settings, *fault.arguments)
+
+
+def check(fault: Fault, ended: Ended, directory: Path, lasted: float) -> None:
+    """Fails where the promise is not kept."""
     if (directory / "fault").exists():
         assert time.time() - (directory / "fault").stat().st_mtime < fault.seconds, ended.err
     else:
@@ -71,4 +92,3 @@ def suffer(fault: Fault, directory: Path, processes: int = 2) -> Ended:
         assert re.search(word, ended.err), f"{word!r} is not in\n{ended.err}"
     for word in fault.never:
         assert not re.search(word, ended.err), f"{word!r} is in\n{ended.err}"
-    return ended

@@ -1,13 +1,19 @@
-"""Faults of numbers: what is not finite, replicas that come apart, and ranks that are about to train other things."""
+"""Faults of numbers: what is not finite, replicas that come apart, and ranks that are about to train other things.
+
+All ranks tell of each in the same words. How these reach the command is the same, too: two rows, of a fault before the
+first step and of one in a step, are whole commands, and the others run on ranks that are up already.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.running import Fault, rows, suffer
+from tests.faults.running import Fault, rows, suffer, suffer_warm
+from tests.warm import Warm
 
 GRADIENT = r"a gradient is not finite in step \d on rank [01]: that of inner\.bias; the run stops here"
 NOT_THE_SAME = "the ranks do not train the same"
@@ -49,10 +55,21 @@ FAULTS = (
 )
 
 
+WHOLE = ("NaN gradient", "one parameter more")
+
+
+@pytest.fixture
+def warm(tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Warm:
+    return Warm(tmp_path, ranks, monkeypatch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", rows(*FAULTS))
-def test_it_ends_as_promised(fault: Fault, tmp_path: Path) -> None:
-    suffer(fault, tmp_path)
+def test_it_ends_as_promised(fault: Fault, tmp_path: Path, warm: Warm, capsys: Any) -> None:
+    if fault.name in WHOLE:
+        suffer(fault, tmp_path)
+    else:
+        suffer_warm(fault, tmp_path, warm, capsys)
     assert not list((tmp_path / "run").glob("checkpoints/step-8")), (
         "nothing of a step that went wrong is saved"
     )
@@ -81,8 +98,8 @@ GOING_ON = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", rows(*GOING_ON))
-def test_it_goes_on_as_promised(fault: Fault, tmp_path: Path) -> None:
-    suffer(fault, tmp_path)
+def test_it_goes_on_as_promised(fault: Fault, tmp_path: Path, warm: Warm, capsys: Any) -> None:
+    suffer_warm(fault, tmp_path, warm, capsys)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["skipped_steps"] == (2 if fault.name == "left out" else 0)
     assert summary["steps"] == (10 if fault.task == "bad_sample" else 16)
