@@ -20,7 +20,7 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
     """``ranks(3).run(function, *args)`` calls the function on three ranks that stay up between tests."""
     return lambda world_size: rank_pools.setdefault(world_size, RankPool(world_size))

@@ -1,21 +1,18 @@
 """Every example runs, on two ranks, and says what it is meant to show.
 
-They are run in one launch: a call of ``evener.fit`` or ``evener.launch`` on a rank runs right there, so that starting
-the ranks is paid for once.
+They are run on ranks that are up already: a call of ``evener.fit`` or ``evener.launch`` on a rank runs right there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-import evener
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +43,8 @@ SHOWN = {
 
 def run_examples(names: list[str], directory: str) -> dict[str, str]:
     """On a rank: what each example printed."""
-    os.chdir(directory)
-    return {name: _output(EXAMPLES / f"{name}.py") for name in names}
+    with contextlib.chdir(directory):
+        return {name: _output(EXAMPLES / f"{name}.py") for name in names}
 
 
 def _output(path: Path) -> str:
@@ -58,11 +55,10 @@ def _output(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def outputs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = str(tmp_path_factory.mktemp("examples"))
-    return evener.launch(run_examples, list(SHOWN), directory, processes=2, device="cpu", timeout_seconds=60)[
-        0
-    ]
+    printed: dict[str, str] = ranks(2).run(run_examples, list(SHOWN), directory, timeout=300)[0]
+    return printed
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -139,6 +139,11 @@ def undisturbed() -> Task:
     return task(Acts(lambda x: None))
 
 
+def digest(built: Callable[[], Task], **settings: Any) -> str:
+    """Of the weights that the task trains, on a rank that is up already."""
+    return evener.fit(built, device="cpu", show=False, **settings).summary.weights_digest
+
+
 # Numbers
 
 

@@ -42,6 +42,13 @@ def spin(*_: object) -> None:
         pass
 
 
+def drowse(*_: object) -> None:
+    """Endless, in Python, and leaves the processor to others: ``spin`` shows that it need not."""
+    begun()
+    while True:
+        time.sleep(0.01)
+
+
 def hold(*_: object) -> None:
     """Endless, in one call that never gives up Python's lock."""
     time.sleep(1.5)  # for a heartbeat that tells the limit
@@ -72,7 +79,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        spin()
+        drowse()
         return gradients[0]
 
 
@@ -105,11 +112,11 @@ class Data(Dataset[Any]):
 
 
 def loader() -> Task:
-    return task(train=Data(spin))
+    return task(train=Data(drowse))
 
 
 def loader_all() -> Task:
-    return task(train=Data(spin, rank=None))
+    return task(train=Data(drowse, rank=None))
 
 
 def die() -> None:
@@ -132,7 +139,7 @@ def worker_stopped() -> Task:
 
 
 class Evaluated(nn.Module):
-    """Spins in evaluation."""
+    """Endless in evaluation."""
 
     def __init__(self, rank: int | None) -> None:
         super().__init__()
@@ -140,7 +147,7 @@ class Evaluated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training and self._rank in (None, detect().rank):
-            spin()
+            drowse()
         return x
 
 

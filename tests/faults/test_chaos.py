@@ -11,10 +11,12 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evener.fitting import fit
+from evener.records import RunSummary
 from tests.faults import chaos
 from tests.runtime.processes import end, start
 
@@ -51,11 +53,14 @@ def kill_at_random(launcher: subprocess.Popen[str], directory: Path, drawn: rand
     return kills
 
 
+def undisturbed() -> RunSummary:
+    """On a rank that is up already: how the run ends that nobody disturbs."""
+    return fit(chaos.numbered, device="cpu", epochs=chaos.EPOCHS, show=False).summary
+
+
 @pytest.mark.slow
-def test_twenty_deaths_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
-    whole = fit(
-        chaos.numbered, processes=chaos.PROCESSES, device="cpu", epochs=chaos.EPOCHS, show=False
-    ).summary
+def test_twenty_deaths_leave_no_trace_in_the_weights(tmp_path: Path, ranks: Any) -> None:
+    whole = ranks(chaos.PROCESSES).run(undisturbed)[0]
     program = start("-m", "tests.faults.chaos", tmp_path, str(KILLS + 5))
     kills = kill_at_random(program, tmp_path, random.Random(SEED))
     ended = end(program, timeout=600)

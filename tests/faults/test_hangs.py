@@ -28,13 +28,13 @@ def hang(
 
 ONE = (
     hang("loop in forward", "forward", WAITS, AT + "spin"),
-    hang("loop in backward", "backward", WAITS, AT + "spin"),
-    hang("loop in the loader", "loader", WAITS, AT + "spin"),
+    hang("loop in backward", "backward", WAITS, AT + "drowse"),
+    hang("loop in the loader", "loader", WAITS, AT + "drowse"),
     hang(
         "loop in a worker",
         "loader",
         WAITS,
-        r'its DataLoader worker \(pid \d+\) is at\n        File ".*tasks_hangs.py", line \d+ in spin',
+        r'its DataLoader worker \(pid \d+\) is at\n        File ".*tasks_hangs.py", line \d+ in drowse',
         arguments=("--workers", "1"),
     ),
     hang(
@@ -44,16 +44,16 @@ ONE = (
         r"its child \(pid \d+\) is stopped",
         arguments=("--workers", "1"),
     ),
-    hang("loop in evaluation", "evaluation", WAITS, AT + "spin"),
+    hang("loop in evaluation", "evaluation", WAITS, AT + "drowse"),
     hang("in a collective of its own", "collective", r"rank 1 .*waits in all_reduce"),
     hang("holds the lock", "locked", WAITS, AT + "hold"),
     hang("stopped", "stopped", WAITS, r"rank 1 .* is stopped \(SIGSTOP"),
 )
 ALL = (
     hang("all loop in forward", "forward_all", STILL, AT + "spin"),
-    hang("all loop in backward", "backward_all", STILL, AT + "spin"),
+    hang("all loop in backward", "backward_all", STILL, AT + "drowse"),
     # No save comes first, for which rank 0 reads a few samples: the others would wait for it.
-    hang("all loop in the loader", "loader_all", STILL, AT + "spin", arguments=("--save-every", "1h")),
+    hang("all loop in the loader", "loader_all", STILL, AT + "drowse", arguments=("--save-every", "1h")),
     hang(
         "all loop in a worker",
         "loader_all",
@@ -61,7 +61,7 @@ ALL = (
         r"its DataLoader worker \(pid \d+\) is at\n",
         arguments=("--workers", "1"),
     ),
-    hang("all loop in evaluation", "evaluation_all", STILL, AT + "spin"),
+    hang("all loop in evaluation", "evaluation_all", STILL, AT + "drowse"),
     hang(
         "all hold the lock",
         "locked_all",
