@@ -91,6 +91,28 @@ def runs() -> Task:
     return task(Slow(), Acts(act, rank=0), epochs=1000)
 
 
+def slow_disk() -> Task:
+    """As ``runs``; each file that rank 0 writes for a checkpoint takes its time."""
+    synced = os.fsync
+
+    def slowly(file: int) -> None:
+        begun()
+        time.sleep(0.5)
+        synced(file)
+
+    if detect().rank == 0:
+        os.fsync = slowly
+    return task(Slow(), epochs=1000)
+
+
+def joins_late() -> Task:
+    """Rank 1 keeps the others waiting, for less than the timeout."""
+    if detect().rank == 1:
+        begun()
+        time.sleep(3)
+    return task()
+
+
 def stuck_in_native_code() -> Task:
     """Rank 1 holds the interpreter, so that no signal's handler runs there."""
 

@@ -187,6 +187,15 @@ def vanishes() -> Task:
     return task(Acts(act))
 
 
+def late() -> Task:
+    """Rank 1 does not come to the first thing that all do together."""
+    if (watchdog := current_watchdog()) is not None:
+        watchdog.timeout_seconds = TIMEOUT_SECONDS
+    if detect().rank == 1:
+        drowse()
+    return task()
+
+
 def goes_on() -> Task:
     """Trains for long, and says when it has begun to."""
     return task(Acts(lambda x: begun(), call=2), epochs=10**6)

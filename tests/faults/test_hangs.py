@@ -28,6 +28,7 @@ def hang(
 
 ONE = (
     hang("loop in forward", "forward", WAITS, AT + "spin"),
+    hang("never joins", "late", WAITS, AT + "drowse"),
     hang("loop in backward", "backward", WAITS, AT + "drowse"),
     hang("loop in the loader", "loader", WAITS, AT + "drowse"),
     hang(
@@ -136,6 +137,8 @@ for _ in range(3):
 limit()
 if mode == "shape":
     dist.all_reduce(torch.ones(3 + 1000 * rank))  # shape
+elif mode == "type":
+    dist.all_reduce(torch.ones(1000, dtype=(torch.float32, torch.float64)[rank]))  # type
 elif mode == "one more" and rank == 0:
     dist.all_reduce(torch.ones(3))
 elif mode == "order" and rank == 0:
@@ -167,13 +170,14 @@ def test_collectives_in_another_order_are_told_apart_by_rank_and_line(tmp_path: 
 
 
 @pytest.mark.slow
-def test_another_shape_is_told_with_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["shape", "type"])
+def test_another_shape_or_type_is_told_with_its_line(tmp_path: Path, mode: str) -> None:
     """gloo ends the process, and has to be seen from outside."""
-    ended, lines = run_script(tmp_path / "calls.py", CALLS, "shape")
+    ended, lines = run_script(tmp_path / "calls.py", CALLS, mode)
     assert ended.status == 1
     assert "collective mismatch" in ended.err
     assert re.search(r"rank \d \(pid \d+\) was killed by SIGABRT", ended.err), ended.err
-    assert f'calls.py", line {lines["shape"]} in <module>' in ended.err
+    assert f'calls.py", line {lines[mode]} in <module>' in ended.err
 
 
 @pytest.mark.slow
@@ -205,6 +209,8 @@ def train():
                     break
                 if mode == "return" and session.rank == 1 and engine.steps_done == 3:
                     return
+            if mode == "more" and session.rank == 1:
+                engine.step(batch)
             session.control.barrier()
 
 try:
@@ -225,7 +231,12 @@ except evener.EvenerError as error:
             "break",
             r"(?s)rank 0 .*waits in barrier.*, after step 4 of 6.*waits in .* of step 4.*, after step 4 of 6",
         ),
+        (
+            "more",
+            r"(?s)(?=.*rank 0 \([^\n]*waits in barrier)(?=.*rank 1 \([^\n]*waits in [^\n]* of step 6, at loop.py)",
+        ),
     ],
+    ids=["return", "break", "more"],
 )
 def test_a_loop_that_ranks_leave_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, words: str

@@ -1,12 +1,14 @@
-"""Faults of a rank as a whole: it is killed, raises, or leaves."""
+"""Faults of a rank as a whole: it is killed, raises, or comes late."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.running import Fault, rows, suffer
+from tests.faults.running import Fault, rows, suffer, suffer_warm
+from tests.warm import Warm
 
 FAULTS = (
     Fault("killed", "killed", 1, (r"rank 1 \(pid \d+\) was killed by SIGKILL",), 10),
@@ -18,3 +20,12 @@ FAULTS = (
 @pytest.mark.parametrize("fault", rows(*FAULTS))
 def test_it_ends_as_promised(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_joins_late_is_waited_for(
+    tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Within the timeout: one that never joins is among the hangs."""
+    fault = Fault("joins late", "joins_late", 0, ("epoch 4: loss",), 30, never=("Traceback", "evener: "))
+    suffer_warm(fault, tmp_path, Warm(tmp_path, ranks, monkeypatch), capsys)

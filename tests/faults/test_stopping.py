@@ -31,6 +31,15 @@ ONCE = (
         arguments=("--workers", "1"),
         signals=((0.5, TERM),),
     ),
+    Fault(
+        "SIGTERM while a slow disk saves",
+        "slow_disk",
+        143,
+        ("interrupted by SIGTERM at step", SAVED),
+        25,
+        arguments=("--save-every", "2steps"),
+        signals=((1.0, TERM),),
+    ),
 )
 
 
