@@ -2,11 +2,12 @@
 
     python -m benchmarks.recovery [--turns 3] [--kills 3] [--every 20] [--arms NAME,NAME]
 
-================  =====================================================================================================
-evener from file  ``evener train --max-restarts N --save-every 20steps``: all start again from the last checkpoint
-torchrun by hand  a DDP loop that writes model and optimizer by ``torch.save`` on rank 0 every 20 steps and reads them
-                  when it starts, under ``torchrun --max-restarts N``
-================  =====================================================================================================
+==================  ===================================================================================================
+evener from memory  ``evener train --max-restarts N --save-every 20steps``: one rank starts again, the others stay
+evener from file    ... ``--recover file``: all start again from the last checkpoint
+torchrun by hand    a DDP loop that writes model and optimizer by ``torch.save`` on rank 0 every 20 steps and reads them
+                    when it starts, under ``torchrun --max-restarts N``
+==================  ===================================================================================================
 
 Three ranks train the digits. At seeded steps, the same for all arms, a rank that is drawn gets SIGKILL. The number of
 steps is a buffer of the model: it goes where the weights go, into a checkpoint and back, so that it says which step a
@@ -153,8 +154,11 @@ def torchrun(plan: Plan, place: Path) -> list[str]:
     return ["env", OWN_STORE, sys.executable, "-m", "torch.distributed.run", *map(str, [*started, *script])]
 
 
+SAVING = ("--max-restarts", "{restarts}", "--save-every", "{every}steps")
+
 ARMS: Mapping[str, Callable[[Plan, Path], list[str]]] = {
-    "evener from file": evener_train("--max-restarts", "{restarts}", "--save-every", "{every}steps"),
+    "evener from memory": evener_train(*SAVING),
+    "evener from file": evener_train(*SAVING, "--recover", "file"),
     "torchrun by hand": torchrun,
 }
 """The command of each. Another way of Evener's to recover is another line of options."""

@@ -25,6 +25,7 @@ import pytest
 from evener.cli.main import main
 from evener.runtime.environment import detect
 from evener.runtime.failure import Failure, failure_of
+from evener.runtime.headcount import Headcount
 from evener.runtime.launch import Job
 from tests.ranks import RankPool
 
@@ -101,12 +102,15 @@ class Warm:
                     assert not words, words
         return 0
 
-    def _launch(self, job: Job, processes: int, _: Any, run_dir: Path, path: list[str], *__: Any) -> None:
+    def _launch(
+        self, job: Job, processes: Headcount, _: Any, run_dir: Path, path: list[str], *__: Any
+    ) -> int:
         """In place of ``run_job``: the first failure goes on, as the launcher picks it."""
-        answers = self._ranks(processes).run(do, cloudpickle.dumps(job), Place.here(path))
+        answers = self._ranks(processes.start).run(do, cloudpickle.dumps(job), Place.here(path))
         for _, said in answers:
             sys.stderr.write(said)
         if failures := [found for found, _ in answers if isinstance(found, Failure)]:
             raise min(failures, key=lambda failure: failure.order).to_error()
         for rank, (result, _) in enumerate(answers):
             (run_dir / f"result-{rank}").write_bytes(result)
+        return processes.start

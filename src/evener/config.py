@@ -159,6 +159,12 @@ class RunConfig:
         "async: training goes on while a checkpoint is written, from a copy on the CPU; blocking: it waits",
         choices=("async", "blocking"),
     )
+    recover: str = option(
+        "memory",
+        "after a rank has died, with --max-restarts: memory: that one is replaced and gets the state from another, "
+        "where each rank holds all of it; file: all start again from the last checkpoint",
+        choices=("memory", "file"),
+    )
     check_data: str | None = option(
         None,
         "before the first step read some samples twice on every rank and compare: exact, or augmented, by which they "
@@ -212,6 +218,7 @@ class RunConfig:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
+        _one_of("recover", self.recover, ("memory", "file"))
         _one_of("on_full_disk", self.on_full_disk, FULL_DISK)
         _one_of("device", self.device, ("cpu", "cuda"))
         _one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))

@@ -209,7 +209,7 @@ def _called(stay: Stay, error: Exception) -> Start | None:
 def succession(engine: Engine) -> Succession | None:
     """None where all start again together: another launcher, several machines, a GPU, a state that is divided."""
     session, learner = engine.session, engine.learner
-    launcher = os.environ.get(RUN_DIR)
+    launcher = os.environ.get(RUN_DIR) if engine.config.recover == "memory" else None
     whole = learner.synchronizer.holds_all and learner.data.degree == session.world_size
     here = session.device.type == "cpu" and session.environment.local_world_size == session.world_size
     allowed = ALLOWED in os.environ and launcher is not None

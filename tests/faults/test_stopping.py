@@ -127,7 +127,7 @@ def test_a_rank_that_dies_is_replaced_and_the_run_goes_on_from_its_checkpoint(
         0,
         (r"rank 1 \(pid \d+\) was killed by SIGKILL", "restart 1 of 2", "goes on after step [123] of"),
         60,
-        arguments=("--max-restarts", "2", "--save-every", "1steps"),
+        arguments=("--max-restarts", "2", "--save-every", "1steps", "--recover", "file"),
     )
     suffer(fault, tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
