@@ -31,6 +31,7 @@ COLUMNS = (
     (
         "saving",
         "returning",
+        "generators",
         "inheritance",
         "running",
         "elastic",

@@ -9,16 +9,12 @@ after the last step that they took, and in the next start the most advanced give
 
 A rank that was in the midst of an update has nothing to give. Buffers that a forward pass wrote to are put back. The
 random generators differ between ranks, and those of a rank that died are gone with it: so each leaves its own, before
-it gives the last gradients of a step, in a file that is mapped into memory, which costs a copy and outlives it.
+it gives the last gradients of a step, where they outlive it (:mod:`evener.generators`).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import pickle
-import random
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,11 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from evener.engine import Engine
 from evener.errors import InterruptedRunError, RankError
+from evener.generators import Generators
 from evener.observer import Observer
 from evener.records import StepRecord
 from evener.runtime.failure import is_communication_error
@@ -38,11 +32,6 @@ from evener.runtime.grave import bury
 from evener.runtime.interrupt import asked
 from evener.runtime.session import RUN_DIR
 from evener.runtime.succession import ALLOWED, NEWS_SECONDS, RecalledError, Start, Stay, is_successor
-
-_SLOT_NBYTES = 64 * 1024
-_SLOTS = 2
-_HEADER = struct.Struct("qq")
-"""Number of the step, and of bytes."""
 
 
 @dataclass(frozen=True)
@@ -68,51 +57,6 @@ class Recent(Observer):
 
     def step(self, record: StepRecord) -> None:
         self.steps.append(record)
-
-
-class Generators:
-    """The random generators of a rank before each of its last steps, in a file that outlives it."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("a+b") as file:
-            file.truncate(_SLOTS * _SLOT_NBYTES)
-            self._map = mmap.mmap(file.fileno(), _SLOTS * _SLOT_NBYTES)
-
-        self.kept = -1
-        """The last step for which this process has kept them."""
-
-    def keep(self, step: int) -> None:
-        """As they are now is how step ``step`` begins."""
-        self.kept = step
-        data, at = pickle.dumps(_states(), protocol=5), step % _SLOTS * _SLOT_NBYTES
-        if len(data) > _SLOT_NBYTES - _HEADER.size:
-            return
-        self._map[at : at + _HEADER.size] = _HEADER.pack(-1, 0)
-        self._map[at + _HEADER.size : at + _HEADER.size + len(data)] = data
-        self._map[at : at + _HEADER.size] = _HEADER.pack(step, len(data))
-
-    def draw(self, step: int) -> bool:
-        """Sets the generators to what was kept for ``step``; whether that is known."""
-        found = self._found(step)
-        if found is not None:
-            _set_states(found)
-        return found is not None
-
-    def _found(self, step: int) -> Any:
-        at = step % _SLOTS * _SLOT_NBYTES
-        number, size = _HEADER.unpack(self._map[at : at + _HEADER.size])
-        return pickle.loads(self._map[at + _HEADER.size :][:size]) if size and number == step else None
-
-
-def _states() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()
-
-
-def _set_states(found: tuple[Any, ...]) -> None:
-    of_python, of_numpy, of_torch = found
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
 
 
 class HandedOnError(RecalledError):
