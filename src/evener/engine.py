@@ -350,6 +350,7 @@ class Engine:
             CheckpointError: If it could not be written, or the one before it could not; on all ranks.
         """
         self.settle()
+        self.tell()  # a run that goes on from here lacks no step in its records
         return self.state.save(directory, checkpoint.Keep(keep), wait)
 
     def finish_saving(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from evener.assembly import check_division, suggested_processes
 from evener.checkpoint import folder
 from evener.config import AUTO, RunConfig
 from evener.elastic import headcount_of, restarting
-from evener.inheritance import HandedOnError, Heir, succeeds
+from evener.inheritance import HandedOnError, Heir, made_anew, succeeds
 from evener.observer import Observer
 from evener.ranges import one_number
 from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
@@ -25,6 +26,7 @@ from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.session import RUN_DIR, Session, rejoin
+from evener.runtime.worker import Call, job_in
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
 
@@ -106,18 +108,20 @@ class FitJob:
 
     def __call__(self) -> Trained | None:
         """Once more for each start in which this rank stays and another is new."""
-        heir = Heir() if succeeds() else None
+        job, heir = self, Heir() if succeeds() else None
         while True:
             try:
-                return self._run(heir)
+                return job._run(heir)
             except HandedOnError as handed_on:
                 start, heir = handed_on.start, handed_on.heir
             rejoin(start)
+            job = replace(_as_sent(), observers=self.observers)
 
     def _run(self, heir: Heir | None) -> Trained | None:
         config = self.config
         with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
             task = resolve(self.task, BUILT_IN, self.options)()
+            task = task if heir is None else replace(task, model=partial(made_anew, task.model))
             if config.run_dir is None and self.run_home is not None:
                 config = config.replace(run_dir=self._new_directory(task, session))
             resume = _resumed(config, session)
@@ -133,6 +137,14 @@ class FitJob:
         mine = _same_again(lambda: new_run_dir(label, time.time(), run_home)) if session.rank == 0 else None
         path: Path = session.control.broadcast_object(mine)
         return path
+
+
+def _as_sent() -> FitJob:
+    """What this rank was sent, before it was used: a task may hold what a training changes."""
+    job = job_in(Path(os.environ[RUN_DIR]))
+    assert isinstance(job, Call)
+    assert isinstance(job.function, FitJob)
+    return job.function
 
 
 def _same_again(make: Callable[[], Path]) -> Path:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from evener.engine import Engine
 from evener.errors import InterruptedRunError, RankError
 from evener.generators import Generators
@@ -32,6 +34,9 @@ from evener.runtime.grave import bury
 from evener.runtime.interrupt import asked
 from evener.runtime.session import RUN_DIR
 from evener.runtime.succession import ALLOWED, NEWS_SECONDS, RecalledError, Start, Stay, is_successor
+
+_GIVEN_UP = "evener_given_up"
+"""Marks the parameters of a module whose engine lies in a grave."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +108,16 @@ class Succession:
                 raise HandedOnError(start, self._hand_on(evaluated())) from None
 
     def inherit(self, heir: Heir) -> tuple[Heir, str]:
-        """Takes up the state of the most advanced rank; gives that, and what is to be said of it. Nothing changes where
-        no rank has one. A collective call."""
+        """Takes up the state of the most advanced rank; gives that, and what is to be said of it. A collective call.
+
+        Raises:
+            RankError: If no rank has one, so that all have to start again.
+        """
         engine, control = self._engine, self._engine.session.control
         steps = control.gather_objects(heir.steps)
         best = max(steps)
         if best < 0:
-            return heir, ""
+            raise RankError("no rank that stayed was between two updates: all have to start again")
         source = steps.index(best)
         found: Heir = control.broadcast_object(heir if engine.session.rank == source else None, source)
         assert found.state is not None
@@ -166,11 +174,30 @@ def succeeds() -> bool:
     return launcher is not None and is_successor(Path(launcher))
 
 
+def made_anew(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model for another start on a rank that stayed.
+
+    Raises:
+        RankError: If ``make`` gives the module of the start before, whose weights are gone and whose hooks are not.
+    """
+    model = make()
+    if any(hasattr(parameter, _GIVEN_UP) for parameter in model.parameters()):
+        raise RankError(
+            "Task.model returned a module that this process has trained before, and cannot be made anew: all ranks "
+            "have to start again. Make the module in the function"
+        )
+    return model
+
+
 def _release(engine: Engine) -> None:
-    """What lies in a grave needs no room for weights."""
+    """What lies in a grave needs no room for weights and data."""
     engine.state.saver.forget_copies()
     engine.learner.optimizer.state.clear()
     for parameter in engine.model.parameters():
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)
+        setattr(parameter, _GIVEN_UP, True)
+    engine.learner.forget_data()
+    for name in ("task", "state", "_feed"):
+        vars(engine).pop(name)
     bury(engine)

@@ -15,20 +15,19 @@ from evener.runtime.generation import generation
 from evener.task import Task
 from tests.faults import tasks
 
-DEATHS = {"forward": 1, "backward": 0, "update": 2, "raise": 1, "evaluation": 0}
-"""By place, the rank that dies there."""
-STEPS = {"forward": 3, "backward": 6, "update": 9, "raise": 12}
+DEATHS = {"forward": 1, "backward": 0, "update": 2, "raise": 1, "evaluation": 0, "first update": 0}
+"""By place, the rank that dies there: once, if a file of that name is in the test's directory."""
+STEPS = {"forward": 3, "backward": 6, "update": 9, "raise": 12, "first update": 5}
 """Steps that each rank has taken when one dies, by place; there are four in an epoch."""
 EVALUATION = 14
 
 
 def dies(place: str) -> bool:
     """Whether it is the turn of this rank, which is never again."""
-    home = Path(os.environ["EVENER_TESTS_FAULT"])
-    turn = home / place
-    if DEATHS[place] != detect().rank or turn.exists() or (home / "spared").exists():
+    turn = Path(os.environ["EVENER_TESTS_FAULT"]) / place
+    if DEATHS[place] != detect().rank or not turn.exists():
         return False
-    turn.touch()
+    turn.unlink()
     return True
 
 
@@ -64,9 +63,10 @@ class Holds(nn.Module):
 class Adam(torch.optim.Adam):
     def step(self, closure: Any = None) -> Any:
         done = super().step(closure)
-        first = next(iter(self.state.values()))
-        if int(first["step"]) == STEPS["update"] + 1 and dies("update"):
-            die()
+        taken = int(next(iter(self.state.values()))["step"]) - 1
+        for place in ("update", "first update"):
+            if taken == STEPS[place] and dies(place):
+                die()
         return done
 
 
@@ -83,8 +83,16 @@ def holds() -> Task:
 
 def dies_twice() -> Task:
     """Rank 1 dies in a step, and the one in its place before it has come to any."""
-    home = Path(os.environ["EVENER_TESTS_FAULT"])
-    if detect().rank == 1 and generation() == 1 and not (home / "again").exists():
-        (home / "again").touch()
+    if detect().rank == 1 and generation() == 1:
         die()
     return holds()
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    ONE = nn.Sequential(nn.Linear(6, 8), Holds(), nn.Tanh(), nn.Linear(8, 3))
+
+
+def one_module() -> Task:
+    """Whose model is made when its module is imported, once in a process."""
+    return tasks.task(model=lambda: ONE, epochs=5)

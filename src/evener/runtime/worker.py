@@ -63,10 +63,10 @@ class Call(Job):
         timeout_seconds: float,
     ) -> None:
         super().__init__(timeout_seconds)
-        self._function, self._args, self._kwargs = function, args, kwargs
+        self.function, self._args, self._kwargs = function, args, kwargs
 
     def run(self) -> Any:
-        return self._function(*self._args, **self._kwargs)
+        return self.function(*self._args, **self._kwargs)
 
     def signals(self) -> AbstractContextManager[None]:
         return raising([signal.SIGINT, signal.SIGTERM], progress)
@@ -86,7 +86,7 @@ def main(run_dir: str) -> None:
     enforce(lambda number: _record_interruption(number, environment.rank))
     status = 1
     try:
-        job: Job = cloudpickle.loads((Path(run_dir) / "job").read_bytes())
+        job = job_in(Path(run_dir))
         agent_watchdog(environment, job.timeout_seconds)
         if isinstance(job, Call):  # a foreign script is to meet what Python does
             guard()
@@ -97,6 +97,12 @@ def main(run_dir: str) -> None:
     except BaseException as error:
         status = _status_of(error, environment.rank)
     _leave(status)
+
+
+def job_in(run_dir: Path) -> Job:
+    """The job as the launcher left it, made anew with each call."""
+    job: Job = cloudpickle.loads((run_dir / "job").read_bytes())
+    return job
 
 
 def result_of(run_dir: Path, local_rank: int) -> Any:

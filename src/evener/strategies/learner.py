@@ -99,6 +99,11 @@ class Learner:
             self._portions[id(dataset)] = portion
         return portion
 
+    def forget_data(self) -> None:
+        """Nothing will be read any more, nor built."""
+        self._portions.clear()
+        del self.task
+
     def place(self, batch: Batch) -> Batch:
         """The batch in the floating type of the run."""
         dtype = self.settings.dtype
