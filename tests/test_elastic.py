@@ -170,7 +170,7 @@ FAULTS = (
         "the last that can be spared",
         "killed_twice",
         0,
-        (r"restart 1 of 3, with 2 ranks", r"restart 2 of 3, with 2 ranks"),
+        (r"restart 1 of 3, with 2 ranks", r"restart 2 of 3: of rank 1 alone; the others stay"),
         60,
         ("--processes", "2:3", "--max-restarts", "3", "--save-every", "1steps"),
     ),

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from evener.data.batch import Batch, MicroBatch
 from evener.engine import Engine
-from evener.errors import DivergenceError
+from evener.errors import DivergenceError, RankError
 from evener.hardware.readout import READERS, Here, Later, Readout
 from evener.ledger import Ledger
 from evener.losses import SumLoss
@@ -362,3 +362,33 @@ def test_a_bad_gradient_of_a_late_device_is_found_before_anything_is_saved(
     for message, _, done in said:
         assert f"a gradient is not finite in step {step} on rank {rank}" in message
         assert done == (step if saves else 0)
+
+
+class Dead(Pending):
+    """A row under way to a rank that has died."""
+
+    def wait(self) -> list[list[float]]:
+        raise RankError("rank 1 died")
+
+
+def test_a_step_whose_row_died_with_a_rank_is_known_without_its_loss() -> None:
+    mesh = Mesh(Layout({"data": 2}), 0, None, 1.0, timedelta(seconds=1))
+    exchange = Exchange()
+    ledger = Ledger(exchange, mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
+    outcome = StepOutcome((Here(3.0),), (), False, Here(1.0), (Here(0.0),))
+    for number in range(2):
+        step = Step(batch(number), number, ledger.settle)
+        ledger.divisor(step)
+        if number == 1:
+            exchange.exchange = lambda values: Dead()  # type: ignore[method-assign]
+        ledger.post(step, outcome, None, [], Here(1.5), 0.25)
+        assert ledger.lost_before(number + 1) is None
+    with pytest.raises(RankError):
+        ledger.settle_before(2)
+    assert ledger.lost_before(1) is None
+    lost = ledger.lost_before(2)
+    assert lost is not None
+    record = lost.record()
+    assert (record.step, record.samples, record.shares) == (1, 4, (2, 2))
+    assert math.isnan(record.loss)
+    assert math.isnan(record.seconds)

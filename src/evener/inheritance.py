@@ -147,8 +147,10 @@ class Succession:
         with suppress(RankError, RuntimeError):
             engine.ledger.settle_before(steps)
             engine.tell()
-        told = tuple(record for record in self._recent.steps if record.step < steps)
-        return Heir(steps, engine.state.own(), told, evaluated)
+        told = [record for record in self._recent.steps if record.step < steps]
+        if lost := engine.ledger.lost_before(steps):
+            told.append(lost.record())
+        return Heir(steps, engine.state.own(), tuple(told), evaluated)
 
 
 def _called(stay: Stay, error: Exception) -> Start | None:

@@ -69,6 +69,7 @@ class Ledger:
         self._device, self._late = device, is_late(device)
         self._counts: dict[tuple[int, int], float] = {}
         self._in_flight: tuple[Step, Batch | None, Pending] | None = None
+        self._unread: Step | None = None
         self._unmeasured: tuple[Readout, Readout] | None = None
         self._measured: deque[Step] = deque()
         self._before: Step | None = None
@@ -187,7 +188,9 @@ class Ledger:
         if self._in_flight is None:
             return []
         (step, upcoming, pending), self._in_flight = self._in_flight, None
+        self._unread = step
         signals = [Signal(*row) for row in pending.wait()]
+        self._unread = None
         if not self._late:
             results = [(signal.total, signal.soundness, signal.unsound) for signal in signals]
             step.results = lambda: results
@@ -242,6 +245,15 @@ class Ledger:
         for known in self._measured:
             if known.number < step and not known.seconds:
                 known.seconds = max(map(sum, zip(known.compute_seconds, known.wait_seconds, strict=True)))
+
+    def lost_before(self, step: int) -> Step | None:
+        """The step before ``step`` whose row a rank has taken with it as it died: its loss will never be known."""
+        lost = self._unread
+        if lost is None or lost.number >= step:
+            return None
+        lost.results = lambda: [(math.nan, math.nan, 0.0)] * self._mesh.layout.world_size
+        lost.seconds = lost.seconds or math.nan
+        return lost
 
     def finish(self) -> None:
         """No step follows at once: also the times of the last one are told. A collective call."""
