@@ -199,7 +199,6 @@ def _release(engine: Engine) -> None:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)
         setattr(parameter, _GIVEN_UP, True)
-    engine.learner.forget_data()
     for name in ("task", "state", "_feed"):
         vars(engine).pop(name)
-    bury(engine)
+    bury(engine, engine.learner.give_up())

@@ -140,6 +140,9 @@ class DdpSum(Afterwards):
         apart = [p for p in self._learner.names if is_apart(p)]
         return (*self._hook.soundness, *([self._learner.look_at(apart)] if apart else ()))
 
+    def let_go(self) -> None:
+        self._ddp = None
+
     def close(self) -> None:
         # The reducer must be gone before its process group is.
         self._ddp = None

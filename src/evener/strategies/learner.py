@@ -99,10 +99,17 @@ class Learner:
             self._portions[id(dataset)] = portion
         return portion
 
-    def forget_data(self) -> None:
-        """Nothing will be read any more, nor built."""
+    def give_up(self) -> nn.Module:
+        """Nothing will be read any more, built or trained; returns what was called in place of the model.
+
+        DDP's reducer refers to its hook and so to this learner, which Python cannot see: if the learner referred to DDP,
+        neither would ever be freed.
+        """
         self._portions.clear()
         del self.task
+        self.synchronizer.let_go()
+        replica: nn.Module = self.__dict__.pop("replica", self.model)
+        return replica
 
     def place(self, batch: Batch) -> Batch:
         """The batch in the floating type of the run."""

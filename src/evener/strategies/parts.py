@@ -144,5 +144,8 @@ class Synchronizer:
     def updated(self, step: int) -> None:
         """The optimizer has taken the step: what is exchanged every few steps, and not in each, is exchanged here."""
 
+    def let_go(self) -> None:
+        """Forgets what the learner calls in place of its model, which others keep, and which may refer to this."""
+
     def close(self) -> None:
         """Gives back what the synchronizer owns."""
