@@ -102,8 +102,8 @@ class Learner:
     def give_up(self) -> nn.Module:
         """Nothing will be read any more, built or trained; returns what was called in place of the model.
 
-        DDP's reducer refers to its hook and so to this learner, which Python cannot see: if the learner referred to DDP,
-        neither would ever be freed.
+        DDP's reducer refers to its hook and so to this learner, which Python cannot see: if the learner referred to
+        DDP, neither would ever be freed.
         """
         self._portions.clear()
         del self.task
