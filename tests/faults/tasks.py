@@ -91,6 +91,11 @@ def runs() -> Task:
     return task(Slow(), Acts(act, rank=0), epochs=1000)
 
 
+def runs_for_a_while() -> Task:
+    """A second or more after it has begun to, which is after a checkpoint: the ranks have met for that."""
+    return task(Slow(), Acts(lambda x: begun(), call=10, rank=0), epochs=15)
+
+
 def slow_disk() -> Task:
     """As ``runs``; each file that rank 0 writes for a checkpoint takes its time."""
     synced = os.fsync

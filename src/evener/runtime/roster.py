@@ -52,9 +52,10 @@ class Roster:
         """A connection that broke stays broken; a new one can be made while there is a store.
 
         Raises:
-            RuntimeError, OSError: There is none, or it does not answer.
+            RuntimeError, OSError: There is none, or it does not answer in time.
         """
-        self.store = LimitedStore(self._clone(), self._limited)
+        # To where nobody listens any more a connection is tried for minutes.
+        self.store = LimitedStore(self._limited.call(self._clone), self._limited)
 
     def close(self) -> None:
         """Nothing more will be asked."""

@@ -251,7 +251,8 @@ class Watchdog:
         Where the store does not answer, as far as it was known before.
         """
         with suppress(RuntimeError, OSError):
-            self._roster.refresh()
+            if not self._keeper.is_lost_for(0.0):
+                self._roster.refresh()
         standings = [*self._roster.others, Standing(self.rank, self._beat())]
         return report_on(standings, self._roster.stacks(standings) if stacks else None)
 
