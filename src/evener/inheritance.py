@@ -193,7 +193,7 @@ def made_anew(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _release(engine: Engine) -> None:
     """What lies in a grave needs no room for weights and data."""
-    engine.state.saver.forget_copies()
+    engine.state.saver.give_up()
     engine.learner.optimizer.state.clear()
     for parameter in engine.model.parameters():
         parameter.grad = None

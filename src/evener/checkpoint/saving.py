@@ -207,15 +207,21 @@ class Saver:
             with self._session.watchdog.explained():
                 raise write.error
 
-    def forget_copies(self) -> None:
-        """Nothing will be saved any more."""
+    def give_up(self) -> None:
+        """Nothing will be saved any more. A save under way, which other ranks have left, has a little time to end: it is
+        not to publish its checkpoint after a later one."""
+        self._end()
         self._copies = _Copies()
 
-    def close(self) -> None:
-        """Gives the group back. A save under way has a little time to end."""
+    def _end(self) -> _Write | None:
         write, self._writing = self._writing, None
         if write is not None:
             write.join(GRACE_SECONDS)
+        return write
+
+    def close(self) -> None:
+        """Gives the group back. A save under way has a little time to end."""
+        write = self._end()
         if self._group is not None and (write is None or not write.is_alive()):
             destroy(self._group)
             self._group = None
