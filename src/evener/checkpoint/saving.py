@@ -208,8 +208,8 @@ class Saver:
                 raise write.error
 
     def give_up(self) -> None:
-        """Nothing will be saved any more. A save under way, which other ranks have left, has a little time to end: it is
-        not to publish its checkpoint after a later one."""
+        """Nothing will be saved any more. A save under way, which other ranks have left, has a little time to end: it
+        is not to publish its checkpoint after a later one."""
         self._end()
         self._copies = _Copies()
 
