@@ -92,8 +92,8 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
         def step(self, record: StepRecord) -> None:
             time.sleep(0.1)
 
-    alone(run_dir=tmp_path, save_every="0.25s", keep=99, epochs=3, observers=[Slow()])
-    assert 3 <= len(kept(tmp_path)) <= 6  # in 1.2 s, and one step after the time is over
+    alone(run_dir=tmp_path, save_every="0.25s", keep=99, epochs=5, observers=[Slow()])
+    assert 3 <= len(kept(tmp_path)) <= 9  # in 2 s, and one step or two after the time is over
 
 
 def test_all_ranks_save_after_the_same_step_whoever_s_clock_it_is(tmp_path: Path) -> None:
