@@ -22,7 +22,7 @@ EVERY = [
     ("sharded", {"strategy_option": ("zero=2",)}),
     ("sharded", {"strategy_option": ("zero=3",)}),
     ("tensor", {}),
-    ("pipeline", {}),
+    ("pipeline", {"strategy_option": ("balance=equal",)}),
     ("ddp", {"bucket_mb": 1e-4}),
 ]
 
