@@ -72,3 +72,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_json(path, {"bad": object()})
     assert json.loads(path.read_text()) == {"good": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_told_of_a_step_before_it_is_no_step(tmp_path: Path) -> None:
+    """A rank may die in between: the step is still to be written then."""
+    path = tmp_path / "records.jsonl"
+    lines = [{"kind": "step", "step": 0}, {"kind": "skipped", "step": 1}, {"kind": "note", "step": 2}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = RecordFile(path, 2)
+    file.close()
+    assert file.steps_done == 1
+    assert len(path.read_text().splitlines()) == 3

@@ -72,14 +72,13 @@ class _Python:
 
     def state(self) -> bytes:
         state = random.getstate()
-        version, words, gauss = state
+        _, words, gauss = state
         mark = (
-            version,
             words[0],
             words[1],
             words[-1],
             gauss,
-        )  # the last is a place among words that change together
+        )  # the last word is a place among others that change together
         if mark != self._known:
             self._known, self._pickled = mark, pickle.dumps(state, protocol=5)
         return self._pickled

@@ -39,13 +39,14 @@ _GIVEN_UP = "evener_given_up"
 """Marks the parameters of a module whose engine lies in a grave."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Heir:
     """What a rank carries over."""
 
     steps: int = -1
     """After which the state is; -1 if there is none."""
     state: dict[str, Any] | None = None
+    """None again once it was taken up, for it is as large as model and optimizer."""
     told: tuple[StepRecord, ...] = ()
     """Of the last steps."""
     evaluated: bool = True
@@ -122,6 +123,7 @@ class Succession:
         found: Heir = control.broadcast_object(heir if engine.session.rank == source else None, source)
         assert found.state is not None
         engine.state.take(found.state)
+        heir.state = found.state = None
         lost = [
             rank
             for rank, known in enumerate(control.gather_objects(self._generators.draw(best)))

@@ -239,7 +239,8 @@ class Ledger:
     def settle_before(self, step: int) -> None:
         """Waits for the row of a step before ``step``, if one is outstanding; that of ``step`` itself is left.
 
-        A step that lacked only its end is told with the seconds until then."""
+        A step that lacked only its end is told with the seconds until then.
+        """
         if self._in_flight is not None and self._in_flight[0].number < step:
             self.settle()
         for known in self._measured:

@@ -177,8 +177,9 @@ class RecordFile:
     def __init__(self, path: Path, steps_done: int = 0) -> None:
         kept = _records_until(path, steps_done) if steps_done and path.exists() else []
         _replace(path, "".join(kept))
-        self.steps_done = max((_steps_at(json.loads(line)) for line in kept), default=0)
-        """So many steps are in what was kept."""
+        steps = (record["step"] + 1 for record in map(json.loads, kept) if record["kind"] == StepRecord.kind)
+        self.steps_done = max(steps, default=0)
+        """So many steps are in what was kept; something else may be told of one before the step itself is."""
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Any) -> None:

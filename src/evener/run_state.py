@@ -46,7 +46,7 @@ class RunState:
     def whole(self) -> dict[str, Any]:
         """Of all ranks together, in copies on the CPU."""
         self._learner.check_weights(self.progress.steps)
-        return {**self._learner.state_dict(), **self._rest()}
+        return self.own()
 
     def own(self) -> dict[str, Any]:
         """As :meth:`whole` and alike, where each rank holds all: what this one has, and nobody else is asked."""

@@ -123,7 +123,7 @@ class Run:
             self._notes: list[str] = []
             self._succession = succession(self._engine)
             self._heir = self._taken_up(heir)
-            if config.resume is not None and self._heir.state is None:
+            if config.resume is not None and self._heir.steps < 0:
                 self._engine.load(config.resume, self._notes.append)
                 ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
                 self._notes.append(

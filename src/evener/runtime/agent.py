@@ -198,23 +198,16 @@ class Agent(ElasticAgent):
 
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
         """Ranks that died by themselves, where all others have given their word to stay."""
-        context, ranks = self.context, [worker.global_rank for worker in self.get_worker_group().workers]
-        if context is None or not self.is_alone:
+        goes_on_with_fewer = self._headcount.after(self.ranks, len(failures)) != self.ranks
+        others = running(self.context) if self.context else {}
+        known = len(failures) + len(others) == self.ranks
+        if goes_on_with_fewer or not (self.is_alone and others and known):
             return False
-        if self._headcount.after(self.ranks, len(failures)) != self.ranks:  # it goes on with fewer
-            return False
-        others = running(context)
-        if not others:  # they have been ended
-            return False
+        ranks = [worker.global_rank for worker in self.get_worker_group().workers]
         self._roots = set(failures)
         found = [self._failure(ranks[local_rank], failure) for local_rank, failure in failures.items()]
-        died = all(failure.kind in ("killed", "exit", "error") for failure in found) and not is_hopeless(
-            found
-        )
         stay = [ranks[local_rank] for local_rank in others]
-        if len(found) + len(stay) != len(ranks) or not died:
-            return False
-        if not take_at_their_word(self._run_dir, stay, self.restarts_done):
+        if not _may_be_replaced(found) or not take_at_their_word(self._run_dir, stay, self.restarts_done):
             return False
         self._roots = set()
         self._say_replaced(found)
@@ -317,6 +310,11 @@ class Agent(ElasticAgent):
             return Heartbeat.from_json((self._run_dir / f"beat-{rank}").read_text())
         except OSError:
             return None
+
+
+def _may_be_replaced(failures: Sequence[Failure]) -> bool:
+    """Whether these ranks failed by themselves, and not for what each start would meet again."""
+    return all(failure.is_own for failure in failures) and not is_hopeless(failures)
 
 
 def _was_told(process: ProcessFailure) -> bool:

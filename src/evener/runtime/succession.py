@@ -80,9 +80,14 @@ def _says(word: Path, number: int) -> bool:
 
 def announce(run_dir: Path, start: Start) -> None:
     """Says that ``start`` is next."""
-    partial = run_dir / f"{_ANNOUNCEMENT}.partial"
-    partial.write_text(json.dumps(asdict(start)))
-    partial.replace(run_dir / _ANNOUNCEMENT)
+    _write(run_dir / _ANNOUNCEMENT, json.dumps(asdict(start)))
+
+
+def _write(path: Path, text: str) -> None:
+    """Nobody reads half of it."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 # A rank's side
@@ -134,9 +139,7 @@ class Stay:
         self._thread = threading.Thread(target=self._look, name="evener-succession", daemon=True)
 
     def __enter__(self) -> Stay:
-        partial = self._word.with_suffix(".partial")
-        partial.write_text(str(generation()))
-        partial.replace(self._word)
+        _write(self._word, str(generation()))
         _stays.append(self)
         self._thread.start()
         return self
