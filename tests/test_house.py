@@ -17,7 +17,7 @@ COLUMNS = (
     ("borrowed",),
     (
         *("errors", "texts", "system", "streams", "calling", "types", "plugins", "placement", "intervals"),
-        *("ranges", "config", "records", "observer", "losses", "given", "task"),
+        *("halves", "ranges", "config", "records", "observer", "losses", "given", "task"),
     ),
     ("hardware",),
     ("runtime",),

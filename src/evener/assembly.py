@@ -19,6 +19,7 @@ from evener.strategies.base import Strategy
 from evener.strategies.composed import degrees_of, laid
 from evener.strategies.names import strategies_called
 from evener.strategies.parts import Settings
+from evener.strategies.precision import Precision
 from evener.strategies.reading import Reading
 
 
@@ -83,6 +84,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
     settings = Settings(
         seed=config.seed,
         dtype=dtype,
+        precision=Precision.of(config.precision, config.precision_of),
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,
         compression=config.compress,

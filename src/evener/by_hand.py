@@ -41,6 +41,11 @@ class ByHand:
                 "in a loop of your own leave it out: backward() and update() raise DivergenceError on all ranks alike, "
                 "before weights change"
             )
+        if self._learner.scale is not None:
+            raise ConfigurationError(
+                "precision fp16 goes with engine.step(batch), which scales the loss and leaves updates out whose "
+                "gradients overflow; in a loop of your own use bf16, which needs neither"
+            )
         counts = _counts_for_something(batch)
         own = [float(total.detach()) if counts else 0.0, float(count) if counts else 0.0]
         with waiting():

@@ -26,6 +26,9 @@ CHECK_DATA = ("exact", "augmented")
 BAD_SAMPLE = ("stop", "skip")
 FULL_DISK = ("stop", "go-on")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
+AUTOCASTS = ("fp32", "bf16", "fp16")
+"""Precisions that a single module may have."""
 
 
 def option(default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -130,6 +133,18 @@ class RunConfig:
     dtype: str | None = option(
         None, "type of weights and floating inputs (default: as the task makes them)", choices=DTYPES
     )
+    precision: str | None = option(
+        None,
+        "what the model computes in: fp32, tf32, bf16 or fp16 (autocast, weights of float32), bf16-true or fp16-true "
+        "(all of it), auto by the devices (default: as the task makes it)",
+        metavar="NAME",
+    )
+    precision_of: tuple[str, ...] = option(
+        (),
+        "modules whose names fit PATTERN, such as head or blocks.*.norm, compute in fp32, bf16 or fp16; may be "
+        "repeated",
+        metavar="PATTERN=NAME",
+    )
     evaluate_every: int = option(
         1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
     )
@@ -217,6 +232,8 @@ class RunConfig:
         if str(self.resume) == AUTO and self.run_dir is None:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("precision", self.precision, PRECISIONS)
+        _check_precision(self)
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
         _one_of("recover", self.recover, ("memory", "file"))
         _one_of("on_full_disk", self.on_full_disk, FULL_DISK)
@@ -261,6 +278,31 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(item) for item in value]
     return str(value) if isinstance(value, Path | Recipe) else value
+
+
+def _check_precision(config: RunConfig) -> None:
+    if config.dtype and (config.precision or config.precision_of):
+        raise ConfigurationError(
+            f"dtype {config.dtype} and precision both say what the model computes in: leave one out (precision "
+            "bf16-true and fp16-true cast the weights too)"
+        )
+    for text in config.precision_of:
+        pattern, _, kind = text.rpartition("=")
+        if not pattern or kind not in AUTOCASTS:
+            raise ConfigurationError(
+                f"precision_of {text!r} is not PATTERN=PRECISION, with one of {', '.join(AUTOCASTS)}"
+            )
+    if config.precision_of and str(config.precision).endswith("-true"):
+        raise ConfigurationError(
+            f"precision {config.precision} casts the whole model, so that precision_of would do nothing: with "
+            f"precision {str(config.precision).removesuffix('-true')} modules may have one of their own"
+        )
+    scaled = config.precision == "fp16" or any(text.endswith("=fp16") for text in config.precision_of)
+    if (scaled or config.precision == "auto") and config.compress in REMEMBERING:
+        raise ConfigurationError(
+            f"compress {config.compress!r} adds what it could not send to later steps, for which fp16 may have another "
+            "scale: use precision bf16, or compress with fp16 or bf16"
+        )
 
 
 def _check_best(metric: str | None) -> None:

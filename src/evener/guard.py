@@ -8,6 +8,9 @@ so that ``skip`` and ``restore`` wait for the row of every step::
     skip        post row ─ read row of all ─ update, or not
     restore     post row ─ read row of all ─ update, or an error on all ranks at once
 
+Where the loss is scaled for float16 (:mod:`evener.strategies.scale`), rows are waited for with ``stop`` too: a gradient
+that overflows leaves its step out and halves the scale, with every policy, for it is the scale that was wrong.
+
 What a step left out leaves behind is a step of the data, of the scheduler and of the count; weights, the optimizer's
 state and buffers are as they were.
 """
@@ -37,7 +40,7 @@ class Guard:
 
     def __init__(self, policy: str, learner: Learner, tell: Callable[[Any], None]) -> None:
         self._policy, self._learner, self._tell = policy, learner, tell
-        learner.may_leave_out = policy == "skip"
+        learner.may_leave_out = policy == "skip" or learner.scale is not None
         self._late = is_late(learner.session.device)
         self.skipped = 0
         """Steps that were left out."""
@@ -46,7 +49,7 @@ class Guard:
     @property
     def waits(self) -> bool:
         """Whether the results of all ranks have to be known before an update."""
-        return self._policy != "stop"
+        return self._policy != "stop" or self._learner.scale is not None
 
     def passes(self, step: Step) -> bool:
         """Whether the update of a step is to be made; asked on all ranks alike, when its gradients are complete.
@@ -59,11 +62,29 @@ class Guard:
             return True
         fault = step.fault() if self.waits else step.fault_of_penalty()
         if fault is None:
-            self._in_a_row = 0
+            self._went_well()
+        elif self._overflowed(step, fault):
+            pass
         elif self._policy == "skip":
             self._leave_out(step, fault)
         step.check_finite()
         return not step.left_out
+
+    def _went_well(self) -> None:
+        self._in_a_row = 0
+        if self._learner.scale is not None:
+            self._learner.scale.went_well()
+
+    def _overflowed(self, step: Step, fault: str) -> bool:
+        """Whether it is the scale of the loss that made gradients overflow, which is then halved."""
+        scale = self._learner.scale
+        if scale is None or not step.has_finite_loss() or not scale.overflowed():
+            return False
+        self.skipped += 1
+        step.left_out = True
+        words = f"{fault}, with a loss scale of {2 * scale.value:g}: its update is left out on all ranks, and the scale"
+        self._tell(SkippedStep(step.number, f"{words} is {scale.value:g} from here on"))
+        return True
 
     def _leave_out(self, step: Step, fault: str) -> None:
         self._in_a_row += 1

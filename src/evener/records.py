@@ -122,6 +122,8 @@ class RunSummary:
     """How unequal devices were emulated, in words; empty if they were not."""
     allreduce: str = ""
     """What summed the gradients."""
+    precision: str = ""
+    """What the model computed in; empty if it was left as the task makes it."""
     skipped_steps: int = 0
     """Steps whose update was left out, because something was not finite."""
     skipped: int = 0

@@ -18,7 +18,7 @@ from evener.progress import Progress
 from evener.strategies import state
 from evener.strategies.learner import Learner
 
-_SAID = ("dtype", "clip_norm", "compress", "micro_batch")
+_SAID = ("dtype", "precision", "precision_of", "clip_norm", "compress", "micro_batch")
 """Settings that a run may go on with others of, but is not the same training then."""
 
 
@@ -64,11 +64,14 @@ class RunState:
             "balancer": self._feed.state_dict(),
             "scheduler": self._scheduler.state_dict() if self._scheduler else None,
             "progress": self._feed.sample_order().saved(self.progress),
+            "loss_scale": self._learner.scale.state_dict() if self._learner.scale else None,
         }
 
     def _go_on(self, progress: Progress, rest: Mapping[str, Any]) -> None:
         if self._scheduler is not None and rest["scheduler"] is not None:
             self._scheduler.load_state_dict(rest["scheduler"])
+        if self._learner.scale is not None and rest.get("loss_scale") is not None:
+            self._learner.scale.load_state_dict(rest["loss_scale"])
         self.progress = progress
         self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
 

@@ -154,7 +154,7 @@ class Run:
                 engine.observers.start(self._start())
                 if self._records is not None:
                     self._records.catch_up(self._heir.told)
-                for words in filter(None, (self._emulation, *self._notes)):
+                for words in filter(None, (*self._header(), *self._notes)):
                     engine.observers.event(Note(engine.steps_done, words))
                 with self._staying():
                     with self._deferring() as stop:
@@ -178,6 +178,16 @@ class Run:
             finally:
                 self._end(summary)
             return Trained(summary, self._saved(tensors), self._session.rank)
+
+    def _header(self) -> tuple[str, ...]:
+        """What the user must know of this run before its first step; empty words say nothing."""
+        precision, asked = self._engine.learner.settings.precision.words, self._config.precision
+        chosen = (
+            f"precision {precision}{', chosen by the devices' if asked == 'auto' else ''}"
+            if precision
+            else ""
+        )
+        return chosen, self._emulation
 
     def _staying(self) -> AbstractContextManager[None]:
         """Where this rank goes on in another start if others die."""
@@ -306,6 +316,7 @@ class Run:
             run_dir=str(self._config.run_dir) if self._config.run_dir else None,
             emulation=self._emulation,
             allreduce=engine.learner.synchronizer.words,
+            precision=engine.learner.settings.precision.words,
             skipped_steps=engine.guard.skipped,
             skipped=tally.skipped,
         )

@@ -104,6 +104,11 @@ class Step:
                 return f"a gradient is not finite in step {self.number} on rank {rank}{self._whose(place)}"
         return self.fault_of_penalty()
 
+    def has_finite_loss(self) -> bool:
+        """Whether the totals of all ranks are finite, and the penalty with its gradient."""
+        rows = self.results() if self.results else ()
+        return all(math.isfinite(total) for total, *_ in rows) and self.fault_of_penalty() is None
+
     def fault_of_penalty(self) -> str | None:
         """Likewise, of the penalty alone: the same on all ranks, and known to each without the others."""
         if not math.isfinite(self.penalty.value()):

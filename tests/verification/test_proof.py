@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from evener.cli.verify import text
 from evener.config import RunConfig
@@ -20,6 +21,8 @@ from evener.verification.proof import ALL_RUNS, FIRST_RUNS, STRONGER, OneDevice,
 from evener.verification.verdict import LIMIT, Runs, compare
 from tests import tasks
 from tests.verification.runs import compared, disturbed, run, scaled
+
+EPS = torch.finfo(torch.float64).eps
 
 
 def test_a_verification_on_two_processes() -> None:
@@ -53,7 +56,7 @@ def test_what_cannot_be_verified() -> None:
 
 def on_one(name: str) -> OneDevice:
     config = RunConfig(dtype="float64", steps=2, strategy="single")
-    return OneDevice(partial(record, f"tests.tasks:{name}", None, config, Environment()))
+    return OneDevice(partial(record, f"tests.tasks:{name}", None, config, Environment()), EPS)
 
 
 def test_samples_are_reordered_where_that_is_only_rounding() -> None:
@@ -80,7 +83,7 @@ class Kinked:
 
 
 def judged(divided: Trajectory, runs: Kinked) -> Verification:
-    one, config = OneDevice(runs), RunConfig(dtype="float64")
+    one, config = OneDevice(runs, EPS), RunConfig(dtype="float64")
     return judge(one, lambda: compare(Runs(one.reference, [divided], one.disturbed), config, "name"))
 
 
@@ -89,7 +92,7 @@ def test_the_floor_is_measured_more_thoroughly_before_the_verdict_is_no() -> Non
     assert judged(disturbed(8), runs).passed
     assert runs.taken == 1 + FIRST_RUNS
     assert judged(disturbed(5000), runs := Kinked()).passed
-    assert (runs.taken, runs.last) == (1 + ALL_RUNS, Disturbance(ALL_RUNS, strength=STRONGER))
+    assert (runs.taken, runs.last) == (1 + ALL_RUNS, Disturbance(ALL_RUNS, strength=STRONGER, eps=EPS))
     assert not judged(scaled(1 + 1e-9), runs := Kinked()).passed
     assert runs.taken == 1 + ALL_RUNS
 

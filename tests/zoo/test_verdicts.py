@@ -8,13 +8,14 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 
 from evener.config import RunConfig
 from evener.runtime.environment import Environment
 from evener.verification import Trajectory, Verification, record
 from evener.verification.proof import STRONGER, OneDevice, alone, judge
 from evener.verification.recording import Batches
-from evener.verification.verdict import LIMIT, Runs, compare
+from evener.verification.verdict import LIMIT, Runs, compare, type_of
 from tests.zoo import faults
 
 TASKS = {
@@ -36,7 +37,8 @@ exactly = pytest.mark.parametrize("dtype", ["float64", SINGLE])
 
 @cache
 def on_one(name: str, config: RunConfig, penalty: float) -> OneDevice:
-    return OneDevice(partial(record, TASKS[name], {"penalty": penalty}, alone(config), Environment()))
+    run = partial(record, TASKS[name], {"penalty": penalty}, alone(config), Environment())
+    return OneDevice(run, torch.finfo(type_of(config)).eps)
 
 
 def verdict(

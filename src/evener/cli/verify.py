@@ -24,6 +24,8 @@ SETTINGS = (
     "batch_size",
     "micro_batch",
     "dtype",
+    "precision",
+    "precision_of",
     "seed",
     "clip_norm",
     "allreduce",

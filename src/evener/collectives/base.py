@@ -26,6 +26,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakIdRef
 
 from evener.collectives.roll_call import RollCall
+from evener.halves import is_half
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 Key = Hashable
@@ -175,6 +176,8 @@ class AllReduce(ABC):
 
     name: str
     """What the user calls it."""
+    adds_halves_in_float32: bool = False
+    """Whether it adds float16 and bfloat16 in float32 by itself; else they are sent in float32."""
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
@@ -213,13 +216,17 @@ class AllReduce(ABC):
 
         Args:
             tensor: Of any shape, dtype that torch can add, and number of elements (0 included). One that is not
-                contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collective.
+                contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collective. float16
+                and bfloat16 are added in float32, and the sum is rounded once.
             key: Which tensor this is, for an all-reduce that ``remembers``; with None nothing of it is remembered.
         """
         if tensor.layout is not torch.strided:
             return NativeWork(tensor, start_native(tensor, self.group), self.roll_call)
         if tensor.requires_grad:
             tensor = tensor.detach()
+        if is_half(tensor) and not self.adds_halves_in_float32:
+            wide = tensor.float().contiguous()
+            return After(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))
         if tensor.is_contiguous() and not tensor.is_conj():
             return self.start_for(tensor, key)
         flat = tensor.contiguous().resolve_conj()

@@ -62,8 +62,8 @@ class Half(Compressed):
     """Rounds each term to ``dtype`` (float16 or bfloat16) and sums in that: 2 bytes an element.
 
     Exactness: a relative error of 2**-11 (float16) or 2**-8 (bfloat16) in each term, and as much in the sum if it is
-    added in float32, or at each addition if not. float16 overflows to infinity beyond 65504 and loses terms
-    below 6e-8; bfloat16 has the range of float32. No error feedback.
+    added in float32 (shared memory), or at each addition if not. float16 overflows to infinity beyond 65504 and loses
+    terms below 6e-8; bfloat16 has the range of float32. No error feedback.
     """
 
     def __init__(self, inner: AllReduce, dtype: torch.dtype) -> None:
@@ -77,7 +77,7 @@ class Half(Compressed):
 
     def compress(self, flat: Tensor, key: Key) -> Work:
         half = flat.to(self._dtype)
-        return After(self.inner(half), lambda: flat.copy_(half), (flat, half))
+        return After(self.inner.start_for(half, None), lambda: flat.copy_(half), (flat, half))
 
 
 class Feedback:

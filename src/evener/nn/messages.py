@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from evener.halves import added_in_float32
 from evener.hardware.stopwatch import waiting
 from evener.runtime.watchdog import marked
 
@@ -59,7 +60,7 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the ranks, the same bits on all."""
     moved = _sent(x, group)
     with _wait("all_reduce"):
-        dist.all_reduce(moved, group=group)
+        added_in_float32(moved, lambda wide: dist.all_reduce(wide, group=group))
     return moved.to(x.device)
 
 

@@ -23,6 +23,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +38,7 @@ from evener.strategies.build import build_optimizer, check_trainable
 from evener.strategies.hooks import refuse_hooks
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.precision import Precision, able, agreed, products_of
 from evener.strategies.room import check_room
 from evener.task import Task
 
@@ -107,7 +109,7 @@ class Strategy(Recipe, ABC):
         """
         if not self.divides_model:
             check_room(divided, learner.session)
-        return model.settle_on(divided, learner.session.device, learner.settings.dtype)
+        return model.settle_on(divided, learner.session.device, learner.settings.weight_type)
 
     @abstractmethod
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -148,10 +150,16 @@ def set_up(
         agree: Called with the model before any tensor travels, to compare it with that of other ranks.
         fill: Called on rank 0 with the model that holds the first weights of all ranks.
     """
+    settings = replace(settings, precision=_agreed(settings.precision, session))
+    caches = not strategy.divides_model  # else the weights that a rank need not hold would be held, cast
+    task = replace(task, forward=settings.precision.around(task.forward, caches))
     learner = Learner(strategy.label, task, session, settings, strategy.portion)
     with ExitStack() as undo:
         undo.callback(learner.close)
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
+        products = ExitStack()
+        products.enter_context(products_of(settings.precision.name))
+        learner.mesh.own(products.close)
         built, source = _build(strategy, task, session, settings)
         agree(built)
         if session.rank == 0:
@@ -164,6 +172,7 @@ def set_up(
         model.share_first_weights(placed, source, session.world, session.rank == 0)
         learner.model = placed
         check_trainable(placed)
+        learner.precision_of = settings.precision.apply(placed, caches)
         learner.optimizer = build_optimizer(task, placed)
         strategy.check_optimizer(learner.optimizer)
         learner.synchronizer = strategy.synchronizer(learner)
@@ -171,6 +180,11 @@ def set_up(
         learner.cut = strategy.pieces(learner)
         undo.pop_all()
     return learner
+
+
+def _agreed(precision: Precision, session: Session) -> Precision:
+    """Of all ranks together, also where nothing was chosen: whether all have chosen the same is compared later."""
+    return agreed(precision, session.control.gather_objects(able(session.device)))
 
 
 def _build(

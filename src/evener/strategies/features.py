@@ -31,6 +31,7 @@ from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
 from evener.data.columns import columns_of, divide_columns
 from evener.errors import ConfigurationError, TaskError
+from evener.halves import added_in_float32
 from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
@@ -174,7 +175,10 @@ class SameBits(Synchronizer):
 
     def _sum(self, tensors: Iterable[Tensor]) -> None:
         """Gives all ranks the sum of their values."""
-        self._together(tensors, lambda tensor: dist.all_reduce(tensor, group=self._group))
+        self._together(tensors, lambda tensor: added_in_float32(tensor, self._all_reduce))
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
 
     def _together(self, tensors: Iterable[Tensor], send: Callable[[Tensor], Any]) -> None:
         """Sends in place: small tensors of one type together, large ones alone."""

@@ -43,6 +43,12 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Non
         value.mul_(factor.to(value.device))
 
 
+def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiplies the gradients of ``parameters``."""
+    for value in map(values, _with_gradient(parameters)):
+        value.mul_(factor)
+
+
 def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients together; a collective call where some are divided. No host waits for it."""
     groups = by_axes(parameters)

@@ -108,7 +108,7 @@ class Layers(Strategy):
 
     def settle(self, divided: nn.Module, learner: Learner) -> nn.Module:
         devices = devices_of(self.devices, learner.settings.devices, learner.session.device)
-        model = settle_on(divided, HOST, learner.settings.dtype)
+        model = settle_on(divided, HOST, learner.settings.weight_type)
         places = self._places(model, devices, learner)
         part_stateless(model, places)
         check_together(model, places)

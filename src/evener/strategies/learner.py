@@ -34,7 +34,9 @@ from evener.strategies import gradients, model, state
 from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer
+from evener.strategies.precision import Named
 from evener.strategies.replica import Replica
+from evener.strategies.scale import LossScale
 from evener.strategies.slices import divided, slice_of
 from evener.task import Task
 from evener.types import Tree
@@ -55,11 +57,15 @@ class Learner:
     synchronizer: Synchronizer
     stepper: Stepper
     cut: Cut
+    precision_of: Named
+    """Modules with a precision of their own."""
 
     def __init__(self, name: str, task: Task, session: Session, settings: Settings, portion: Portion) -> None:
         self.name = name
         """What records call the strategy."""
         self.task, self.session, self.settings = task, session, settings
+        self.scale = LossScale() if settings.precision.is_scaled else None
+        """Of the loss; None where it needs none."""
         self.pace = Pace(stopwatch(session.device), settings.throttle, session.rank)
         self.penalty: Readout = Here(0.0)
         """The task's penalty in the last update."""
@@ -160,6 +166,8 @@ class Learner:
         """
         for name in forget:
             self.parameter(name).grad = None
+        if self.scale is not None:
+            gradients.scale(self.names, 1 / self.scale.value)
         self._add_penalty()
         if passes():
             self.updating = step
@@ -169,6 +177,7 @@ class Learner:
         else:
             self._leave_out()
         self.synchronizer.updated(step)
+        self.precision_of.check(self.session.control.gather_objects)
 
     def _remember_buffers(self, step: int) -> None:
         """As they are now is how they will be if the update of ``step`` is left out."""
@@ -239,8 +248,12 @@ class Learner:
         self._step = step
         if self.may_leave_out:
             self._remember_buffers(step)
-        outcome = self.stepper.run(batch, divisor, step)
+        outcome = self.stepper.run(batch, self._scaled(divisor), step)
         return dataclasses.replace(outcome, unsound=tuple(self.unsound.found))
+
+    def _scaled(self, divisor: Callable[[], float]) -> Callable[[], float]:
+        scale = 1.0 if self.scale is None else self.scale.value
+        return lambda: divisor() / scale
 
     def _add_penalty(self) -> None:
         """Adds the gradient of the task's penalty: after the exchange, alike on all ranks, so that it counts once."""

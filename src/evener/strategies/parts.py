@@ -6,7 +6,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evener.balance.emulate import Throttle
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
+from evener.strategies.precision import Precision
 from evener.types import Tree
 
 
@@ -25,6 +26,8 @@ class Settings:
     seed: int = 0
     dtype: torch.dtype | None = None
     """Type of the weights and of floating inputs and targets; None leaves them as they are made."""
+    precision: Precision = field(default_factory=Precision)
+    """What the model computes in."""
     clip_norm: float | None = None
     """Largest global norm of the gradients of one step."""
     all_reduce: str | None = None
@@ -39,6 +42,11 @@ class Settings:
     """Parts of the ranks, where the user fixed them: a strategy that divides the model divides it so."""
     devices: tuple[str, ...] | None = None
     """Devices of this process, for a strategy that uses several in one; None for those that there are."""
+
+    @property
+    def weight_type(self) -> torch.dtype | None:
+        """Type of the weights; None leaves them as they are made."""
+        return self.dtype or self.precision.weights
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from evener.strategies.features import check_elementwise
 from evener.strategies.learner import Learner
 from evener.strategies.model import in_type
 from evener.strategies.parts import Settings, Stepper, Synchronizer
+from evener.strategies.precision import own_forward
 from evener.strategies.slices import Slice, mark, slice_of
 from evener.strategies.staged.best import (
     Ranks,
@@ -175,7 +176,7 @@ class Pipeline(Strategy):
 
 def staged(learner: Learner) -> StagedForward:
     """What the model of a learner of this strategy runs."""
-    found: Any = learner.model.forward
+    found = own_forward(learner.model)
     assert isinstance(found, StagedForward)
     return found
 
@@ -249,7 +250,7 @@ def _example(model: nn.Module, learner: Learner, pieces: int) -> dict[str, Any] 
         if task.collate
         else collate_pairs(items, numbers, "the training set")
     )
-    dtype, device = learner.settings.dtype, learner.session.device
+    dtype, device = learner.settings.weight_type, learner.session.device
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

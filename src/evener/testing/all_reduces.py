@@ -30,6 +30,7 @@ from evener.collectives.registry import find, make_own
 from evener.collectives.roll_call import RollCall
 from evener.collectives.shared_memory.two_level import MakeAllReduce
 from evener.errors import ConfigurationError, EvenerError
+from evener.halves import HALVES
 from evener.runtime.hosts import all_gather, destroy
 from evener.runtime.launch import launch
 from evener.runtime.session import Session
@@ -247,6 +248,19 @@ def _sums_wrongly(trial: Trial) -> str | None:
     return seen
 
 
+def _adds_in_halves(trial: Trial) -> str | None:
+    """A large number and small ones, which are lost one by one where each addition is rounded."""
+    seen, all_reduce = None, trial.opened()
+    for dtype in [each for each in HALVES if each in trial.dtypes and all_reduce.exact]:
+        large = 2.0 / torch.finfo(dtype).eps
+        own = large if trial.rank == 0 else 1.0
+        tensor = torch.full((5,), own, dtype=dtype, device=device_of(trial.group))
+        all_reduce(tensor).wait()
+        expected = torch.full_like(tensor, large + trial.world_size - 1)
+        seen = seen or _difference(tensor, expected, f"{large:g} and ones of {dtype}")
+    return seen
+
+
 def _bits(trial: Trial) -> Digests:
     """Of sums that depend on the order of addition, by the last bits of random numbers."""
     digests = {}
@@ -361,6 +375,7 @@ def _silence(all_reduce: AllReduce, missing: int) -> str | None:
 PROMISES: dict[str, Attempt] = {
     "it can be made for one rank alone, and leaves the tensor as it is": _fails_alone,
     "the tensor is the sum over the ranks, for every dtype and size": _sums_wrongly,
+    "float16 and bfloat16 are added in float32": _adds_in_halves,
     "all ranks hold the same bits": _bits,
     "calls are carried out in the order in which they were made": _confuses_calls,
     "tensors of any strides are summed in place, sparse ones too": _fails_on_odd_tensors,

@@ -23,25 +23,29 @@ class Disturbance:
         reorder: Whether the samples of each micro-batch come in another order, each with its own number, where all
             inputs and targets are tensors with the samples along dimension 0.
         strength: By how many units.
+        eps: The least that a unit is, relative: that of the type in which the run computes, where its weights have more
+            digits than that.
     """
 
     seed: int
     reorder: bool = True
     strength: int = 1
+    eps: float = 0.0
 
     def __call__(self, engine: Engine) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.seed)
-        disturb(engine.model, generator, self.strength)
+        disturb(engine.model, generator, self.strength, self.eps)
         return (reordered(batch, generator) if self.reorder else batch for batch in engine.batches())
 
 
 @torch.no_grad()
-def disturb(model: torch.nn.Module, generator: torch.Generator, strength: int = 1) -> None:
-    """Multiplies each weight by 1 + strength * eps or 1 - strength * eps of its type, which a zero survives."""
+def disturb(model: torch.nn.Module, generator: torch.Generator, strength: int = 1, eps: float = 0.0) -> None:
+    """Multiplies each weight by 1 + strength * eps or 1 - strength * eps of its type, which a zero survives; ``eps`` is
+    the least that this is."""
     for parameter in model.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
-            factors = 1 + signs.to(parameter) * (strength * torch.finfo(parameter.dtype).eps)
+            factors = 1 + signs.to(parameter) * (strength * max(eps, torch.finfo(parameter.dtype).eps))
             parameter.mul_(factors)
 
 

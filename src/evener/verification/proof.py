@@ -14,13 +14,14 @@ from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.fitting import check_plan
 from evener.losses.torch_losses import is_torch_loss
-from evener.runtime.environment import Environment
+from evener.runtime.environment import Environment, default_device
 from evener.runtime.launch import is_launched, launch
+from evener.strategies.precision import able
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
 from evener.verification.disturbing import Disturbance
 from evener.verification.recording import Trajectory, record
-from evener.verification.verdict import Apart, Runs, Verification, compare
+from evener.verification.verdict import Apart, Runs, Verification, compare, type_of
 
 FIRST_RUNS = 3
 """Disturbed runs. Measured with one, the divided run lay up to 8 times the floor apart; with three, up to 5."""
@@ -49,7 +50,8 @@ def verify(
 
     Args:
         task: As for :func:`evener.fit`; building it and loading its data must be deterministic.
-        config: The division: processes, balance (the shares), strategy, steps, batch_size, micro_batch, dtype.
+        config: The division: processes, balance (the shares), strategy, steps, batch_size, micro_batch, and
+            dtype or precision, in which both compute (default: float64).
         options: Keyword arguments for the task's function.
         tolerance: Largest ``max_relative_weight_error`` that passes, in place of what rounding explains.
 
@@ -57,7 +59,7 @@ def verify(
         ConfigurationError: For settings that cannot work together.
     """
     config = (config or RunConfig()).replace(**settings)
-    config = config.replace(dtype=config.dtype or "float64", steps=config.steps or 20, check_replicas=0)
+    config = _in_numbers(config).replace(steps=config.steps or 20, check_replicas=0)
     if tolerance is not None and not tolerance >= 0:
         raise ConfigurationError(f"tolerance is {tolerance}; it must be a number of at least 0")
     if config.resume is not None:
@@ -75,7 +77,8 @@ def verify(
     built = build()
     _check_partition(built)
     config = config.replace(batch_size=config.batch_size or built.batch_size)
-    one = OneDevice(partial(record, task, options, alone(config), Environment()))
+    eps = torch.finfo(type_of(config)).eps
+    one = OneDevice(partial(record, task, options, alone(config), Environment()), eps)
     divided = launch(
         record,
         task,
@@ -91,6 +94,14 @@ def verify(
         return compare(runs, config, built.name, tolerance)
 
     return judge(one, found)
+
+
+def _in_numbers(config: RunConfig) -> RunConfig:
+    """The settings with a type: what is given, what the device of ``precision=auto`` is best at, or float64."""
+    if config.precision == "auto":
+        return config.replace(precision=able(torch.device(config.device or default_device()))[0])
+    given = config.dtype or config.precision or config.precision_of
+    return config if given else config.replace(dtype="float64")
 
 
 def alone(config: RunConfig) -> RunConfig:
@@ -109,10 +120,11 @@ class OneDevice:
 
     Args:
         run: Takes the steps, with the batches that ``run(batches=...)`` is given.
+        eps: The unit in the last place, relative, of the type in which it computes.
     """
 
-    def __init__(self, run: Callable[..., Trajectory]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[..., Trajectory], eps: float) -> None:
+        self._run, self.eps = run, eps
         self.reference = run()
         self.disturbed: list[Apart] = []
         self.reordered = True
@@ -122,8 +134,8 @@ class OneDevice:
         """Takes further disturbed runs until there are so many."""
         while len(self.disturbed) < runs:
             seed = 1 + len(self.disturbed)
-            other = self._run(batches=Disturbance(seed, self.reordered, strength))
-            if self.reordered and _more_than_rounding(self.reference, other):
+            other = self._run(batches=Disturbance(seed, self.reordered, strength, self.eps))
+            if self.reordered and _more_than_rounding(self.reference, other, self.eps):
                 self.reordered, self.disturbed = False, []
             else:
                 self.disturbed.append(Apart.of(self.reference, other))
@@ -135,16 +147,13 @@ def judge(one: OneDevice, found: Callable[[], Verification]) -> Verification:
     settled = first.passed or not first.replicas_identical or len(first.losses) != len(first.reference_losses)
     if settled or first.tolerance is not None:
         return first
-    fine = torch.finfo(getattr(torch, first.dtype)).eps < _HALF
-    one.measure(ALL_RUNS, STRONGER if fine else 1)
+    one.measure(ALL_RUNS, STRONGER if one.eps < _HALF else 1)
     return found()
 
 
-def _more_than_rounding(reference: Trajectory, other: Trajectory) -> bool:
+def _more_than_rounding(reference: Trajectory, other: Trajectory, eps: float) -> bool:
     """Whether the first loss, before any update, changed in half of its digits."""
     first, disturbed = reference.losses[0], other.losses[0]
-    floating = [value.dtype for value in reference.weights.values() if value.is_floating_point()]
-    eps = max(torch.finfo(dtype).eps for dtype in floating)
     return abs(first - disturbed) > math.sqrt(eps) * abs(first)
 
 

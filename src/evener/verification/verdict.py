@@ -12,6 +12,7 @@ from torch import Tensor
 from evener.assembly import strategy_of
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
+from evener.strategies.precision import Precision
 from evener.verification import floor as floors
 from evener.verification.floor import Kind, Numbers, Place
 from evener.verification.hints import Evidence, hint
@@ -35,6 +36,7 @@ class Verification:
     processes: int
     shares: str
     dtype: str
+    """The type in which both computed, or the precision."""
     steps: int
     batch_size: int
     micro_batch: int | None
@@ -109,7 +111,7 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
     reference, divided = runs.reference, runs.divided[0]
     _check_whole(reference, divided)
     apart = Apart.of(reference, divided)
-    measured = Measured.of(runs, apart, torch.finfo(getattr(torch, str(config.dtype))).eps)
+    measured = Measured.of(runs, apart, torch.finfo(type_of(config)).eps)
     errors = apart.weight_errors
     identical = len({trajectory.digest for trajectory in runs.divided}) == 1
     complete = len(reference.losses) == len(divided.losses)
@@ -123,7 +125,7 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
         strategy=str(strategy_of(config, len(runs.divided))),
         processes=len(runs.divided),
         shares=config.balance,
-        dtype=str(config.dtype),
+        dtype=config.dtype or _precision(config).words,
         steps=len(reference.losses),
         batch_size=config.batch_size or 0,
         micro_batch=config.micro_batch,
@@ -147,6 +149,16 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
         passed=passed,
         hint="" if passed else hint(evidence),
     )
+
+
+def type_of(config: RunConfig) -> torch.dtype:
+    """The type with the fewest digits in which the runs compute."""
+    found: torch.dtype = getattr(torch, config.dtype) if config.dtype else _precision(config).coarsest
+    return found
+
+
+def _precision(config: RunConfig) -> Precision:
+    return Precision.of(config.precision, config.precision_of)
 
 
 def _check_whole(reference: Trajectory, divided: Trajectory) -> None:

@@ -42,7 +42,7 @@ class Scheduled(AllReduce):
     """Carries out the schedule of ``algorithm``, with messages over a process group of its own.
 
     On CPUs (gloo) in a thread of its own, so that a call returns at once. On GPUs (NCCL) on a stream of its own:
-    that path has never run on a machine with several GPUs. float16 and bfloat16 are rounded at every addition.
+    that path has never run on a machine with several GPUs.
 
     Args:
         name: What to call it.

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from evener.collectives.base import AllReduce, Done, Work
 from evener.errors import ConfigurationError, EvenerError, RankError
+from evener.halves import is_half
 from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, tag_of
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 
@@ -43,7 +44,6 @@ _SLOT_NBYTES = (512 * 1024, 2 * 1024 * 1024)
 _ONE_SHOT_NBYTES = 512 * 1024  # over the number of ranks: all together read its square
 _CHUNK_NBYTES = 64 * 1024
 _LINE_NBYTES = 64
-_HALF = (torch.float16, torch.bfloat16)
 _VIEWS = 512
 
 
@@ -78,6 +78,7 @@ class SharedMemory(AllReduce):
     """
 
     name = "shared-memory"
+    adds_halves_in_float32 = True
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
@@ -257,7 +258,7 @@ def _make_views(slots: Slots, rank: int, world_size: int, dtype: torch.dtype, co
 
 def add_terms(terms: list[Tensor], out: Tensor) -> None:
     """``out`` = the sum of two or more terms from left to right; ``out`` may be none behind the second."""
-    if len(terms) > 2 and out.dtype in _HALF:
+    if len(terms) > 2 and is_half(out):
         total = terms[0].float()
         for term in terms[1:]:
             total += term.float()

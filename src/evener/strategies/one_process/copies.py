@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evener.borrowed.module_tensors import own_buffers
 from evener.errors import TaskError
+from evener.halves import widened
 from evener.strategies.one_process.devices import same
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -87,7 +88,8 @@ def add_gradients(models: Sequence[nn.Module], home: int) -> None:
         for parameter in row:
             parameter.grad = None
         if found:
-            own.grad = reduce(_sum, (grad.to(own.device, non_blocking=True) for grad in _dense_first(found)))
+            terms = (widened(grad.to(own.device, non_blocking=True)) for grad in _dense_first(found))
+            own.grad = reduce(_sum, terms).to(own.dtype)
 
 
 def _dense_first(gradients: list[Tensor]) -> list[Tensor]:

@@ -56,7 +56,9 @@ def check_likeness(
     with learner.synchronizer.forward(), _undisturbed(learner.model):
         whole = _outputs(learner, micro, "the first positions of the first batch")
         joined = join(_outputs(learner, piece, "a piece of the first sequences"))
-    said = learner.session.control.gather_objects(_difference(whole, joined))
+    said = learner.session.control.gather_objects(
+        _difference(whole, joined, learner.settings.precision.coarsest)
+    )
     if wrong := next(filter(None, said), None):
         raise TaskError(
             "strategy 'context': the model does not compute from pieces of sequences what it computes from whole ones "
@@ -118,7 +120,7 @@ def _fill(name: str, tensor: Tensor, stack: ExitStack) -> None:
     tensor.add_(noise.to(tensor), alpha=0.3)
 
 
-def _difference(whole: Tree, joined: Tree) -> str:
+def _difference(whole: Tree, joined: Tree, computed: torch.dtype) -> str:
     """How the outputs differ, in words; empty if they do not."""
     pairs = zip(named_leaves(whole, "outputs"), named_leaves(joined, "outputs"), strict=False)
     for (name, one), (_, other) in pairs:
@@ -127,24 +129,26 @@ def _difference(whole: Tree, joined: Tree) -> str:
             return f"{name} is of type {kinds[0]} from whole sequences, {kinds[1]} from pieces"
         if isinstance(one, Tensor) and one.shape != other.shape:
             return f"{name} is of shape {tuple(one.shape)} from whole sequences, {tuple(other.shape)} from pieces"
-        if isinstance(one, Tensor) and not alike(one, other):
+        if isinstance(one, Tensor) and not alike(one, other, computed):
             return f"{name} differs by {float((one.double() - other.double()).abs().max()):.2g}"
     return ""
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether the two are the same but for rounding."""
+def alike(one: Tensor, other: Tensor, computed: torch.dtype = torch.float32) -> bool:
+    """Whether the two are the same but for rounding, in a type of no more digits than that in which they were
+    ``computed``."""
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
     size = float(one.abs().nan_to_num(posinf=0.0).max())
-    return torch.allclose(one, other, rtol=0.0, atol=_bound(one) * size, equal_nan=True)
+    return torch.allclose(one, other, rtol=0.0, atol=_bound(one, computed) * size, equal_nan=True)
 
 
-def _bound(x: Tensor) -> float:
+def _bound(x: Tensor, computed: torch.dtype) -> float:
     """What rounding may come to; devices of other kinds may have products of lower precision."""
     if x.dtype == torch.float64:
         return 1e-8
-    return 1e-3 if x.dtype == torch.float32 and x.device.type == "cpu" else 0.05
+    exact = x.dtype == computed == torch.float32 and x.device.type == "cpu"
+    return 1e-3 if exact else 0.05
 
 
 def _suspects(model: nn.Module) -> str:

@@ -103,9 +103,9 @@ class Fsdp(Strategy):
             return normalize_together(model, mesh)
         model = normalize_together(model, mesh)
         _check_layers(model)
-        if settings.dtype is not None:
+        if settings.weight_type is not None:
             with marks_kept(model):
-                model.to(settings.dtype)
+                model.to(settings.weight_type)
         _check_types(model)
         before = {name: slice_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))

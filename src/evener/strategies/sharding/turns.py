@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.errors import TaskError
+from evener.halves import added_in_float32
 from evener.hardware.stopwatch import waiting
 
 # Under their present names, for torch 2.13 warns about those of before.
@@ -137,6 +138,9 @@ class Scatter(Gather):
         self._look(input_tensor)
         self._work_done()
         with waiting():
-            _reduce_scatter(output_tensor, input_tensor, group=group)
-            if self._others is not None:
-                dist.all_reduce(output_tensor, group=self._others)
+            added_in_float32(output_tensor, lambda wide: self._sum(wide, input_tensor.to(wide.dtype), group))
+
+    def _sum(self, own: Tensor, terms: Tensor, group: dist.ProcessGroup) -> None:
+        _reduce_scatter(own, terms, group=group)
+        if self._others is not None:
+            dist.all_reduce(own, group=self._others)

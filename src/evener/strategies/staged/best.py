@@ -99,7 +99,7 @@ def measured(
     session = learner.session
     own: Costs | None = None
     try:
-        own = measure(model, graph, example or {}, session.device, learner.settings.dtype)
+        own = measure(model, graph, example or {}, session.device, learner.settings.weight_type)
     except EvenerError:
         raise
     except Exception as error:

@@ -129,8 +129,12 @@ def called_with(model: nn.Module, forward: Forward, inputs: Tree) -> dict[str, A
 @contextmanager
 def in_place_of_forward(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """``function`` is called for the model's ``forward``."""
+    before = vars(model).get("forward")
     model.forward = function
     try:
         yield
     finally:
-        del model.forward
+        if before is None:
+            del model.forward
+        else:
+            model.forward = before

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
+from evener.halves import added_in_float32
 from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
@@ -132,7 +133,7 @@ class AroundStages(Synchronizer):
                 sent_as_one(alike, self._all_reduce)
 
     def _all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._group)
+        added_in_float32(tensor, lambda wide: dist.all_reduce(wide, group=self._group))
 
     def _is_apart(self, parameter: nn.Parameter) -> bool:
         return slice_over(parameter, self._axis) is not None
