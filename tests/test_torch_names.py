@@ -370,7 +370,7 @@ def test_a_store_can_be_cloned() -> None:
 
 
 UNTRIED_ON_THE_NEWEST = {
-    *("autograd_function", "gradient_hooks", "norms", "participants"),
+    *("autograd_function", "compiling", "gradient_hooks", "norms", "participants"),
     *("pipeline_backward", "run_backward", "views"),
 }
 """Borrowed since that was last at hand. One that is not here has been tried on all that may be installed."""
@@ -433,3 +433,23 @@ def test_calls_of_an_autograd_function_are_seen(call: Any) -> None:
     assert x.grad.tolist() == [3.0, 3.0]
     call(x).sum().backward()
     assert x.grad.tolist() == [6.0, 6.0]
+
+
+def test_what_was_compiled_is_counted() -> None:
+    with borrowed("compiling") as names:
+        before = names.compiled_so_far()
+        doubled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+        for size in (3, 5, 7):
+            x = torch.ones(size)
+            names.with_any_size(x)
+            doubled(x)
+        assert names.compiled_so_far().graphs - before.graphs == 1
+        broken_in_two = torch.compile(_prints, backend="eager")
+        broken_in_two(torch.ones(3))
+        assert names.compiled_so_far().breaks > before.breaks
+
+
+def _prints(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 2

@@ -16,6 +16,7 @@ from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.runtime.mesh import DataAxis
 from evener.strategies.base import Strategy
+from evener.strategies.compiling import Compiling
 from evener.strategies.composed import degrees_of, laid
 from evener.strategies.names import strategies_called
 from evener.strategies.parts import Settings
@@ -84,6 +85,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
     settings = Settings(
         seed=config.seed,
         dtype=dtype,
+        compiling=Compiling(config.compile, config.compile_mode, config.compile_backend),
         precision=Precision.of(config.precision, config.precision_of),
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,

@@ -27,13 +27,23 @@ BAD_SAMPLE = ("stop", "skip")
 FULL_DISK = ("stop", "go-on")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
+COMPILE = ("auto", "blocks", "whole")
 AUTOCASTS = ("fp32", "bf16", "fp16")
 """Precisions that a single module may have."""
 
 
-def option(default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field with the help text, the metavar and the choices that the command line shows."""
-    return field(default=default, metadata={"help": help, "metavar": metavar, "choices": choices})
+def option(
+    default: Any,
+    help: str,
+    *,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+    without_value: str | None = None,
+) -> Any:
+    """A field with the help text, the metavar and the choices that the command line shows, and what the option means
+    there where no value follows it."""
+    known = {"help": help, "metavar": metavar, "choices": choices, "without_value": without_value}
+    return field(default=default, metadata=known)
 
 
 class Recipe:
@@ -145,6 +155,21 @@ class RunConfig:
         "repeated",
         metavar="PATTERN=NAME",
     )
+    compile: str | None = option(
+        None,
+        "have torch.compile make it faster: blocks that the model repeats, the whole, or auto, which without a value "
+        "is meant: blocks where there are any",
+        choices=COMPILE,
+        without_value="auto",
+    )
+    compile_mode: str | None = option(
+        None, "torch.compile's mode, such as reduce-overhead for CUDA graphs", metavar="MODE"
+    )
+    compile_backend: str = option(
+        "inductor",
+        "torch.compile's backend, such as aot_eager to find what cannot be compiled",
+        metavar="NAME",
+    )
     evaluate_every: int = option(
         1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
     )
@@ -234,6 +259,11 @@ class RunConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("precision", self.precision, PRECISIONS)
         _check_precision(self)
+        _one_of("compile", self.compile, COMPILE)
+        if self.compile is None and (self.compile_mode or self.compile_backend != "inductor"):
+            raise ConfigurationError(
+                "compile_mode and compile_backend would do nothing: set compile too, or leave them out"
+            )
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
         _one_of("recover", self.recover, ("memory", "file"))
         _one_of("on_full_disk", self.on_full_disk, FULL_DISK)

@@ -91,7 +91,8 @@ class Engine:
             self.guard = Guard(self.config.non_finite, self.learner, self.observers.event)
             control = quickest(self.session)
             device, waits = self.session.device, self.guard.waits
-            self.ledger = Ledger(control, self.learner.mesh, device, lambda: self.loss, self._observe, waits)
+            mesh, graphs = self.learner.mesh, lambda: self.learner.graphs.made
+            self.ledger = Ledger(control, mesh, device, lambda: self.loss, self._observe, waits, graphs)
             self._by_hand = ByHand(self.learner, control, self.config.non_finite)
             self._replicas = Replicas(self.learner, control, self.config, self.observers.event)
             late = self.ledger.steps_late
@@ -220,8 +221,7 @@ class Engine:
 
     def _observe(self, step: Step) -> None:
         """All ranks know the times of the step."""
-        self._feed.count_skipped(step)
-        self._feed.observe(step.number, step.batch, step.compute_seconds)
+        self._feed.observe_step(step)
         self.times.compute += step.compute_seconds[self.session.rank]
         self.times.wait += step.wait_seconds[self.session.rank]
 

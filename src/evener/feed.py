@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from evener.assembly import balancer_of
@@ -42,6 +43,7 @@ class Feed:
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
         self._told = 0
+        self._graphs: tuple[int, ...] = ()
         self.first_step = 0
         """Steps that were taken before this run."""
         self.input_seconds = 0.0
@@ -115,14 +117,21 @@ class Feed:
             known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
             self.balancer.observe(number, batch.shares, known)
 
-    def count_skipped(self, step: Step) -> None:
-        """All ranks know how many samples of the step could not be read.
+    def observe_step(self, step: Step) -> None:
+        """All ranks know the times of the step, and how many of its samples could not be read.
+
+        A rank that compiled in the step was not as slow as it seemed.
 
         Raises:
             DataError: If they are too many.
         """
         if self.skips is not None:
             self.skips.observe(step)
+        before = self._graphs or (0,) * len(step.graphs)
+        compiled = [now > then for now, then in zip(step.graphs, before, strict=True)]
+        pairs = zip_longest(step.compute_seconds, compiled, fillvalue=False)
+        self.observe(step.number, step.batch, [math.nan if slow else seconds for seconds, slow in pairs])
+        self._graphs = step.graphs
 
     def new_decisions(self) -> Sequence[Decision]:
         """Changes of shares since the last call."""

@@ -54,6 +54,7 @@ class Ledger:
         loss: Asked for the number of terms of a batch.
         observe: Called with each step when the times of all ranks are known, in order and alike on every rank.
         waits: Whether each row is waited for at once, and somebody else judges what it says.
+        graphs: Asked for how many this rank has compiled.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Ledger:
         loss: Callable[[], Loss],
         observe: Observe,
         waits: bool = False,
+        graphs: Callable[[], int] = lambda: 0,
     ) -> None:
         self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
         self._device, self._late = device, is_late(device)
@@ -73,7 +75,7 @@ class Ledger:
         self._unmeasured: tuple[Readout, Readout] | None = None
         self._measured: deque[Step] = deque()
         self._before: Step | None = None
-        self._waits, self._begun = waits, False
+        self._waits, self._begun, self._graphs = waits, False, graphs
         self.wish = 0.0
         """What this rank tells the others with each step that it wants all to do."""
         self._wishes: dict[int, float] = {}
@@ -123,7 +125,7 @@ class Ledger:
         """
         step.contributors = self._mesh.data.contributors
         row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
-        row = row._replace(wish=self.wish, skipped=len(step.batch.skipped))
+        row = row._replace(wish=self.wish, skipped=len(step.batch.skipped), graphs=self._graphs())
         doubtful = False
         if self._late:
             step.results = self._gathered(outcome)
@@ -202,6 +204,9 @@ class Ledger:
             self._counts[upcoming.epoch, upcoming.index] = sum(counts)
         self.buffers_changed |= any(signal.buffers_changed for signal in signals)
         step.input_seconds = tuple(signal.input_seconds for signal in signals)
+        step.graphs = (
+            tuple(int(signal.graphs) for signal in signals) if any(s.graphs for s in signals) else ()
+        )
         self._wishes = {
             step.number - 1: self.wished(step.number - 1),
             step.number: max(s.wish for s in signals),

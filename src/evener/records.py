@@ -66,6 +66,8 @@ class StepRecord:
     """Time for which each rank waited for others until all gradients were summed."""
     input_seconds: tuple[float, ...] = ()
     """Time for which each rank waited for samples, before the step."""
+    graphs: tuple[int, ...] = ()
+    """Graphs that each rank has compiled so far, where something is compiled; a step in which one was made is slow."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,10 @@ class RunSummary:
     """What summed the gradients."""
     precision: str = ""
     """What the model computed in; empty if it was left as the task makes it."""
+    graphs: list[int] = field(default_factory=list)
+    """Graphs that each rank has compiled in this run; empty if nothing was to be compiled."""
+    graph_breaks: int = 0
+    """Places, over all ranks, at which a graph ended because code could not be compiled."""
     skipped_steps: int = 0
     """Steps whose update was left out, because something was not finite."""
     skipped: int = 0

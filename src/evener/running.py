@@ -278,11 +278,12 @@ class Run:
         return record is not None and record.step == self._engine.steps_done
 
     def _own_part(self) -> dict[str, Any]:
-        times = self._engine.times
+        engine, times = self._engine, self._engine.times
         device = self._session.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         return {
             "device": f"{device} {name}".strip(),
+            "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
             "times": {
                 "compute_seconds": times.compute,
                 "wait_seconds": times.wait,
@@ -317,6 +318,8 @@ class Run:
             emulation=self._emulation,
             allreduce=engine.learner.synchronizer.words,
             precision=engine.learner.settings.precision.words,
+            graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
+            graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,
             skipped=tally.skipped,
         )

@@ -41,6 +41,8 @@ class Signal(NamedTuple):
     """What the rank wants all to do together; 0 for nothing."""
     skipped: float = 0.0
     """Samples of the rank's share of this step that could not be read."""
+    graphs: float = 0.0
+    """Graphs that the rank has compiled so far."""
 
 
 @dataclass
@@ -78,6 +80,8 @@ class Step:
         self.compute_seconds: tuple[float, ...] = ()
         self.wait_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
+        self.graphs: tuple[int, ...] = ()
+        """Of every rank, what it has compiled until its end; empty if nothing is compiled."""
 
     @property
     def total(self) -> float:
@@ -143,6 +147,7 @@ class Step:
             compute_seconds=self.compute_seconds,
             wait_seconds=self.wait_seconds,
             input_seconds=self.input_seconds,
+            graphs=self.graphs,
         )
 
 

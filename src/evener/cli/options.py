@@ -50,9 +50,12 @@ def _add(parser: argparse.ArgumentParser, entry: dataclasses.Field[Any], kind: t
             option, action="store_true", default=None, help=entry.metadata["help"].replace("%", "%%")
         )
         return
+    without = entry.metadata["without_value"]
+    optional: dict[str, Any] = {"nargs": "?", "const": without} if without else {}
     parser.add_argument(
         f"--{entry.name.replace('_', '-')}",
         dest=entry.name,
+        **optional,
         action="append" if kind is tuple else "store",
         type=str if kind is tuple else path if kind is Path else kind,
         default=None,

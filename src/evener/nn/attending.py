@@ -70,6 +70,7 @@ class _Attending(TorchFunctionMode):
     ) -> Any:
         return self._answers.get(func, func)(*args, **(kwargs or {}))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
     def _scaled_dot_product(
         self,
         query: Tensor,
@@ -94,6 +95,7 @@ class _Attending(TorchFunctionMode):
             is_causal, bias = understood(bias_of(attn_mask), q.shape, self._sequence)
         return attention_to(q, k, v, bias, is_causal, scale).reshape(*query.shape[:-1], value.shape[-1])
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
     def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         given = _MULTI_HEAD.bind(*args, **kwargs)
         given.apply_defaults()

@@ -57,6 +57,7 @@ class DividedAttention(nn.MultiheadAttention):
     and the value are where they are the query itself."""
     _heads = Shared[Parts]()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
     def forward(
         self,
         query: Tensor,

@@ -40,6 +40,7 @@ def drawing_apart(index: int, device: torch.device) -> Iterator[None]:
 class _Apart(nn.Module):
     index: int
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # its generator is not the graph's
     def forward(self, input: Tensor) -> Tensor:
         with drawing_apart(self.index, input.device) if self.training else nullcontext():
             dropped: Tensor = super().forward(input)

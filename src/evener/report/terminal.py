@@ -124,11 +124,20 @@ def summary_text(summary: RunSummary) -> str:
         lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
     if summary.skipped:
         lines += [f"  {summary.skipped:,} samples could not be read and count for nothing"]
+    lines += [f"  computed in {summary.precision}"] if summary.precision else []
+    lines += [_graphs_line(summary)] if summary.graphs else []
     if summary.emulation:
         lines += [f"  {summary.emulation}"]
     if summary.run_dir:
         lines += [f"  records, summary and weights in {summary.run_dir}"]
     return "\n".join(lines)
+
+
+def _graphs_line(summary: RunSummary) -> str:
+    made = sorted(set(summary.graphs))
+    number = f"{made[0]}" if len(made) == 1 else f"{made[0]} to {made[-1]}"
+    breaks = f", with {summary.graph_breaks:,} breaks" if summary.graph_breaks else ""
+    return f"  compiled {number} graphs on each rank{breaks}"
 
 
 def _by_rank(summary: RunSummary) -> list[tuple[int, tuple[float, dict[str, float]]]]:

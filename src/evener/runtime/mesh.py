@@ -75,8 +75,9 @@ class DataAxis:
         return [rows[rank] for rank in self.contributors]
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """The time of each part, that of the slowest of its team."""
-        return [max(seconds[rank] for rank in team) for team in self.teams]
+        """The time of each part, that of the slowest of its team; NaN if that of one is."""
+        of_teams = [[seconds[rank] for rank in team] for team in self.teams]
+        return [math.nan if any(map(math.isnan, each)) else max(each) for each in of_teams]
 
     def owners(self, values: Sequence[T]) -> list[T]:
         """For every rank, the value of its part."""

@@ -172,6 +172,9 @@ def set_up(
         model.share_first_weights(placed, source, session.world, session.rank == 0)
         learner.model = placed
         check_trainable(placed)
+        learner.graphs = settings.compiling.apply(
+            placed, session.device.type, learner.mesh.degree("pipeline") > 1
+        )
         learner.precision_of = settings.precision.apply(placed, caches)
         learner.optimizer = build_optimizer(task, placed)
         strategy.check_optimizer(learner.optimizer)

@@ -31,6 +31,7 @@ from evener.runtime.mesh import DIVIDING_TERMS, DataAxis, Mesh
 from evener.runtime.session import Session
 from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
+from evener.strategies.compiling import Graphs
 from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer
@@ -57,6 +58,8 @@ class Learner:
     synchronizer: Synchronizer
     stepper: Stepper
     cut: Cut
+    graphs: Graphs
+    """What of the model is compiled."""
     precision_of: Named
     """Modules with a precision of their own."""
 
@@ -178,6 +181,7 @@ class Learner:
             self._leave_out()
         self.synchronizer.updated(step)
         self.precision_of.check(self.session.control.gather_objects)
+        self.graphs.check(self.session.control.gather_objects)
 
     def _remember_buffers(self, step: int) -> None:
         """As they are now is how they will be if the update of ``step`` is left out."""

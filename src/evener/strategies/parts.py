@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evener.balance.emulate import Throttle
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
+from evener.strategies.compiling import Compiling
 from evener.strategies.precision import Precision
 from evener.types import Tree
 
@@ -28,6 +29,8 @@ class Settings:
     """Type of the weights and of floating inputs and targets; None leaves them as they are made."""
     precision: Precision = field(default_factory=Precision)
     """What the model computes in."""
+    compiling: Compiling = field(default_factory=Compiling)
+    """What torch.compile makes faster."""
     clip_norm: float | None = None
     """Largest global norm of the gradients of one step."""
     all_reduce: str | None = None

@@ -1,0 +1,174 @@
+"""Models that ``torch.compile`` makes faster: whole, or block by block.
+
+What a model repeats is compiled once for all its blocks: they have the same code, and other weights. Shares of a batch
+change, so that graphs are made for any number of samples; only 1 has one of its own. A graph that is made in mid-run
+all the same takes seconds, which are no part of a rank's speed: the balancer does not learn from such a step.
+
+Compiled functions take the place of ``forward`` of single modules, inside of all that strategies and policies put
+around them: no hook, no exchange of gradients and no autocast is part of a graph.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.borrowed.compiling import compiled_so_far, with_any_size
+from evener.data.batch import map_leaves
+from evener.errors import ConfigurationError
+from evener.nn.names import clean_name
+
+BLOCKS, WHOLE, AUTO = "blocks", "whole", "auto"
+_LEAST = 2
+"""Modules of one kind in a list that make them blocks."""
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """How a model is compiled."""
+
+    how: str | None = None
+    """``blocks``, ``whole``, ``auto`` for the first where there are any, or None."""
+    mode: str | None = None
+    """``torch.compile``'s: such as ``reduce-overhead``, which replays a CUDA graph for each number of samples."""
+    backend: str = "inductor"
+
+    def apply(self, model: nn.Module, kind: str, cut_open: bool = False) -> Graphs:
+        """Compiles, when it is first called, what is to be compiled.
+
+        Args:
+            kind: Of device.
+            cut_open: Whether no rank calls the model as one.
+
+        Raises:
+            ConfigurationError: If there is nothing of the kind, or no compiler.
+        """
+        if self.how is None:
+            return Graphs(())
+        if kind == "cpu" and self.backend == "inductor":
+            _check_compiler()
+        names = self._chosen(model)
+        if cut_open and names == ("",):
+            raise ConfigurationError(
+                f"compile={self.how} would compile {type(model).__name__} as a whole, which a pipeline cuts into "
+                "stages: only blocks that the model repeats in an nn.ModuleList or nn.Sequential can be compiled there"
+            )
+        for name in names:
+            module = model.get_submodule(name)
+            module.forward = Forward(module.forward, self)
+        return Graphs(names)
+
+    def _chosen(self, model: nn.Module) -> tuple[str, ...]:
+        blocks = tuple(repeated_blocks(model)) if self.how != WHOLE else ()
+        if self.how == BLOCKS and not blocks:
+            raise ConfigurationError(
+                "compile=blocks compiles modules that a model repeats in an nn.ModuleList or nn.Sequential, and "
+                f"{type(model).__name__} has no two of one class there: use compile=whole"
+            )
+        return blocks or ("",)
+
+    def function(self, forward: Any) -> Any:
+        """``forward``, compiled when it is first called."""
+        return torch.compile(forward, mode=self.mode, backend=self.backend)
+
+
+class Forward:
+    """In the place of the ``forward`` of a module."""
+
+    def __init__(self, inner: Any, compiling: Compiling) -> None:
+        self._inner, self._compiling = inner, compiling
+        self._function = compiling.function(inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        map_leaves(_mark, (args, kwargs))
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module compiles its own."""
+        return Forward, (self._inner, self._compiling)
+
+
+def _mark(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.ndim:
+        with_any_size(leaf)
+    return leaf
+
+
+class Graphs:
+    """What was compiled on this rank.
+
+    Args:
+        names: Of the modules that are; none if nothing is to be compiled.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = tuple(clean_name(name) for name in names)
+        self._before = compiled_so_far() if names else None
+        self._checked = False
+
+    @property
+    def made(self) -> int:
+        """Graphs so far."""
+        return 0 if self._before is None else compiled_so_far().graphs - self._before.graphs
+
+    @property
+    def breaks(self) -> int:
+        """Places so far at which code could not be compiled, so that a graph ends there."""
+        return 0 if self._before is None else compiled_so_far().breaks - self._before.breaks
+
+    def check(self, gather: Callable[[int], list[int]]) -> None:
+        """After the first step: that nothing was compiled would be said by nobody.
+
+        Args:
+            gather: Brings together what all ranks tell; a collective call.
+
+        Raises:
+            ConfigurationError: If no rank has compiled anything. One whose process has compiled before may have found
+                all its graphs there.
+        """
+        if self.names and not self._checked and not any(gather(compiled_so_far().graphs)):
+            raise ConfigurationError(
+                "compile: no graph was made in the first step, so that nothing is compiled: torch.compile gave up on "
+                f"{', '.join(name or 'the model' for name in self.names[:4])}. TORCH_LOGS=graph_breaks says why; "
+                "compile=blocks or compile=whole chooses other modules, or leave compile out"
+            )
+        self._checked = True
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[str]:
+    """Names of the modules that are repeated: in a list, of a class that is there at least twice, and with weights in
+    modules of their own; outermost ones only."""
+
+    def within(module: nn.Module, path: str) -> Iterator[str]:
+        kinds = Counter(map(type, _blocks_in(module)))
+        for name, child in module.named_children():
+            below = f"{path}.{name}" if path else name
+            if kinds[type(child)] >= _LEAST and child in _blocks_in(module):
+                yield below
+            else:
+                yield from within(child, below)
+
+    return within(model, "")
+
+
+def _blocks_in(module: nn.Module) -> list[nn.Module]:
+    """The blocks of a list: what has modules inside."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    return [child for child in module if any(child.children()) and not isinstance(child, nn.ModuleList)]
+
+
+def _check_compiler() -> None:
+    asked = os.environ.get("CXX")
+    if not any(map(shutil.which, (asked,) if asked else ("g++", "clang++", "c++"))):
+        raise ConfigurationError(
+            f"compile needs a C++ compiler on a CPU, and there is no {asked or 'g++ or clang++'}: install one, name it "
+            "in CXX, or leave compile out"
+        )
