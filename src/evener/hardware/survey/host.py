@@ -1,0 +1,65 @@
+"""The machine itself: cores, memory, and what the container leaves of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+
+from evener.hardware.cgroups import cpu_quota, memory_limit
+from evener.hardware.kernel_files import text_of
+from evener.hardware.survey.facts import Host, NumaNode
+
+NODES = Path("/sys/devices/system/node")
+SHM = Path("/dev/shm")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def read_host() -> Host:
+    """The machine that this process runs on."""
+    memory = psutil.virtual_memory()
+    return Host(
+        name=platform.node(),
+        system=f"{platform.system()} {platform.release()}",
+        machine=platform.machine(),
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        allowed_cores=allowed_cores(),
+        memory_nbytes=memory.total,
+        available_nbytes=memory.available,
+        cpu_quota=cpu_quota(),
+        memory_limit_nbytes=memory_limit(),
+        shm_nbytes=_size(SHM),
+        numa=numa_nodes(NODES),
+        vectors=torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def allowed_cores() -> int:
+    """Cores that this process may run on; under SLURM or taskset fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def numa_nodes(nodes: Path) -> tuple[NumaNode, ...]:
+    """From a directory such as ``/sys/devices/system/node``."""
+    found = sorted((int(path.name[4:]), path) for path in nodes.glob("node[0-9]*"))
+    return tuple(NumaNode(number, text_of(path / "cpulist")) for number, path in found)
+
+
+def _processor() -> str:
+    """The name of the processor; Python knows it on few systems."""
+    names = (
+        line.partition(":")[2] for line in text_of(_CPUINFO).splitlines() if line.startswith("model name")
+    )
+    return next(names, platform.processor()).strip()
+
+
+def _size(place: Path) -> int | None:
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
