@@ -198,7 +198,7 @@ class Plan:
     workers: int | None = None
     """Processes of each rank that load data; None if that is not known."""
     balanced: bool = False
-    """Whether shares go by speed."""
+    """Whether what devices get goes by what they can."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,11 @@ class Survey:
     def seen(self) -> tuple[Card, ...]:
         """The cards that torch sees."""
         return tuple(card for card in self.cards if card.device is not None)
+
+    @property
+    def used(self) -> tuple[Card, ...]:
+        """The cards that ranks take: one each, in torch's order."""
+        return self.seen[: self.plan.ranks] if self.trains_on_cards else ()
 
     @property
     def trains_on_cards(self) -> bool:
