@@ -29,6 +29,7 @@ COLUMNS = (
         *("report", "rundir"),
     ),
     (
+        "surveying",
         "saving",
         "returning",
         "generators",

@@ -32,6 +32,7 @@ from evener.runtime.interrupt import Deferral, asked, check, deferring, last_wor
 from evener.runtime.session import Session
 from evener.saving import Saving
 from evener.strategies.model import named_tensors
+from evener.surveying import head_line
 from evener.task import Task
 
 
@@ -121,6 +122,7 @@ class Run:
             self._tally = Tally(self._engine.learner.data.degree)
             self._engine.observers.add(self._tally)
             self._notes: list[str] = []
+            self._notes += filter(None, [head_line(session, config)])
             self._succession = succession(self._engine)
             self._heir = self._taken_up(heir)
             if config.resume is not None and self._heir.steps < 0:

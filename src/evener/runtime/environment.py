@@ -7,6 +7,7 @@ answer and no launcher. Nothing here touches a process group: `detect` is a func
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from evener.errors import ConfigurationError
+from evener.hardware.cgroups import cpu_quota
+from evener.hardware.survey.host import allowed_cores
 
 CPU_PROCESSES = 4
 """More CPU ranks than this are started only when asked for: they compete for memory bandwidth, not for cores."""
@@ -95,8 +98,12 @@ def detect(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on; in a container or under SLURM fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may run on; in a container or under SLURM fewer than the machine has.
+
+    A container's quota of time counts as so many cores: threads beyond it are stopped until the next period.
+    """
+    quota = cpu_quota()
+    return allowed_cores() if quota is None else max(1, min(allowed_cores(), math.ceil(quota)))
 
 
 def default_device() -> str:

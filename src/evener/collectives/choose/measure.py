@@ -135,6 +135,17 @@ def measure_network(topology: Topology, group: dist.ProcessGroup) -> Network:
     return Network(inside or known, between or known, statistics.median(gamma for _, _, gamma in seen))
 
 
+def measure_links(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup) -> list[Link]:
+    """Latency and bandwidth of messages between the ranks of each pair, one pair after the other. A collective call."""
+    rank, device = dist.get_rank(group), device_of(group)
+    with closing(Messages(group, 60.0)) as messages:
+        mine = [_link(messages, a, b, rank, device) for a, b in pairs]
+        seen = all_gather(mine, group)
+    return [
+        link for (a, _), of_pair in zip(pairs, zip(*seen, strict=True), strict=True) if (link := of_pair[a])
+    ]
+
+
 def _link(messages: Messages, a: int, b: int, rank: int, device: torch.device) -> Link | None:
     """Of messages between ranks ``a`` and ``b``, as ``a`` sees them; None on all others, or if both are one."""
     if a == b or rank not in (a, b):
@@ -154,18 +165,21 @@ def _one_way_seconds(messages: Messages, a: int, b: int, rank: int, buffer: Tens
     for _ in range(8):
         start = time.perf_counter()
         if rank == a:
-            _finish(messages.post([(b, buffer)], [], 0))
-            _finish(messages.post([], [(b, buffer)], 0))
+            _finish(messages.post([(b, buffer)], [], 0), buffer)
+            _finish(messages.post([], [(b, buffer)], 0), buffer)
         else:
-            _finish(messages.post([], [(a, buffer)], 0))
-            _finish(messages.post([(a, buffer)], [], 0))
+            _finish(messages.post([], [(a, buffer)], 0), buffer)
+            _finish(messages.post([(a, buffer)], [], 0), buffer)
         times.append((time.perf_counter() - start) / 2)
     return statistics.median(times[1:])
 
 
-def _finish(works: tuple[list[dist.Work], list[dist.Work]]) -> None:
+def _finish(works: tuple[list[dist.Work], list[dist.Work]], buffer: Tensor) -> None:
+    """A wait for NCCL holds up the stream and not the host, whose clock it is."""
     for work in (*works[0], *works[1]):
         work.wait()
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)
 
 
 def _gamma(device: torch.device) -> float:

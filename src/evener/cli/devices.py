@@ -1,0 +1,189 @@
+"""``evener devices``: what the machine is and does, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from evener.cli import options
+from evener.errors import ConfigurationError
+from evener.ranges import one_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from evener.hardware.diagnosis.findings import Finding
+    from evener.hardware.survey.facts import Card, Host, Path, Software, Speed, Survey
+
+_WIDTH = 100
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "devices",
+        help="survey this machine, and say what is wrong or slow",
+        description="Survey this machine: its devices and what they do, the links between ranks, the topology, the "
+        "versions, and what is wrong or slow, with its remedy. Exit status 1 if a device cannot train.",
+    )
+    options.add_config_options(parser, "processes", "device", "timeout_seconds")
+    parser.add_argument(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure devices, and links between ranks that it starts (default: yes)",
+    )
+    parser.add_argument("--save", type=options.path, metavar="FILE", help="write the survey to this file")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=options.path,
+        metavar="FILE",
+        help="say what is wrong with the machine of a survey that was saved",
+    )
+    parser.add_argument(
+        "--json", type=options.path, metavar="PATH", help="also write survey and findings to this file"
+    )
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Surveys or reads, and prints; 1 if something is wrong."""
+    config = options.config_of(arguments)
+    from evener.hardware.diagnosis.diagnose import diagnose
+    from evener.hardware.survey import files
+    from evener.records import as_json, write_json
+    from evener.surveying import survey_devices
+
+    if arguments.source is not None:
+        _refuse(arguments)
+        survey = files.load(arguments.source)
+    else:
+        survey = survey_devices(
+            one_number(config.processes),
+            config.device,
+            measured=arguments.measure,
+            timeout_seconds=config.timeout_seconds,
+        )
+    findings = diagnose(survey)
+    print(text(survey, findings), flush=True)
+    if arguments.save is not None:
+        files.save(survey, arguments.save)
+    if arguments.json is not None:
+        write_json(
+            arguments.json,
+            {"survey": files.as_json(survey), "findings": [as_json(each) for each in findings]},
+        )
+    return 1 if any(finding.level == "wrong" for finding in findings) else 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """What asks for something of this machine does not go with the survey of another."""
+    asked = {
+        "--save": arguments.save,
+        "--processes": arguments.processes,
+        "--device": arguments.device,
+        "--timeout-seconds": arguments.timeout_seconds,
+        "--no-measure": None if arguments.measure else True,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    if given:
+        raise ConfigurationError(
+            f"{' and '.join(given)} and --from do not go together: a survey is read as it is"
+        )
+
+
+def text(survey: Survey, findings: Sequence[Finding]) -> str:
+    """A survey for people."""
+    lines = [
+        *_host(survey.host),
+        *_software(survey.software),
+        *(f"{name:<9} {value}" for name, value in survey.variables.items()),
+        *(line for number, card in enumerate(survey.cards) for line in _card(number, card)),
+        *(line for path in survey.paths for line in _path(survey, path)),
+        *(line for speed in survey.speeds for line in _speed(speed)),
+        *(
+            f"ranks {link.a}-{link.b}: {link.latency_seconds * 1e6:.0f} us, {link.bytes_per_second / 1e9:.2f} GB/s"
+            for link in survey.links
+        ),
+        "",
+        *(_findings(findings) or ["nothing found wrong"]),
+    ]
+    return "\n".join(lines)
+
+
+def _host(host: Host) -> Iterator[str]:
+    yield f"host      {host.name}, {host.system}, {host.machine}"
+    quota = f", time of {host.cpu_quota:g}" if host.cpu_quota is not None else ""
+    vectors = f", {host.vectors}" if host.vectors else ""
+    yield f"CPU       {host.processor}: {host.cores} cores, {host.allowed_cores} usable{quota}{vectors}"
+    limit = f", {_gib(host.memory_limit_nbytes)} for the container" if host.memory_limit_nbytes else ""
+    shm = f"; /dev/shm {_gib(host.shm_nbytes)}" if host.shm_nbytes is not None else ""
+    yield f"memory    {_gib(host.memory_nbytes)}, {_gib(host.available_nbytes)} free{limit}{shm}"
+    if len(host.numa) > 1:
+        yield f"NUMA      {'; '.join(f'node {node.number}: cores {node.cores}' for node in host.numa)}"
+
+
+def _software(software: Software) -> Iterator[str]:
+    yield f"versions  evener {software.evener}, Python {software.python}, torch {software.torch}"
+    builds = {"CUDA": software.cuda, "ROCm": software.hip, "XPU": software.xpu}
+    built = [f"{name} {version}" for name, version in builds.items() if version]
+    built += [f"{each.name} {each.loaded or 'not usable'}" for each in software.libraries]
+    yield f"built for {', '.join(built) or 'CPUs alone'}"
+    knows = f" (CUDA {software.driver_cuda})" if software.driver_cuda else ""
+    drivers = [f"NVIDIA {software.nvidia_driver}{knows}"] if software.nvidia_driver else []
+    drivers += [f"AMD {software.amd_driver}"] if software.amd_driver else []
+    if drivers:
+        yield f"drivers   {', '.join(drivers)}"
+
+
+def _card(number: int, card: Card) -> Iterator[str]:
+    told = [
+        card.device or "not seen by torch",
+        card.architecture,
+        _gib(card.memory_nbytes) if card.memory_nbytes else "",
+        f"{_gib(card.free_nbytes)} free" if card.free_nbytes is not None else "",
+        card.pci,
+        f"NUMA node {card.numa}" if card.numa is not None else "",
+        f"PCIe {card.pcie_generation} x{card.pcie_width}" if card.pcie_width else "",
+        f"{card.temperature} °C" if card.temperature is not None else "",
+    ]
+    yield f"card {number}    {card.name}: {', '.join(filter(None, told))}"
+
+
+def _path(survey: Survey, path: Path) -> Iterator[str]:
+    ways = (
+        [f"NVLink x{path.nvlinks}"] if path.nvlinks else [f"PCIe over {path.through}"] if path.through else []
+    )
+    access = {True: ["peer access"], False: ["no peer access"], None: []}[path.peer]
+    yield f"cards {path.a}-{path.b} {', '.join(ways + access) or 'not known'}"
+
+
+def _speed(speed: Speed) -> Iterator[str]:
+    products = [f"{dtype} {flops / 1e12:.3g}" for dtype, flops in speed.products.items()]
+    if products:
+        yield f"{speed.device:<9} matrix product in TFLOP/s: {', '.join(products)}"
+    copies = {"within": speed.copy, "from host": speed.from_host, "to host": speed.to_host}
+    told = [f"{name} {rate / 1e9:.3g}" for name, rate in copies.items() if rate is not None]
+    if told:
+        yield f"{speed.device:<9} memory copy in GB/s: {', '.join(told)}"
+
+
+def _findings(findings: Sequence[Finding]) -> list[str]:
+    """A paragraph each."""
+    return [
+        line
+        for finding in findings
+        for line in (
+            *textwrap.wrap(f"{finding.level}: {finding.seen}", _WIDTH, subsequent_indent="  "),
+            *textwrap.wrap(finding.remedy, _WIDTH, initial_indent="  -> ", subsequent_indent="     "),
+        )
+    ]
+
+
+def _gib(nbytes: int | None) -> str:
+    """Of less than one GiB its part in MiB, which is what small limits are set in."""
+    if nbytes is None:
+        return "unknown"
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"
