@@ -1,0 +1,116 @@
+"""A stand-in for the module ``pynvml``: its functions and errors, over cards that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+
+class NVMLError(Exception):
+    """As of the module, whose every failure it is."""
+
+
+@dataclass
+class FakeCard:
+    name: Any = "NVIDIA GeForce RTX 3090"
+    uuid: str = "GPU-0"
+    bus: Any = "00000000:01:00.0"
+    capability: tuple[int, int] = (8, 6)
+    total: int = 24 << 30
+    free: int = 20 << 30
+    width: int = 16
+    reasons: int = 1
+    mode: int = 0
+    mig: bool = False
+    errors: int = 0
+    remapped: tuple[int, int, int, int] = (0, 0, 0, 0)
+    watts: tuple[int, int] = (350, 350)
+    processes: list[tuple[int, int | None]] = field(default_factory=list)
+    links: dict[int, str] = field(default_factory=dict)
+    """Where each NVLink that is up leads to."""
+
+
+class FakeNvml:
+    """Asked as the module is; ``unsupported`` names functions that this driver refuses, ``without`` what it lacks."""
+
+    NVMLError = NVMLError
+
+    def __init__(
+        self,
+        cards: list[FakeCard],
+        unsupported: tuple[str, ...] = (),
+        without: tuple[str, ...] = (),
+        broken: str = "",
+        level: int = 30,
+    ) -> None:
+        self.cards, self.broken, self.level = cards, broken, level
+        self._unsupported, self._without = unsupported, without
+        self.open = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """A function of the module."""
+        if name not in ANSWERS or name in self._without:
+            raise AttributeError(name)
+
+        def ask(*arguments: Any) -> Any:
+            assert self.open or name == "nvmlInit", f"{name} before nvmlInit or after nvmlShutdown"
+            if name in self._unsupported:
+                raise NVMLError("Not Supported")
+            return ANSWERS[name](self, *arguments)
+
+        return ask
+
+
+def _start(fake: FakeNvml) -> None:
+    if fake.broken:
+        raise NVMLError(fake.broken)
+    fake.open += 1
+
+
+def _stop(fake: FakeNvml) -> None:
+    fake.open -= 1
+
+
+def _processes(fake: FakeNvml, card: FakeCard) -> list[Any]:
+    return [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in card.processes]
+
+
+def _link_state(fake: FakeNvml, card: FakeCard, link: int) -> int:
+    if link > max(card.links, default=-1):
+        raise NVMLError("Invalid Argument")
+    return int(link in card.links)
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlInit": _start,
+    "nvmlShutdown": _stop,
+    "nvmlDeviceGetCount": lambda fake: len(fake.cards),
+    "nvmlDeviceGetHandleByIndex": lambda fake, n: fake.cards[n],
+    "nvmlSystemGetDriverVersion": lambda fake: b"570.124.06",
+    "nvmlSystemGetCudaDriverVersion_v2": lambda fake: 12080,
+    "nvmlDeviceGetName": lambda fake, card: card.name,
+    "nvmlDeviceGetUUID": lambda fake, card: card.uuid,
+    "nvmlDeviceGetMemoryInfo": lambda fake, card: SimpleNamespace(total=card.total, free=card.free),
+    "nvmlDeviceGetPciInfo": lambda fake, card: SimpleNamespace(busId=card.bus),
+    "nvmlDeviceGetCudaComputeCapability": lambda fake, card: card.capability,
+    "nvmlDeviceGetCurrPcieLinkGeneration": lambda fake, card: 4,
+    "nvmlDeviceGetCurrPcieLinkWidth": lambda fake, card: card.width,
+    "nvmlDeviceGetMaxPcieLinkWidth": lambda fake, card: 16,
+    "nvmlDeviceGetTemperature": lambda fake, card, sensor: 61,
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda fake, card: card.reasons,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda fake, card: card.reasons,
+    "nvmlDeviceGetPowerManagementLimit": lambda fake, card: card.watts[0] * 1000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda fake, card: card.watts[1] * 1000,
+    "nvmlDeviceGetComputeMode": lambda fake, card: card.mode,
+    "nvmlDeviceGetMigMode": lambda fake, card: [int(card.mig), 0],
+    "nvmlDeviceGetTotalEccErrors": lambda fake, card, kind, counter: card.errors,
+    "nvmlDeviceGetRemappedRows": lambda fake, card: card.remapped,
+    "nvmlDeviceGetComputeRunningProcesses": _processes,
+    "nvmlDeviceGetTopologyCommonAncestor": lambda fake, a, b: fake.level,
+    "nvmlDeviceGetP2PStatus": lambda fake, a, b, kind: 0 if a.links and b.links else 5,
+    "nvmlDeviceGetNvLinkState": _link_state,
+    "nvmlDeviceGetNvLinkRemotePciInfo": lambda fake, card, link: SimpleNamespace(busId=card.links[link]),
+}
+"""By the functions' own names."""
