@@ -107,4 +107,6 @@ def k80() -> Survey:
     built = software(
         torch="2.13.0+cu126", cuda="12.6", architectures=CU126, nvidia_driver="470.256.02", driver_cuda=None
     )
-    return survey(card(0, "Tesla K80", "sm_37"), software=replace(built, accelerator=None), ranks=1)
+    return survey(
+        card(0, "Tesla K80", "sm_37", device=None), software=replace(built, accelerator=None), ranks=1
+    )

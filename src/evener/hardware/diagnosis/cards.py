@@ -24,38 +24,38 @@ def card_findings(survey: Survey) -> Iterator[Finding]:
 
 def _mode(card: Card) -> Iterator[Finding]:
     if card.compute_mode == "prohibited":
-        yield kinds.PROHIBITED.found(f"{_named(card)} has the compute mode prohibited")
+        yield kinds.PROHIBITED.found(f"{named(card)} has the compute mode prohibited")
     if card.compute_mode == "exclusive":
-        yield kinds.EXCLUSIVE.found(f"{_named(card)} has the compute mode exclusive")
+        yield kinds.EXCLUSIVE.found(f"{named(card)} has the compute mode exclusive")
     if card.mig:
-        yield kinds.PARTITIONED.found(f"{_named(card)} is divided by MIG")
+        yield kinds.PARTITIONED.found(f"{named(card)} is divided by MIG")
 
 
 def _tenants(card: Card) -> Iterator[Finding]:
     nbytes = sum(tenant.nbytes for tenant in card.tenants)
     if nbytes > min(_TENANTS_NBYTES, _TENANTS_PART * (card.memory_nbytes or _TENANTS_NBYTES * 10)):
         pids = ", ".join(str(tenant.pid) for tenant in card.tenants)
-        yield kinds.IN_USE.found(f"{_named(card)}: {nbytes / 2**30:.1f} GiB belong to processes {pids}")
+        yield kinds.IN_USE.found(f"{named(card)}: {nbytes / 2**30:.1f} GiB belong to processes {pids}")
 
 
 def _health(card: Card) -> Iterator[Finding]:
     if card.brakes:
         heat = f" at {card.temperature} °C" if card.temperature is not None else ""
         yield kinds.BRAKED.found(
-            f"{_named(card)} has lowered its clocks because of {' and '.join(card.brakes)}{heat}"
+            f"{named(card)} has lowered its clocks because of {' and '.join(card.brakes)}{heat}"
         )
     if card.memory_errors:
         yield kinds.MEMORY_ERRORS.found(
-            f"{_named(card)} tells of {card.memory_errors} uncorrected memory errors"
+            f"{named(card)} tells of {card.memory_errors} uncorrected memory errors"
         )
     if card.pcie_width is not None and card.pcie_widest is not None and card.pcie_width < card.pcie_widest:
-        yield kinds.NARROW.found(f"{_named(card)} uses {card.pcie_width} of {card.pcie_widest} lanes")
+        yield kinds.NARROW.found(f"{named(card)} uses {card.pcie_width} of {card.pcie_widest} lanes")
 
 
 def _power(card: Card) -> Iterator[Finding]:
     limit, usual = card.power_limit_watts, card.power_default_watts
     if limit is not None and usual is not None and limit < usual:
-        yield kinds.POWER_LIMIT.found(f"{_named(card)} may use {limit:.0f} W of {usual:.0f} W")
+        yield kinds.POWER_LIMIT.found(f"{named(card)} may use {limit:.0f} W of {usual:.0f} W")
 
 
 def together_findings(survey: Survey) -> Iterator[Finding]:
@@ -90,8 +90,9 @@ def _pairs(survey: Survey, kind: kinds.Kind, paths: list[Path], words: str) -> I
         yield kind.found(f"{words}: {', '.join(pairs[:4])}{more}")
 
 
-def _named(card: Card) -> str:
-    return f"{card.device} ({card.name})"
+def named(card: Card) -> str:
+    """By what torch calls it, or the place that it has."""
+    return f"{card.device or card.pci or 'a card'} ({card.name})"
 
 
 def _gib(nbytes: int | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from evener.hardware.diagnosis import findings as kinds
+from evener.hardware.diagnosis.cards import named
 from evener.hardware.diagnosis.cuda import code_for, least_driver, own_driver, text_of, version
 from evener.hardware.diagnosis.findings import Finding
 from evener.hardware.survey.facts import Card, Survey
@@ -83,13 +84,17 @@ def _builds(survey: Survey) -> Iterator[Finding]:
 
 
 def _hidden(survey: Survey) -> Iterator[Finding]:
-    usable, given = _usable(survey), {n: survey.variables[n] for n in HIDING if n in survey.variables}
+    usable, given = _usable(survey), _variables(survey)
     missing = [card for card in usable if card.device is None]
     if not given or not missing:
         return
     said = ", ".join(f"{name}={value!r}" for name, value in given.items())
     kind = kinds.SOME_HIDDEN if survey.seen else kinds.ALL_HIDDEN
     yield kind.found(f"with {said} torch sees {len(survey.seen)} of {_count(usable)}")
+
+
+def _variables(survey: Survey) -> dict[str, str]:
+    return {name: survey.variables[name] for name in HIDING if name in survey.variables}
 
 
 def _usable(survey: Survey) -> list[Card]:
@@ -99,10 +104,10 @@ def _usable(survey: Survey) -> list[Card]:
 
 
 def code_findings(survey: Survey) -> Iterator[Finding]:
-    """Of cards that torch sees, and may have no code for."""
+    """Of cards that torch sees and may have no code for, or if it sees none, of those that it was built for."""
     if not survey.software.architectures:
         return
-    for card in survey.seen:
+    for card in survey.seen or ([] if _variables(survey) else _usable(survey)):
         if card.architecture and card.kind == "nvidia":
             yield from _of_nvidia(card, survey)
         elif card.architecture and card.kind == "amd":
@@ -116,7 +121,7 @@ def _of_nvidia(card: Card, survey: Survey) -> Iterator[Finding]:
         yield _unsupported(card, survey)
     elif code == "ptx" and _is_behind(survey):
         yield kinds.PTX_TOO_NEW.found(
-            f"{card.device} ({card.name}) is {card.architecture}, for which torch has PTX alone, made by CUDA "
+            f"{named(card)} is {card.architecture}, for which torch has PTX alone, made by CUDA "
             f"{survey.software.cuda}; driver {survey.software.nvidia_driver} is older"
         )
 
@@ -132,7 +137,7 @@ def _of_amd(card: Card, survey: Survey) -> Iterator[Finding]:
 
 def _unsupported(card: Card, survey: Survey) -> Finding:
     return kinds.CARD_UNSUPPORTED.found(
-        f"{card.device} ({card.name}) is {card.architecture}, and torch {survey.software.torch} has code for "
+        f"{named(card)} is {card.architecture}, and torch {survey.software.torch} has code for "
         f"{' '.join(survey.software.architectures)}"
     )
 
