@@ -258,14 +258,14 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
         "one core of time, and threads for all",
         replace(cpu_with(cpu_quota=1.0), plan=Plan(4, 16, "cpu")),
         {
-            "threads-oversubscribed": "4 ranks of 16 threads on 1 usable cores",
+            "threads-oversubscribed": "4 ranks of 16 threads on 1 usable core$",
             "cpu-quota": "64 cores, .* time of 1",
         },
     ),
     (
         "more ranks than cores",
         replace(cpu_with(cores=2, allowed_cores=2), plan=Plan(4, 1, "cpu")),
-        {"ranks-over-cores": "4 ranks of 1 threads on 2 usable cores"},
+        {"ranks-over-cores": "4 ranks of 1 thread on 2 usable cores"},
     ),
     (
         "half a core more",
@@ -275,7 +275,7 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
     (
         "a small container",
         replace(cpu_with(memory_limit_nbytes=1 * GIB), plan=Plan(4, 1, "cpu")),
-        {"little-memory": "4 ranks have 256 MiB", "memory-limit": "1.0 of 512.0 GiB"},
+        {"little-memory": "4 ranks with 256 MiB", "memory-limit": "1.0 of 512.0 GiB"},
     ),
     ("Docker's /dev/shm", cpu_with(shm_nbytes=64 * MIB), {"small-shm": "64 MiB"}),
     (

@@ -30,7 +30,7 @@ def core_findings(survey: Survey) -> Iterator[Finding]:
     """Of cores, and of threads that are to run on them."""
     host, plan = survey.host, survey.plan
     usable = host.usable_cores
-    words = f"{plan.ranks} ranks of {plan.threads} threads on {usable} usable cores"
+    words = f"{_of(plan.ranks, 'rank')} of {_of(plan.threads, 'thread')} on {_of(usable, 'usable core')}"
     if plan.ranks * plan.threads > usable and plan.threads > 1:
         yield kinds.OVERSUBSCRIBED.found(words)
     elif plan.ranks > usable and not survey.trains_on_cards:
@@ -43,12 +43,18 @@ def core_findings(survey: Survey) -> Iterator[Finding]:
         yield kinds.NO_VECTORS.found(f"torch computes with plain instructions on this CPU ({host.processor})")
 
 
+def _of(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def memory_findings(survey: Survey) -> Iterator[Finding]:
     """Of the machine's memory, and the part that processes share."""
     host, plan = survey.host, survey.plan
     each = host.usable_nbytes / max(1, plan.ranks)
     if each < _LEAST_NBYTES:
-        yield kinds.LITTLE_MEMORY.found(f"{plan.ranks} ranks have {each / 2**20:.0f} MiB of memory each")
+        yield kinds.LITTLE_MEMORY.found(
+            f"{_of(plan.ranks, 'rank')} with {each / 2**20:.0f} MiB of memory each"
+        )
     if host.memory_limit_nbytes is not None and host.memory_limit_nbytes < host.memory_nbytes:
         yield kinds.MEMORY_LIMIT.found(
             f"the container may use {host.memory_limit_nbytes / 2**30:.1f} of {host.memory_nbytes / 2**30:.1f} GiB"
