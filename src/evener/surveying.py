@@ -57,8 +57,8 @@ def survey_devices(
     survey = read_survey(Plan(ranks, _threads(ranks), kind), evener_version())
     if not measured:
         return survey
-    survey = with_speeds(survey)
-    return with_links(survey, timeout_seconds) if ranks > 1 else survey
+    # Ranks come first: a card that serves one process at a time would keep them out once this one has used it.
+    return with_speeds(with_links(survey, timeout_seconds) if ranks > 1 else survey)
 
 
 def _threads(ranks: int) -> int:

@@ -45,6 +45,7 @@ def test_help_does_not_import_torch() -> None:
         (["train", "--help"], ["--batch-size", "--shares", "--rdzv-endpoint", "samples in a global batch"]),
         (["verify", "--help"], ["--tolerance", "--micro-batch", "--json"]),
         (["run", "--help"], ["--module", "SCRIPT"]),
+        (["devices", "--help"], ["--save", "--from", "--no-measure"]),
         (["train"], []),
     ):
         ended = run("-c", ask, *arguments)

@@ -126,6 +126,16 @@ def test_default_on_the_cpu_is_a_core_each_up_to_four() -> None:
     assert default_processes("cpu") == min(4, usable_cores())
 
 
+@pytest.mark.parametrize(("quota", "usable"), [(None, 8), (2.0, 2), (2.5, 3), (0.25, 1), (64.0, 8)])
+def test_a_containers_quota_counts_as_cores(
+    quota: float | None, usable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "allowed_cores", lambda: 8)
+    monkeypatch.setattr(environment, "cpu_quota", lambda: quota)
+    assert usable_cores() == usable
+    assert default_processes("cpu") == min(4, usable)
+
+
 def test_default_on_gpus_is_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     assert default_processes("cuda") == 6

@@ -106,6 +106,12 @@ def test_a_library_that_does_not_start_says_why() -> None:
     assert ask_brakes(nvml) == {}
 
 
+def test_the_module_has_every_function_that_is_asked() -> None:
+    nvml = pytest.importorskip("pynvml")
+    assert not [name for name in (*ANSWERS, "NVMLError") if not hasattr(nvml, name)]
+    assert find_nvml() is nvml
+
+
 @pytest.mark.gpu
 def test_a_real_card_says_the_same_as_torch() -> None:
     nvml = find_nvml()

@@ -58,7 +58,15 @@ def _error_of_cuda() -> str:
 
 
 def _libraries() -> tuple[Library, ...]:
-    return (_cudnn(), _nccl())
+    return (_miopen() if torch.version.hip else _cudnn(), _nccl())
+
+
+def _miopen() -> Library:
+    """What stands in cuDNN's place on AMD's cards, under its name in torch; the number is shown as it is."""
+    try:
+        return Library("MIOpen", str(torch.backends.cudnn.version() or ""))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return Library("MIOpen", "", error=" ".join(str(error).split()))
 
 
 def _cudnn() -> Library:
@@ -79,12 +87,12 @@ def cudnn_text(number: int | None) -> str:
 
 
 def _nccl() -> Library:
-    packaged = _packaged("nvidia-nccl")
+    name, packaged = ("RCCL" if torch.version.hip else "NCCL"), _packaged("nvidia-nccl")
     try:
         found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     except (RuntimeError, AttributeError) as error:  # a build without it has no such function
-        return Library("NCCL", "", packaged, " ".join(str(error).split()))
-    return Library("NCCL", ".".join(map(str, found)), packaged)
+        return Library(name, "", packaged, " ".join(str(error).split()))
+    return Library(name, ".".join(map(str, found)), packaged)
 
 
 def _packaged(name: str) -> str:

@@ -66,7 +66,7 @@ class Library:
     """A library that torch has loaded."""
 
     name: str
-    """``cuDNN`` or ``NCCL``."""
+    """``cuDNN`` and ``NCCL``, or ``MIOpen`` and ``RCCL`` of ROCm."""
     loaded: str
     """Its version; empty if it could not be loaded."""
     packaged: str = ""

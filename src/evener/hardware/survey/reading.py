@@ -132,7 +132,7 @@ def _as_seen(card: Card, seen: Card | None) -> Card:
         device=seen.device,
         uuid=card.uuid or seen.uuid,
         architecture=seen.architecture or card.architecture,
-        memory_nbytes=card.memory_nbytes or seen.memory_nbytes,
+        memory_nbytes=seen.memory_nbytes or card.memory_nbytes,
     )
 
 
