@@ -32,7 +32,7 @@ def test_the_least_limit_on_the_way_to_the_top_counts(tmp_path: Path) -> None:
         tmp_path,
         "0::/jobs/mine\n",
         jobs__cpu_at_max="400000 100000",
-        jobs__mine__cpu_at_max="max 100000",
+        jobs__mine__cpu_at_max="600000 100000",
         jobs__memory_at_max="4096",
         jobs__mine__memory_at_max="8192",
     )

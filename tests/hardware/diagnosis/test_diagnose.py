@@ -162,6 +162,11 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
         {"cpu-build": "AMD's cards, of which there is 1 card"},
     ),
     (
+        "a card of NVIDIA's, and one of AMD's on the processor",
+        survey(card(), replace(amd(), device=None), ranks=1),
+        {},
+    ),
+    (
         "a container without its cards",
         survey(card(device=None), software=software(**NOT_SEEN)),
         {"no-access": r"torch 2.13.0\+cu128 sees none of 1 card .*: CUDA initialization: Unexpected error"},
@@ -337,12 +342,14 @@ def test_every_kind_is_found_on_some_machine() -> None:
 
 
 def test_the_worst_comes_first_and_notes_are_no_reason_to_speak() -> None:
-    both = replace(mixed_cards(), software=software(nvidia_driver="515.65.01", driver_cuda="11.7"))
+    both = replace(mixed_cards(), links_error="RankError: no", variables={"CUDA_VISIBLE_DEVICES": "0"})
+    both = replace(both, cards=(*both.cards, card(2, device=None)))
     levels = [finding.level for finding in diagnose(both)]
     assert levels == sorted(levels, key=list(LEVELS).index)
     found = worst(both)
     assert found is not None
-    assert found.words.startswith("wrong: driver 515.65.01")
+    assert found.words.startswith("wrong: RankError: no; look at the error")
+    assert set(levels) == set(LEVELS)
     assert worst(h100_node()) is None
     assert worst(hidden(CUDA_VISIBLE_DEVICES="1")) is None
 
