@@ -15,7 +15,15 @@ from evener.hardware.diagnosis import findings as kinds
 from evener.hardware.survey.facts import Speed, Survey
 from evener.observer import Observer
 from evener.runtime.session import Session
-from evener.surveying import head_line, pairs_of, survey_devices, with_links, with_speeds, worst_of_hosts
+from evener.surveying import (
+    cores_of,
+    head_line,
+    pairs_of,
+    survey_devices,
+    with_links,
+    with_speeds,
+    worst_of_hosts,
+)
 from tests import tasks
 from tests.hardware.survey.fake_nvml import FakeCard, FakeNvml
 from tests.hardware.survey.machines import card, host, on_cpu, survey
@@ -111,6 +119,29 @@ def test_of_several_hosts_the_worst_is_told(found: list[Any], words: str) -> Non
     told = worst_of_hosts(found)
     assert told.startswith(words)
     assert bool(told) == bool(words)
+
+
+def test_ranks_with_cores_of_their_own_do_not_share_them() -> None:
+    allowed = [("a", frozenset({0, 1})), ("b", frozenset({0})), ("a", frozenset({2, 3}))]
+    assert cores_of("a", allowed) == {0, 1, 2, 3}
+    assert cores_of("b", allowed) == {0}
+    assert cores_of("a", [("a", frozenset({0, 1}))] * 8) == {0, 1}
+
+
+def bound(threads: int) -> str:
+    """The line that a rank has where each is bound to a core of its own, of 64."""
+    with Session(device="cpu") as session, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surveying, "cores_allowed", lambda: frozenset({2 * session.rank, 2 * session.rank + 1}))
+        patch.setattr(surveying, "glance", lambda plan, *_, **__: replace(on_cpu(), plan=plan))
+        patch.setattr(surveying.torch, "get_num_threads", lambda: threads)
+        return head_line(session, RunConfig())
+
+
+def test_all_cores_of_the_ranks_of_a_host_count(ranks: Any) -> None:
+    assert ranks(3).run(bound, 2) == ["", "", ""]
+    first, *others = ranks(3).run(bound, 3)
+    assert first.startswith("slow: 3 ranks of 3 threads on 6 usable cores")
+    assert others == ["", ""]
 
 
 class Heard(Observer):

@@ -15,6 +15,7 @@ from evener.hardware.diagnosis.diagnose import worst
 from evener.hardware.diagnosis.findings import LEVELS, Finding
 from evener.hardware.speed import measure
 from evener.hardware.survey.facts import Link, Plan, Speed, Survey
+from evener.hardware.survey.host import cores_allowed
 from evener.hardware.survey.nvml import ask_brakes, find_nvml
 from evener.hardware.survey.reading import glance, read_survey
 from evener.runtime.agreement import evener_version
@@ -128,10 +129,16 @@ def head_line(session: Session, config: RunConfig) -> str:
     and no notes.
     """
     environment = session.environment
-    mine = _glanced(session, config) if environment.local_rank == 0 else None
+    cores = cores_of(environment.host, session.control.gather_objects((environment.host, cores_allowed())))
+    mine = _glanced(session, config, len(cores)) if environment.local_rank == 0 else None
     if session.world_size == environment.local_world_size:
         return mine.words if mine else ""
     return worst_of_hosts(session.control.gather_objects((environment.host, mine)))
+
+
+def cores_of(host: str, allowed: Sequence[tuple[str, frozenset[int]]]) -> frozenset[int]:
+    """Cores of the ranks of a host together: SLURM may give each rank cores of its own."""
+    return frozenset[int]().union(*(cores for name, cores in allowed if name == host))
 
 
 def worst_of_hosts(found: Sequence[tuple[str, Finding | None]]) -> str:
@@ -145,7 +152,7 @@ def worst_of_hosts(found: Sequence[tuple[str, Finding | None]]) -> str:
     return f"host {host}{f' and {len(others)} more' if others else ''}: {worst_one.words}"
 
 
-def _glanced(session: Session, config: RunConfig) -> Finding | None:
+def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:
     plan = Plan(
         ranks=session.environment.local_world_size,
         threads=torch.get_num_threads(),
@@ -154,7 +161,8 @@ def _glanced(session: Session, config: RunConfig) -> Finding | None:
         balanced=config.balance != "equal" or config.devices is not None,
     )
     try:
-        return worst(glance(plan, evener_version(), accelerators=config.device != "cpu"))
+        survey = glance(plan, evener_version(), accelerators=config.device != "cpu")
+        return worst(replace(survey, host=replace(survey.host, allowed_cores=cores)))
     except (
         RuntimeError,
         OSError,

@@ -39,8 +39,15 @@ def read_host() -> Host:
 
 
 def allowed_cores() -> int:
-    """Cores that this process may run on; under SLURM or taskset fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may run on; under SLURM or taskset fewer than the machine has."""
+    return len(cores_allowed())
+
+
+def cores_allowed() -> frozenset[int]:
+    """Which cores these are."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def numa_nodes(nodes: Path) -> tuple[NumaNode, ...]:
