@@ -75,6 +75,8 @@ def test_free_memory_is_torchs_where_nobody_else_told(monkeypatch: pytest.Monkey
 
 
 def test_what_torch_says_when_it_finds_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+
     def warn(check_available: bool) -> None:
         warnings.warn("CUDA initialization:\n driver too old", stacklevel=1)
 
@@ -114,6 +116,7 @@ def test_libraries_and_the_packages_that_they_came_in(monkeypatch: pytest.Monkey
 
 
 def test_libraries_of_rocm_have_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3004000)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 22, 3))
