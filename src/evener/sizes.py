@@ -1,0 +1,55 @@
+"""Sizes of memory as people write them: ``24GB``, ``512MiB``, and one for each rank, ``24GB,12GB,-``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from evener.errors import ConfigurationError
+
+UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGTP", 1)}}
+UNITS |= {f"{letter}iB": 1024**n for n, letter in enumerate("KMGTP", 1)}
+"""Bytes of each unit: those with an ``i`` are powers of 1024."""
+_EXACT = {unit.upper(): size for unit, size in UNITS.items()}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes, rounded down: ``1.5GiB`` is 1610612736.
+
+    Raises:
+        ConfigurationError: If it is no size above 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = match and _EXACT.get(match[2].upper())
+    if match is None or unit is None or not math.isfinite(float(match[1])) or int(float(match[1]) * unit) < 1:
+        raise ConfigurationError(
+            f"{text!r} is no size: write bytes, or a number with a unit, such as 24GB, 1.5GiB or 512MiB"
+        )
+    return int(float(match[1]) * unit)
+
+
+def parse_limits(text: str | None, ranks: int) -> list[int | None]:
+    """Bytes for each rank: one size for all, or as many as ranks, with ``-`` for a rank without a limit.
+
+    Raises:
+        ConfigurationError: If one is no size, or there are as many as there are no ranks.
+    """
+    if text is None:
+        return [None] * ranks
+    limits = [None if part.strip() == "-" else parse_size(part) for part in text.split(",")]
+    if len(limits) not in (1, ranks):
+        raise ConfigurationError(
+            f"{text!r} has {len(limits)} limits for {ranks} ranks: give one for all, or one for each, with - for none"
+        )
+    return limits * ranks if len(limits) == 1 else limits
+
+
+def size_words(nbytes: int) -> str:
+    """A size for people: three digits or four, in powers of 1024."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
