@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -122,6 +123,19 @@ COMPRESSIONS: Mapping[str, Callable[[AllReduce], AllReduce]] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True)
+class Substitute:
+    """What takes the place of all that sums over a group."""
+
+    all_reduce: Callable[[str | None, dist.ProcessGroup, float], AllReduce]
+    """Called with the name that was asked for."""
+    owners: Callable[[str | None, dist.ProcessGroup, float], Owners]
+
+
+SUBSTITUTES: dict[str, Substitute] = {}
+"""By backend of a group; a stand-in for ranks that are not there brings its own."""
+
+
 def make(
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -139,8 +153,10 @@ def make(
         raise ConfigurationError(
             f"there is no compression {compression!r}; there are {', '.join(COMPRESSIONS)}"
         )
+    substitute = SUBSTITUTES.get(dist.get_backend(whole))
     with ExitStack() as unfinished:
-        made = unfinished.enter_context((find(name) if name else default)(whole, timeout_seconds))
+        one = partial(substitute.all_reduce, name) if substitute else find(name) if name else default
+        made = unfinished.enter_context(one(whole, timeout_seconds))
         finished = COMPRESSIONS[compression](made) if compression else made
         unfinished.pop_all()
     return finished
@@ -202,6 +218,8 @@ def make_owners(name: str | None, group: dist.ProcessGroup, timeout_seconds: flo
             f"all-reduce {name!r} brings the sum to all ranks; to the owners of ranges 'native' and 'shared-memory' "
             "bring it"
         )
+    if substitute := SUBSTITUTES.get(dist.get_backend(group)):
+        return substitute.owners(name, group, timeout_seconds)
     if name == "native" or device_of(group).type != "cpu":
         return NativeOwners(group)
     try:

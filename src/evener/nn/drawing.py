@@ -20,6 +20,11 @@ import torch
 from torch import Tensor, nn
 
 
+def common_seed() -> int:
+    """A number from the common generator."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
 @contextmanager
 def drawing_apart(index: int, device: torch.device) -> Iterator[None]:
     """What is drawn inside is this rank's own, and moves the common generator by one number on every rank.
@@ -28,7 +33,7 @@ def drawing_apart(index: int, device: torch.device) -> Iterator[None]:
         index: Of this rank among those that draw different numbers.
         device: On which is drawn.
     """
-    seed = int(torch.randint(2**62, (), device="cpu")) + index
+    seed = common_seed() + index
     cards = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cards):
         torch.default_generator.manual_seed(seed)

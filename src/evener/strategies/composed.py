@@ -156,6 +156,11 @@ class Composed(Strategy):
         self._parts, self._degrees = tuple(parts), dict(degrees)
 
     @property
+    def parts(self) -> tuple[Strategy, ...]:
+        """One for each axis."""
+        return self._parts
+
+    @property
     def divides_model(self) -> bool:  # type: ignore[override]
         return any(part.divides_model for part in self._parts)
 

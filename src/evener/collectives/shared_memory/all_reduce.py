@@ -62,6 +62,17 @@ class _Views(NamedTuple):
     """Every rank's slice, in its own slot."""
 
 
+def slot_nbytes(world_size: int) -> int:
+    """Bytes of a slot, by the number of ranks."""
+    smallest, largest = _SLOT_NBYTES
+    return min(max(smallest, _SLICE_NBYTES * world_size), largest)
+
+
+def shared_nbytes(world_size: int) -> int:
+    """Bytes of shared memory that each of so many ranks makes."""
+    return _SLOTS * slot_nbytes(world_size) if world_size > 1 else 0
+
+
 class SharedMemory(AllReduce):
     """Sums through shared memory; the sum is there when the call returns.
 
@@ -84,8 +95,7 @@ class SharedMemory(AllReduce):
         self, group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         super().__init__(group, timeout_seconds)
-        smallest, largest = _SLOT_NBYTES
-        self._slot_nbytes = min(max(smallest, _SLICE_NBYTES * self.world_size), largest)
+        self._slot_nbytes = slot_nbytes(self.world_size)
         self._one_shot_nbytes = _ONE_SHOT_NBYTES // self.world_size
         self._slots: Slots | None = None
         if self.world_size > 1:

@@ -38,6 +38,10 @@ class _Chunk(NamedTuple):
     """Of every rank's range, in this rank's memory."""
 
 
+SHARED_NBYTES = _SLOTS * _SLOT_NBYTES
+"""Bytes of shared memory that each rank makes."""
+
+
 class SharedOwners(Owners):
     """Through shared memory; sum and ranges are there when a call returns.
 

@@ -25,6 +25,8 @@ from evener.collectives.owners import Pending
 from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
+from evener.memory import made_as
+from evener.memory.tally import BUCKETS
 from evener.strategies import gradients
 from evener.strategies.sharding.weights import Weight
 
@@ -52,7 +54,8 @@ class Bucket:
 
     def room(self) -> Tensor:
         """Memory for the bucket."""
-        return self.weights[0].whole.new_empty(sum(self.sizes))
+        with made_as(BUCKETS):
+            return self.weights[0].whole.new_empty(sum(self.sizes))
 
     def views(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
         """Of each rank, the rows of every weight in ``flat``, and behind them the number that tells of all."""

@@ -23,6 +23,8 @@ from torch import Tensor
 from evener.errors import TaskError
 from evener.halves import added_in_float32
 from evener.hardware.stopwatch import waiting
+from evener.memory import made_as
+from evener.memory.tally import BUCKETS
 
 # Under their present names, for torch 2.13 warns about those of before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,13 +68,14 @@ class Turns:
         """
         turn = 2 * unit + what
         if self._place == len(self._order):
-            self._compare(turn, device)
+            self.compare(turn, device)
             self._order.append(turn)
         if self._order[self._place] != turn:
             self._refuse(self._named(turn), self._order[self._place])
         self._place += 1
 
-    def _compare(self, turn: int, device: torch.device) -> None:
+    def compare(self, turn: int, device: torch.device) -> None:
+        """Raises TaskError if it is another turn on another rank. A collective call, for which the host waits."""
         own = torch.tensor([turn], device=device)
         rows = own.new_empty(self._group.size(), 1)
         with waiting():
@@ -100,7 +103,8 @@ class Gather:
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent and received."""
-        return torch.empty(size, dtype=dtype, device=device)
+        with made_as(BUCKETS):
+            return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -52,7 +52,7 @@ class Weight:
         if self.cut is None:
             return
         place = self.rows(self.whole.detach(), self.cut.index)
-        if self.piece.data_ptr() != place.data_ptr():
+        if not self.piece.detach().is_set_to(place):
             place.copy_(self.piece.detach())
             self.piece.data = place
 

@@ -86,6 +86,16 @@ class Line:
         return one_way(nbytes, self._group(True), self._device)
 
 
+LINES: dict[str, Callable[[Mesh, str, torch.device], Line]] = {}
+"""By backend of the world; a stand-in for ranks that are not there brings its own."""
+
+
+def line_along(mesh: Mesh, axis: str, device: torch.device) -> Line:
+    """Between the ranks along an axis of the mesh, which make it together."""
+    backend = "" if mesh.world is None else dist.get_backend(mesh.world)
+    return LINES.get(backend, Line)(mesh, axis, device)
+
+
 def one_way(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds for which a message of so many bytes to a neighbour is on its way, the least of some; 0 for a rank that
     has none. All ranks of the group call it, neighbours in pairs."""

@@ -10,7 +10,7 @@ import torch
 
 from evener.errors import ConfigurationError
 from evener.runtime.mesh import Mesh
-from evener.strategies.staged.messages import Line
+from evener.strategies.staged.messages import line_along
 from evener.strategies.staged.parcel import holes_in, taken_apart
 
 Form = Any
@@ -22,7 +22,7 @@ class Post:
 
     def __init__(self, mesh: Mesh, axis: str, device: torch.device) -> None:
         self.index, self.degree = mesh.index(axis), mesh.degree(axis)
-        self._line, self._device = Line(mesh, axis, device), device
+        self._line, self._device = line_along(mesh, axis, device), device
         self._forms: dict[Any, Form] = {}
 
     def send(self, key: Any, tree: Any, to: int) -> None:
