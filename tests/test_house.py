@@ -17,15 +17,16 @@ COLUMNS = (
     ("borrowed",),
     (
         *("errors", "texts", "system", "streams", "calling", "types", "plugins", "placement", "intervals"),
-        *("halves", "ranges", "config", "records", "observer", "losses", "given", "task"),
+        *("halves", "sizes", "ranges", "config", "records", "observer", "losses", "given", "task"),
     ),
-    ("hardware",),
+    ("hardware", "memory"),
     ("runtime",),
     ("collectives", "balance", "data", "nn"),
     ("strategies", "tasks"),
     (
         *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "ledger"),
         *("by_hand", "equality", "guard", "replicas", "assembly", "feed", "run_state", "engine"),
+        "holdings",
         *("report", "rundir"),
     ),
     (
@@ -37,6 +38,7 @@ COLUMNS = (
         "running",
         "elastic",
         "fitting",
+        "estimation",
         "verification",
         "benching",
         "testing",

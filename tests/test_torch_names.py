@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -372,8 +373,94 @@ def test_a_store_can_be_cloned() -> None:
 UNTRIED_ON_THE_NEWEST = {
     *("autograd_function", "compiling", "gradient_hooks", "norms", "participants"),
     *("pipeline_backward", "run_backward", "views"),
+    *("ddp_buckets", "dispatch_mode", "fake_group", "fake_tensors", "storages"),
 }
 """Borrowed since that was last at hand. One that is not here has been tried on all that may be installed."""
+
+
+def test_operators_are_seen_and_known_to_be_of_backward() -> None:
+    with borrowed("dispatch_mode") as names:
+        seen: list[tuple[Any, bool]] = []
+
+        class Watching(names.DispatchMode):  # type: ignore[misc]
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                seen.append((function, names.in_backward()))
+                return function(*args, **(kwargs or {}))
+
+        with Watching():
+            number = torch.ones(2, requires_grad=True).exp().sum()
+            number.backward()
+            number.item()
+        assert (torch.ops.aten.exp.default, False) in seen
+        assert (torch.ops.aten.mul.Tensor, True) in seen
+        assert seen[-1] == (names.READS_NUMBER, False)
+        makes = {function: names.makes_memory(function) for function, _ in seen}
+        assert makes[torch.ops.aten.ones.default]
+        assert makes[torch.ops.aten.sum.default]
+        for given in (torch.ops.aten.view.default, torch.ops.aten.copy_.default, torch.ops.aten.add.out):
+            assert not names.makes_memory(given)
+
+
+def test_storages_have_an_address_and_say_when_they_are_resized() -> None:
+    with borrowed("storages") as names:
+        tensor, resized = torch.ones(4), []
+        storage = tensor.untyped_storage()
+        assert names.address(tensor.view(2, 2).untyped_storage()) == names.address(storage)
+        assert names.address(torch.ones(4).untyped_storage()) != names.address(storage)
+        with names.resizing_told(lambda which: resized.append(names.address(which))):
+            storage.resize_(64)
+        storage.resize_(8)
+        assert resized == [names.address(storage)]
+        sparse = torch.eye(2).to_sparse()
+        assert [part.numel() for part in names.memory_of(sparse)] == [4, 2]
+        with warnings.catch_warnings(action="ignore"):  # these are in beta state
+            rows = torch.eye(2).to_sparse_csr()
+        assert [part.numel() for part in names.memory_of(rows)] == [3, 2, 2]
+        assert names.memory_of(tensor) == (tensor,)
+
+
+def test_fake_tensors_have_no_memory_and_can_be_exchanged() -> None:
+    with borrowed("fake_tensors") as names:
+        mode = names.fake_mode()
+        with mode, names.exchangeable():
+            assert names.active_fake_mode() is mode
+            layer = nn.Linear(3, 4)
+            assert names.is_fake(layer.weight)
+            assert layer.to(torch.float64).weight.dtype == torch.float64
+            layer(torch.ones(2, 3).double()).sum().backward()
+            assert layer.weight.grad is not None
+            assert layer.weight.grad.dtype == torch.float64
+            with names.without_fakes():
+                assert float(torch.ones(2).sum()) == 2
+            with pytest.raises(RuntimeError) as failed:
+                float(layer.weight.sum())
+            assert names.depends_on_numbers(failed.value)
+            with pytest.raises(RuntimeError) as failed:
+                layer.weight.nonzero()
+            assert names.depends_on_numbers(failed.value)
+
+
+def test_a_group_has_nobody_at_the_other_end() -> None:
+    with borrowed("fake_group") as names:
+        names.open_fake_group(3, 100)
+        try:
+            assert (dist.get_rank(), dist.get_world_size()) == (3, 100)
+            assert dist.get_backend() == names.BACKEND
+            dist.all_reduce(torch.ones(2))
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_can_be_kept_from_making_its_buckets_anew() -> None:
+    with borrowed("ddp_buckets") as names:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        with names.buckets_kept():
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
+        assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -6,6 +6,7 @@
 
     evener.fit("digits", processes=2)                       # a whole run
     evener.verify("digits", processes=3)                    # the proof that dividing the work changed nothing
+    evener.estimate_memory("digits", processes=2)           # what it would take, without taking it
     evener.launch(function, processes=4)                    # a function of yours on every rank
 
     with evener.Engine(task, batch_size=64) as engine:      # a loop of your own, on each rank
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from evener.data.batch import Batch, MicroBatch
     from evener.engine import Engine
     from evener.errors import EvenerError
+    from evener.estimation import MemoryEstimate, estimate_memory
     from evener.fitting import fit
     from evener.losses import Loss, Sum, SumLoss, accuracy, loss
     from evener.observer import Observer
@@ -43,6 +45,7 @@ __all__ = [
     "Engine",
     "EvenerError",
     "Loss",
+    "MemoryEstimate",
     "MicroBatch",
     "Observer",
     "Rendezvous",
@@ -56,6 +59,7 @@ __all__ = [
     "Verification",
     "accuracy",
     "call_model",
+    "estimate_memory",
     "fit",
     "launch",
     "loss",
@@ -68,6 +72,7 @@ _HOMES = {
     "Engine": "engine",
     "EvenerError": "errors",
     "Loss": "losses",
+    "MemoryEstimate": "estimation",
     "MicroBatch": "data.batch",
     "Observer": "observer",
     "Rendezvous": "runtime.rendezvous",
@@ -81,6 +86,7 @@ _HOMES = {
     "Verification": "verification",
     "accuracy": "losses",
     "call_model": "task",
+    "estimate_memory": "estimation",
     "fit": "fitting",
     "launch": "runtime.launch",
     "loss": "losses",

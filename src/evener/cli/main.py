@@ -9,12 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from evener.cli import bench, devices, export, run, train, verify
+from evener.cli import bench, devices, export, plan, run, train, verify
 from evener.errors import EvenerError, RankError
 from evener.streams import guarded, open_missing, unheard
 from evener.system import words
 
-COMMANDS = (train, run, verify, devices, bench, export)
+COMMANDS = (train, run, verify, plan, devices, bench, export)
 
 
 def parser() -> argparse.ArgumentParser:

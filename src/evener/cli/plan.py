@@ -1,0 +1,55 @@
+"""``evener plan``: what a run would need, known before it; so far its memory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from evener.cli import options
+from evener.errors import ConfigurationError
+from evener.sizes import parse_limits, size_words
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="say what memory a run would take, without running it",
+        description="Say what a run would need, without running it: with --memory the bytes that each rank would take, "
+        "and for what. Options are those of train; ranks are as many as --processes says, whether this machine has "
+        "room for them or not. Exit status 1 if a rank would need more than --memory-limit.",
+    )
+    options.add_task_options(parser)
+    parser.add_argument(
+        "--memory", action="store_true", help="bytes by rank and purpose; the only plan that there is so far"
+    )
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE,...",
+        help="what each rank has: 24GB, 512MiB or bytes; one for all, or one for each rank and - for no limit",
+    )
+    options.add_config_options(parser)
+    options.add_shares_option(parser)
+    parser.add_argument("--json", type=options.path, metavar="PATH", help="also write the plan to this file")
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Prints the plan; 1 if a rank would need more than its limit."""
+    if not arguments.memory:
+        raise ConfigurationError("evener plan says what memory a run would take: give --memory")
+    config = options.config_of(arguments)
+    options.find_modules_here()
+    from evener.estimation import estimate_memory
+    from evener.records import write_json
+
+    estimate = estimate_memory(arguments.task, config, options=options.task_options_of(arguments))
+    limits = parse_limits(arguments.memory_limit, len(estimate.ranks))
+    exceeding = estimate.exceeding(limits)
+    if arguments.json is not None:
+        write_json(arguments.json, estimate.as_json() | {"limits": limits})
+    print(estimate)
+    for rank in exceeding:
+        limit = limits[rank.rank] or 0
+        print(f"rank {rank.rank} would need {size_words(rank.needed)}, and has {size_words(limit)}")
+    return 1 if exceeding else 0

@@ -1,0 +1,54 @@
+"""What ``evener plan`` prints, and with which status it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.cli.main import main
+
+PLAN = ("plan", "digits", "--memory", "--processes", "2", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_a_plan_is_printed_and_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is that of docs/memory.md."""
+    assert main([*PLAN, "--json", "plan.json", "--memory-limit", "1MiB,-"]) == 1
+    shown = capsys.readouterr().out
+    page = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    assert shown.splitlines()[:-1] == page.partition("```text\n")[2].partition("\n```")[0].splitlines()
+    assert shown.splitlines()[-1].startswith("rank 0 would need 6.1 MiB, and has 1 MiB")
+    plan: dict[str, Any] = json.loads(Path("plan.json").read_text())
+    assert plan["limits"] == [2**20, None]
+    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
+    for rank in plan["ranks"]:
+        assert sum(rank["at_peak"].values()) == rank["peak"]
+
+
+def test_a_limit_that_is_enough_is_kept() -> None:
+    assert main([*PLAN, "--memory-limit", "100MB"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "digits"), "give --memory"),
+        ((*PLAN, "--memory-limit", "much"), "'much' is no size"),
+        ((*PLAN, "--memory-limit", "1,2,3"), "3 limits for 2 ranks"),
+        ((*PLAN, "--strategy", "pipeline"), "cut="),
+    ],
+)
+def test_what_a_user_gets_wrong(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
