@@ -25,8 +25,7 @@ COLUMNS = (
     ("strategies", "tasks"),
     (
         *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "ledger"),
-        *("by_hand", "equality", "guard", "replicas", "assembly", "feed", "run_state", "engine"),
-        "holdings",
+        *("by_hand", "equality", "guard", "replicas", "assembly", "shortage", "feed", "run_state", "engine"),
         *("report", "rundir"),
     ),
     (

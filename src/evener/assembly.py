@@ -12,12 +12,13 @@ from evener.balance.emulate import Throttle
 from evener.balance.registry import BALANCERS, fixed_weights, make_balancer
 from evener.balance.shares import parse_caps
 from evener.collectives.registry import COMPRESSIONS, find
-from evener.config import RunConfig
+from evener.config import AUTO, RunConfig
 from evener.errors import ConfigurationError
 from evener.runtime.mesh import DataAxis
 from evener.strategies.base import Strategy
 from evener.strategies.compiling import Compiling
 from evener.strategies.composed import degrees_of, laid
+from evener.strategies.limits import MemoryLimits
 from evener.strategies.names import strategies_called
 from evener.strategies.parts import Settings
 from evener.strategies.precision import Precision
@@ -86,6 +87,8 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         seed=config.seed,
         dtype=dtype,
         compiling=Compiling(config.compile, config.compile_mode, config.compile_backend),
+        fits=config.micro_batch == AUTO,
+        limits=MemoryLimits.parse(config.memory_limit, config.memory_limit_at, world_size),
         precision=Precision.of(config.precision, config.precision_of),
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,

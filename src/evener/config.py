@@ -57,8 +57,19 @@ class RunConfig:
     batch_size: int | None = option(None, "samples in a global batch, over all ranks", metavar="N")
     epochs: int | None = option(None, "passes over the training data", metavar="N")
     steps: int | None = option(None, "stop after this many steps, whatever the epochs", metavar="N")
-    micro_batch: int | None = option(
-        None, "cut each global batch into micro-batches of at most N samples over all ranks", metavar="N"
+    micro_batch: str | int | None = option(
+        None,
+        "cut each global batch into micro-batches of at most N samples over all ranks; auto: each rank as its memory "
+        "wants, smaller when it runs out",
+        metavar="N",
+    )
+    memory_limit: str | None = option(
+        None,
+        "what each rank may use of its device's memory: one size, such as 24GB, or one for each rank, - for all",
+        metavar="SIZE,...",
+    )
+    memory_limit_at: tuple[str, ...] = option(
+        (), "from STEP on, RANK may use SIZE; may be repeated", metavar="STEP:RANK:SIZE"
     )
     seed: int = option(0, "seed of the weights, the order of samples and dropout", metavar="N")
     strategy: str | Recipe | tuple[Recipe, ...] = option(
@@ -243,7 +254,8 @@ class RunConfig:
             object.__setattr__(self, "processes", processes_of(self.processes))
         if not isinstance(self.processes, str):
             _at_least("processes", self.processes, 1)
-        for name in ("batch_size", "epochs", "steps", "micro_batch", "quantum"):
+        object.__setattr__(self, "micro_batch", _micro_batch(self.micro_batch))
+        for name in ("batch_size", "epochs", "steps", "quantum"):
             _at_least(name, getattr(self, name), 1)
         for name in ("workers", "evaluate_every", "seed", "check_replicas"):
             _at_least(name, getattr(self, name), 0)
@@ -298,6 +310,11 @@ class RunConfig:
             raise ConfigurationError(f"no setting is called {', '.join(unknown)}; there are: {known}")
         return dataclasses.replace(self, **changes)
 
+    @property
+    def samples_at_once(self) -> int | None:
+        """Those of a micro-batch over all ranks, where that is said."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else None
+
     def as_dict(self) -> dict[str, Any]:
         """The values as JSON can hold them."""
         found = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
@@ -333,6 +350,15 @@ def _check_precision(config: RunConfig) -> None:
             f"compress {config.compress!r} adds what it could not send to later steps, for which fp16 may have another "
             "scale: use precision bf16, or compress with fp16 or bf16"
         )
+
+
+def _micro_batch(given: int | str | None) -> int | str | None:
+    """A number that the command line has brought as text is one."""
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(number, str) and number != AUTO:
+        raise ConfigurationError(f"micro_batch is {given!r}; it must be a number of samples, or auto")
+    _at_least("micro_batch", None if isinstance(number, str) else number, 1)
+    return number
 
 
 def _check_best(metric: str | None) -> None:

@@ -237,8 +237,8 @@ class Engine:
         """Tells the observers what they have not been told yet of steps that are over and known."""
         for step in self.ledger.told():
             self.observers.step(step.record())
-        for decision in self._feed.new_decisions():
-            self.observers.event(decision)
+        for event in self._feed.new_events():
+            self.observers.event(event)
 
     # A loop of the user's own
 

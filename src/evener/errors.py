@@ -11,6 +11,7 @@
     ├── StorageError            a file that cannot be written or read: a full disk, no permission
     │   └── CheckpointError     a checkpoint that could not be written
     ├── DivergenceError         a loss that is not a number; replicas that differ
+    ├── OutOfMemoryError        a rank whose memory does not hold its part of a step
     ├── RankError               a rank raised an exception, or its process died
     ├── RankTimeoutError        a wait ended without some rank; says which and where it stands
     └── InterruptedRunError     Ctrl-C or SIGTERM; says where the run stood               (exit status 130 or 143)
@@ -59,6 +60,10 @@ class CheckpointError(StorageError):
 
 class DivergenceError(EvenerError):
     """The training went where it cannot go on: a loss that is not finite, replicas that differ."""
+
+
+class OutOfMemoryError(EvenerError):
+    """A rank has no room for its part of a step, however small the pieces."""
 
 
 class RankError(EvenerError):

@@ -16,7 +16,9 @@ from evener.data.loader import Loader
 from evener.errors import ConfigurationError
 from evener.evaluation import EvaluationOptions
 from evener.progress import Progress, SampleOrder
+from evener.records import MemoryRecord
 from evener.same_data import check_data
+from evener.shortage import Pieces
 from evener.skipping import Skips, check_skipping
 from evener.step import Step
 from evener.strategies.learner import Learner
@@ -44,6 +46,7 @@ class Feed:
         self.balancer_state: dict[str, Any] = {}
         self._told = 0
         self._graphs: tuple[int, ...] = ()
+        self._pieces, self._events = Pieces(), list[MemoryRecord]()
         self.first_step = 0
         """Steps that were taken before this run."""
         self.input_seconds = 0.0
@@ -74,7 +77,7 @@ class Feed:
             seed=config.seed,
             batch_size=self._batch_size,
             shares=self._shares,
-            micro_batch=config.micro_batch,
+            micro_batch=config.samples_at_once,
             collate=self._learner.task.collate,
             workers=config.workers,
             device=self._learner.session.device,
@@ -120,7 +123,7 @@ class Feed:
     def observe_step(self, step: Step) -> None:
         """All ranks know the times of the step, and how many of its samples could not be read.
 
-        A rank that compiled in the step was not as slow as it seemed.
+        A rank that compiled in the step, or took it again for want of memory, was not as slow as it seemed.
 
         Raises:
             DataError: If they are too many.
@@ -129,14 +132,18 @@ class Feed:
             self.skips.observe(step)
         before = self._graphs or (0,) * len(step.graphs)
         compiled = [now > then for now, then in zip(step.graphs, before, strict=True)]
-        pairs = zip_longest(step.compute_seconds, compiled, fillvalue=False)
-        self.observe(step.number, step.batch, [math.nan if slow else seconds for seconds, slow in pairs])
+        told = zip_longest(step.compute_seconds, compiled, step.retries, fillvalue=0)
+        known = [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
+        self.observe(step.number, step.batch, known)
         self._graphs = step.graphs
+        self._events += self._pieces.changes(step)
 
-    def new_decisions(self) -> Sequence[Decision]:
-        """Changes of shares since the last call."""
+    def new_events(self) -> Sequence[Decision | MemoryRecord]:
+        """Changes of shares, and of pieces, since the last call."""
         decisions = self.balancer.decisions if self.balancer else ()
-        new, self._told = decisions[self._told :], len(decisions)
+        new: list[Decision | MemoryRecord] = [*decisions[self._told :], *self._events]
+        self._told = len(decisions)
+        self._events.clear()
         return new
 
     def speeds(self, steps_done: int) -> list[float] | None:
@@ -150,7 +157,7 @@ class Feed:
         """How ranks divide an evaluation: as they did the last step."""
         return EvaluationOptions(
             batch_size=self._batch_size,
-            micro_batch=self._config.micro_batch,
+            micro_batch=self._config.samples_at_once,
             workers=self._config.workers,
             skips=self.skips is not None,
             weights=self.speeds(steps_done),

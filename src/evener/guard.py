@@ -40,7 +40,7 @@ class Guard:
 
     def __init__(self, policy: str, learner: Learner, tell: Callable[[Any], None]) -> None:
         self._policy, self._learner, self._tell = policy, learner, tell
-        learner.may_leave_out = policy == "skip" or learner.scale is not None
+        learner.may_leave_out |= policy == "skip" or learner.scale is not None
         self._late = is_late(learner.session.device)
         self.skipped = 0
         """Steps that were left out."""

@@ -125,6 +125,7 @@ class Ledger:
         """
         step.contributors = self._mesh.data.contributors
         row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
+        row = row._replace(retries=outcome.retries, piece=outcome.piece)
         row = row._replace(wish=self.wish, skipped=len(step.batch.skipped), graphs=self._graphs())
         doubtful = False
         if self._late:
@@ -204,9 +205,9 @@ class Ledger:
             self._counts[upcoming.epoch, upcoming.index] = sum(counts)
         self.buffers_changed |= any(signal.buffers_changed for signal in signals)
         step.input_seconds = tuple(signal.input_seconds for signal in signals)
-        step.graphs = (
-            tuple(int(signal.graphs) for signal in signals) if any(s.graphs for s in signals) else ()
-        )
+        step.retries = tuple(int(signal.retries) for signal in signals)
+        step.pieces = _of_ranks(signal.piece for signal in signals)
+        step.graphs = _of_ranks(signal.graphs for signal in signals)
         self._wishes = {
             step.number - 1: self.wished(step.number - 1),
             step.number: max(s.wish for s in signals),
@@ -287,6 +288,12 @@ class Ledger:
 
 def _sum(numbers: Iterable[Readout]) -> float:
     return sum(number.value() for number in numbers)
+
+
+def _of_ranks(numbers: Iterable[float]) -> tuple[int, ...]:
+    """Empty if all are 0."""
+    found = tuple(map(int, numbers))
+    return found if any(found) else ()
 
 
 def _in_threes(flat: Sequence[float]) -> list[tuple[float, float, float]]:

@@ -47,6 +47,15 @@ class SkippedStep:
 
 
 @dataclass(frozen=True)
+class MemoryRecord:
+    """A rank takes its samples in pieces of another size from the next step on."""
+
+    kind: ClassVar[str] = "memory"
+    step: int
+    words: str
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One training step, over all ranks."""
 
@@ -66,6 +75,8 @@ class StepRecord:
     """Time for which each rank waited for others until all gradients were summed."""
     input_seconds: tuple[float, ...] = ()
     """Time for which each rank waited for samples, before the step."""
+    pieces: tuple[int, ...] = ()
+    """The most samples of a pass that each rank has found room for, 0 for all of its share; empty if all have room."""
     graphs: tuple[int, ...] = ()
     """Graphs that each rank has compiled so far, where something is compiled; a step in which one was made is slow."""
 

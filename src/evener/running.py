@@ -189,7 +189,8 @@ class Run:
             if precision
             else ""
         )
-        return chosen, self._emulation
+        limits = self._engine.learner.settings.limits
+        return chosen, limits.words if limits else "", self._emulation
 
     def _staying(self) -> AbstractContextManager[None]:
         """Where this rank goes on in another start if others die."""

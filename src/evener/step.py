@@ -41,6 +41,10 @@ class Signal(NamedTuple):
     """What the rank wants all to do together; 0 for nothing."""
     skipped: float = 0.0
     """Samples of the rank's share of this step that could not be read."""
+    retries: float = 0.0
+    """How often the rank took the step again for want of memory."""
+    piece: float = 0.0
+    """The most samples of a pass that it has room for; 0 if that is not known."""
     graphs: float = 0.0
     """Graphs that the rank has compiled so far."""
 
@@ -80,6 +84,10 @@ class Step:
         self.compute_seconds: tuple[float, ...] = ()
         self.wait_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
+        self.retries: tuple[int, ...] = ()
+        """Of every rank, how often it took the step again for want of memory."""
+        self.pieces: tuple[int, ...] = ()
+        """Of every rank, the most samples of a pass that it has room for, 0 if that is not known; empty if of none."""
         self.graphs: tuple[int, ...] = ()
         """Of every rank, what it has compiled until its end; empty if nothing is compiled."""
 
@@ -148,6 +156,7 @@ class Step:
             wait_seconds=self.wait_seconds,
             input_seconds=self.input_seconds,
             graphs=self.graphs,
+            pieces=self.pieces,
         )
 
 

@@ -17,6 +17,8 @@ from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError
 from evener.feed import Feed
+from evener.shortage import Pieces
+from evener.step import Step
 from evener.strategies import compiling
 from evener.strategies.compiling import Compiling, repeated_blocks
 from evener.strategies.sharded import Sharded
@@ -159,13 +161,20 @@ def test_a_step_in_which_a_rank_compiled_tells_nothing_of_its_speed() -> None:
 
 
 def test_without_graphs_all_times_count() -> None:
+    assert learned_from(()) == [[0.5, 0.25]]
+
+
+def learned_from(*graphs_of_steps: tuple[int, ...]) -> list[list[float]]:
+    """The times that a balancer would hear of two ranks."""
     seen: list[list[float]] = []
     feed = object.__new__(Feed)
-    feed.skips, feed._graphs = None, ()
+    feed.skips, feed._graphs, feed._pieces, feed._events = None, (), Pieces(), []
     feed.observe = lambda number, batch, seconds: seen.append(seconds)  # type: ignore[method-assign,assignment,misc]
-    step: Any = SimpleNamespace(number=0, batch=None, compute_seconds=(0.5, 0.25), graphs=())
-    feed.observe_step(step)
-    assert seen == [[0.5, 0.25]]
+    for graphs in graphs_of_steps:
+        step = Step(SimpleNamespace(), 0, lambda: None)  # type: ignore[arg-type]
+        step.compute_seconds, step.graphs, step.retries = (0.5, 0.25), graphs, (0, 0)
+        feed.observe_step(step)
+    return seen
 
 
 # Over ranks

@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from evener.checkpoint import folder, randomness, sums
 from evener.errors import CheckpointError
+from evener.memory import made_as
+from evener.memory.tally import UNCOUNTED
 from evener.runtime.hosts import all_gather, connected, destroy
 from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.mesh import AXES, Mesh
@@ -86,7 +88,8 @@ class _Copies:
     def of(self, key: str, value: Tensor) -> Tensor:
         kept = self._kept.get(key)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            with made_as(UNCOUNTED):  # of the host's memory, and not of what training takes
+                kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
             self._kept[key] = kept
         return kept.copy_(value.detach(), non_blocking=value.is_cuda)
 

@@ -23,11 +23,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="bytes by rank and purpose; the only plan that there is so far"
     )
-    parser.add_argument(
-        "--memory-limit",
-        metavar="SIZE,...",
-        help="what each rank has: 24GB, 512MiB or bytes; one for all, or one for each rank and - for no limit",
-    )
     options.add_config_options(parser)
     options.add_shares_option(parser)
     parser.add_argument("--json", type=options.path, metavar="PATH", help="also write the plan to this file")

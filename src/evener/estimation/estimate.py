@@ -72,6 +72,12 @@ def _of_two_steps(config: RunConfig) -> RunConfig:
         check_data=None,
         throttle=None,
         throttle_at=(),
+        memory_limit=None,
+        memory_limit_at=(),
+        micro_batch=config.samples_at_once,
+        compile=None,
+        compile_mode=None,
+        compile_backend="inductor",
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from evener.data.batch import Batch
 from evener.engine import Engine
 from evener.estimation.result import RankMemory
-from evener.holdings import name_inputs, name_model, updates_named
 from evener.memory import Accounting, made_as
 from evener.memory.tally import OTHER
+from evener.strategies.holdings import name_inputs, name_model, updates_named
 
 STEPS = 2
 

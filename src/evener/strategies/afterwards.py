@@ -42,6 +42,8 @@ class Afterwards(Synchronizer):
         ConfigurationError: For a compression that is one of DistributedDataParallel's own.
     """
 
+    exchanges_in_passes = False
+
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         self._learner, self._group = learner, group
         self._all_reduce = self._summed_by()

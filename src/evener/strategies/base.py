@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -35,9 +35,12 @@ from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.session import Session
 from evener.strategies import model
 from evener.strategies.build import build_optimizer, check_trainable
+from evener.strategies.holdings import name_model, updates_named
 from evener.strategies.hooks import refuse_hooks
 from evener.strategies.learner import Learner
+from evener.strategies.limits import room_on
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.piecewise import check_pieces
 from evener.strategies.precision import Precision, able, agreed, products_of
 from evener.strategies.room import check_room
 from evener.task import Task
@@ -157,9 +160,9 @@ def set_up(
     with ExitStack() as undo:
         undo.callback(learner.close)
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
-        products = ExitStack()
-        products.enter_context(products_of(settings.precision.name))
-        learner.mesh.own(products.close)
+        owned = ExitStack()
+        learner.mesh.own(owned.close)
+        owned.enter_context(products_of(settings.precision.name))
         built, source = _build(strategy, task, session, settings)
         agree(built)
         if session.rank == 0:
@@ -178,11 +181,25 @@ def set_up(
         learner.precision_of = settings.precision.apply(placed, caches)
         learner.optimizer = build_optimizer(task, placed)
         strategy.check_optimizer(learner.optimizer)
+        owned.enter_context(_memory_watched(learner))
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = strategy.stepper(learner)
+        check_pieces(learner)
         learner.cut = strategy.pieces(learner)
         undo.pop_all()
     return learner
+
+
+@contextmanager
+def _memory_watched(learner: Learner) -> Iterator[None]:
+    """What each rank may use of its memory is held to."""
+    settings, rank = learner.settings, learner.session.rank
+    limited = settings.limits is not None and settings.limits.can_bind(rank)
+    with room_on(learner.session.device, limited) as (learner.room, account), ExitStack() as named:
+        if account is not None:
+            name_model(account, learner)
+            named.enter_context(updates_named(account, learner))
+        yield
 
 
 def _agreed(precision: Precision, session: Session) -> Precision:

@@ -39,12 +39,12 @@ from evener.collectives.registry import make
 from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
-from evener.strategies.afterwards import Afterwards, is_apart, zeros_of
+from evener.strategies.afterwards import Afterwards, is_apart, summing_afterwards, zeros_of
 from evener.strategies.base import Strategy
 from evener.strategies.learner import Learner
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
-from evener.strategies.plain import Plain
+from evener.strategies.piecewise import plain_or_piecewise, wants_pieces
 from evener.strategies.single import Alone
 
 
@@ -60,10 +60,10 @@ class Ddp(Strategy):
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return summing(learner)
+        return summing_afterwards(learner) if wants_pieces(learner) else summing(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
-        return Plain(learner)
+        return plain_or_piecewise(learner)
 
 
 def summing(learner: Learner) -> Synchronizer:
@@ -76,6 +76,7 @@ class DdpSum(Afterwards):
     """Sums gradients over the ranks of ``group`` through PyTorch's DistributedDataParallel."""
 
     holds_all = True
+    exchanges_in_passes = True
 
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         super().__init__(learner, group)

@@ -32,6 +32,7 @@ from evener.runtime.session import Session
 from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
 from evener.strategies.compiling import Graphs
+from evener.strategies.limits import Room
 from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer
@@ -60,6 +61,8 @@ class Learner:
     cut: Cut
     graphs: Graphs
     """What of the model is compiled."""
+    room: Room
+    """The memory of its device."""
     precision_of: Named
     """Modules with a precision of their own."""
 
@@ -180,6 +183,7 @@ class Learner:
         else:
             self._leave_out()
         self.synchronizer.updated(step)
+        self.room.over()
         self.precision_of.check(self.session.control.gather_objects)
         self.graphs.check(self.session.control.gather_objects)
 
@@ -250,6 +254,8 @@ class Learner:
         """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
         self.unsound.found.clear()
         self._step = step
+        if self.settings.limits is not None:
+            self.room.allow(self.settings.limits.of(self.session.rank, step))
         if self.may_leave_out:
             self._remember_buffers(step)
         outcome = self.stepper.run(batch, self._scaled(divisor), step)

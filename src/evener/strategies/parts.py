@@ -16,6 +16,7 @@ from evener.balance.emulate import Throttle
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
 from evener.strategies.compiling import Compiling
+from evener.strategies.limits import MemoryLimits
 from evener.strategies.precision import Precision
 from evener.types import Tree
 
@@ -31,6 +32,10 @@ class Settings:
     """What the model computes in."""
     compiling: Compiling = field(default_factory=Compiling)
     """What torch.compile makes faster."""
+    fits: bool = False
+    """Whether micro-batches are cut as memory wants."""
+    limits: MemoryLimits | None = None
+    """What the ranks may use of their memory; None for all of it."""
     clip_norm: float | None = None
     """Largest global norm of the gradients of one step."""
     all_reduce: str | None = None
@@ -68,6 +73,11 @@ class StepOutcome:
     """Numbers of which one is not finite if a gradient of this rank's own samples is not."""
     unsound: tuple[Readout, ...] = ()
     """Then the place of that parameter among the names of all, from 1 on, if it is known; the largest is meant."""
+
+    retries: int = 0
+    """How often the passes were taken again in smaller pieces, for want of memory."""
+    piece: int = 0
+    """The most samples of a pass that there is room for; 0 if none is known."""
 
     @property
     def missing_code(self) -> float:
@@ -116,6 +126,9 @@ class Synchronizer:
     """What sums gradients, for the record."""
     keeps_equal: bool = True
     """Whether ranks that hold the same weights and buffers have the same bits after every step."""
+
+    exchanges_in_passes: bool = True
+    """Whether ranks may wait for each other before all passes of a step are over."""
 
     holds_all: bool = False
     """Whether each rank holds all that the training goes on from, so that one that stays can give it to a new one.

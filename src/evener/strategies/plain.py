@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout, read
@@ -19,20 +19,10 @@ class Plain(Stepper):
         self._learner = learner
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        learner, totals = self._learner, list[Readout]()
-        replica, before, synchronizer = learner.replica, learner.buffer_versions(), learner.synchronizer
-        last = batch.micro_batches[-1]
+        learner, synchronizer = self._learner, self._learner.synchronizer
+        before = learner.buffer_versions()
         with learner.pace.step(step):
-            for micro in batch.micro_batches:
-                with (
-                    learner.micro_scope(micro, step) as current,
-                    synchronizer.micro_batch(micro is last),
-                ):
-                    term = replica(micro)
-                    totals.append(read(term))
-                    current.rewind()
-                    with attending(micro.sequence):
-                        (term / divisor()).backward()
+            totals = self._passes(batch.micro_batches, divisor, step)
             missing = synchronizer.complete()
         return StepOutcome(
             totals=tuple(totals),
@@ -41,6 +31,24 @@ class Plain(Stepper):
             compute_seconds=learner.pace.taken(),
             soundness=synchronizer.soundness(),
         )
+
+    def _passes(
+        self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
+    ) -> list[Readout]:
+        """Forward and backward of each; the sums of their terms."""
+        learner, totals = self._learner, list[Readout]()
+        replica, synchronizer, last = learner.replica, learner.synchronizer, micro_batches[-1]
+        for micro in micro_batches:
+            with (
+                learner.micro_scope(micro, step) as current,
+                synchronizer.micro_batch(micro is last),
+            ):
+                term = replica(micro)
+                totals.append(read(term))
+                current.rewind()
+                with attending(micro.sequence):
+                    (term / divisor()).backward()
+        return totals
 
     def outputs(self, micro: MicroBatch) -> Tree:
         with attending(micro.sequence):

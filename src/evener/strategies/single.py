@@ -13,11 +13,13 @@ from evener.strategies.base import Strategy
 from evener.strategies.gradients import check_sound
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Settings, Stepper, Synchronizer
-from evener.strategies.plain import Plain
+from evener.strategies.piecewise import plain_or_piecewise
 
 
 class Alone(Synchronizer):
     """There is no other rank."""
+
+    exchanges_in_passes = False
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -49,4 +51,4 @@ class Single(Strategy):
         return Alone(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
-        return Plain(learner)
+        return plain_or_piecewise(learner)

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
+from evener.memory import made_as
+from evener.memory.tally import UNCOUNTED
 from evener.nn.names import clean_name
 from evener.nn.scope import outside
 from evener.runtime.mesh import Mesh
@@ -121,7 +123,10 @@ def whole(found: Held, mesh: Mesh) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    with made_as(UNCOUNTED):  # of the host's memory, and not of what training takes
+        return value.detach().cpu().clone()
 
 
 def take(

@@ -222,7 +222,7 @@ Place = tuple[dict[str, Any], str, str]
 class FsdpSum(Afterwards):
     """What FSDP2 gathers and sums, noted; and parameters that are whole, summed after backward."""
 
-    words = "reduce-scatter of FSDP2"
+    words, exchanges_in_passes = "reduce-scatter of FSDP2", True
 
     def __init__(self, learner: Learner) -> None:
         mesh = learner.mesh

@@ -1,0 +1,140 @@
+"""How much memory each rank may use, which may change in mid-run: a rehearsal of smaller devices, also on a CPU.
+
+On a GPU PyTorch's allocator holds a process to its part of the card. On a CPU nothing does, so that there each operator
+is counted (:class:`evener.memory.Accounting`), which takes a few per cent of its time; what PyTorch allocates besides
+tensors is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from evener.errors import ConfigurationError
+from evener.memory import Accounting
+from evener.sizes import parse_limits, parse_size, size_words
+
+
+class LimitChange(NamedTuple):
+    """From ``step`` on, ``rank`` may use ``nbytes``."""
+
+    step: int
+    rank: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """What the ranks may use."""
+
+    nbytes: tuple[int | None, ...]
+    """By rank; None for all that there is."""
+    changes: tuple[LimitChange, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str | None, changes: Sequence[str], ranks: int) -> MemoryLimits | None:
+        """From ``24GB`` or ``24GB,12GB,-`` and changes, each ``STEP:RANK:SIZE``; None for no limit at all.
+
+        Raises:
+            ConfigurationError: If one is no size, or of a rank or step that there is not.
+        """
+        if text is None and not changes:
+            return None
+        parsed = tuple(_parse_change(change, ranks) for change in changes)
+        return cls(tuple(parse_limits(text, ranks)), tuple(sorted(parsed, key=lambda change: change.step)))
+
+    def of(self, rank: int, step: int) -> int | None:
+        """What ``rank`` may use in ``step``."""
+        own = [change.nbytes for change in self.changes if change.rank == rank and change.step <= step]
+        return own[-1] if own else self.nbytes[rank]
+
+    def can_bind(self, rank: int) -> bool:
+        """Whether there is a limit for ``rank`` at any time."""
+        return self.nbytes[rank] is not None or any(change.rank == rank for change in self.changes)
+
+    @property
+    def words(self) -> str:
+        """What the user must know of such a run."""
+        limits = ", ".join("-" if each is None else size_words(each) for each in self.nbytes)
+        changes = "".join(
+            f"; rank {r} {size_words(nbytes)} from step {step}" for step, r, nbytes in self.changes
+        )
+        return f"memory of the ranks is limited to {limits}{changes}"
+
+
+def _parse_change(text: str, ranks: int) -> LimitChange:
+    step, _, rest = text.partition(":")
+    rank, colon, size = rest.partition(":")
+    if not colon or not step.isdecimal() or not rank.isdecimal():
+        raise ConfigurationError(f"memory_limit_at {text!r} is not STEP:RANK:SIZE, such as 100:1:2GiB")
+    if int(rank) >= ranks:
+        raise ConfigurationError(f"memory_limit_at {text!r}: there are {ranks} ranks, from 0")
+    return LimitChange(int(step), int(rank), parse_size(size))
+
+
+class Room(Protocol):
+    """The memory of a rank's device."""
+
+    def allow(self, nbytes: int | None) -> None:
+        """A step begins, in which so much may be used; None for all that there is."""
+
+    def over(self) -> None:
+        """The step is over: what loads samples or copies state may use a host's memory."""
+
+
+class _Unlimited:
+    def allow(self, nbytes: int | None) -> None:
+        pass
+
+    def over(self) -> None:
+        pass
+
+
+class _Counted:
+    """A CPU's."""
+
+    def __init__(self, account: Accounting) -> None:
+        self._account = account
+
+    def allow(self, nbytes: int | None) -> None:
+        self._account.limit = nbytes
+
+    def over(self) -> None:
+        self._account.limit = None
+
+
+class _OfCard:
+    """A GPU's, as PyTorch's allocator sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._part = device, 1.0
+        self._total = torch.cuda.get_device_properties(device).total_memory
+
+    def allow(self, nbytes: int | None) -> None:
+        part = 1.0 if nbytes is None else min(1.0, nbytes / self._total)
+        if part != self._part:
+            torch.cuda.set_per_process_memory_fraction(part, self._device)
+            self._part = part
+
+    def over(self) -> None:
+        pass
+
+
+@contextmanager
+def room_on(device: torch.device, limited: bool) -> Iterator[tuple[Room, Accounting | None]]:
+    """The memory of ``device``, and on a CPU with limits what counts it; all of it may be used again afterwards."""
+    if not limited:
+        yield _Unlimited(), None
+    elif device.type == "cuda":
+        card = _OfCard(device)
+        try:
+            yield card, None
+        finally:
+            card.allow(None)
+    else:
+        with Accounting() as account:
+            yield _Counted(account), account
