@@ -55,8 +55,13 @@ def verdict(ranks: Any, how: Any, precision: str, model: str = MODEL, **given: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-true"])
-@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        *((strategy, precision) for strategy in EVERY for precision in ("bf16", "fp16")),
+        *((strategy, "bf16-true") for strategy in ("all-reduce of messages", "sharded 3", "data_parallel")),
+    ],
+)
 def test_it_is_the_training_of_one_device_in_that_precision(
     ranks: Any, strategy: str, precision: str
 ) -> None:

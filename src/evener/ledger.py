@@ -27,6 +27,7 @@ from evener.data.batch import Batch
 from evener.hardware.readout import Readout, is_late, read
 from evener.hardware.stopwatch import waiting
 from evener.losses import Loss
+from evener.memory.gauge import MemoryUse
 from evener.runtime.channel import Pending
 from evener.runtime.hosts import all_gather
 from evener.runtime.mesh import DIVIDING_TERMS, Mesh
@@ -126,6 +127,8 @@ class Ledger:
         step.contributors = self._mesh.data.contributors
         row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
         row = row._replace(retries=outcome.retries, piece=outcome.piece)
+        held, peak, reserved = outcome.memory
+        row = row._replace(memory_held=held, memory_peak=peak, memory_reserved=reserved)
         row = row._replace(wish=self.wish, skipped=len(step.batch.skipped), graphs=self._graphs())
         doubtful = False
         if self._late:
@@ -205,6 +208,9 @@ class Ledger:
             self._counts[upcoming.epoch, upcoming.index] = sum(counts)
         self.buffers_changed |= any(signal.buffers_changed for signal in signals)
         step.input_seconds = tuple(signal.input_seconds for signal in signals)
+        step.memory = tuple(
+            MemoryUse(int(s.memory_held), int(s.memory_peak), int(s.memory_reserved)) for s in signals
+        )
         step.retries = tuple(int(signal.retries) for signal in signals)
         step.pieces = _of_ranks(signal.piece for signal in signals)
         step.graphs = _of_ranks(signal.graphs for signal in signals)

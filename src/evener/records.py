@@ -75,6 +75,13 @@ class StepRecord:
     """Time for which each rank waited for others until all gradients were summed."""
     input_seconds: tuple[float, ...] = ()
     """Time for which each rank waited for samples, before the step."""
+    memory_held: tuple[int, ...] = ()
+    """Bytes in use on each rank: of a GPU by PyTorch's tensors; on a CPU by the process, or with a memory_limit by what
+    that counts."""
+    memory_peak: tuple[int, ...] = ()
+    """The most that were in use since the step before."""
+    memory_reserved: tuple[int, ...] = ()
+    """What PyTorch's allocator keeps of each GPU; empty without any."""
     pieces: tuple[int, ...] = ()
     """The most samples of a pass that each rank has found room for, 0 for all of its share; empty if all have room."""
     graphs: tuple[int, ...] = ()
@@ -137,6 +144,9 @@ class RunSummary:
     """What summed the gradients."""
     precision: str = ""
     """What the model computed in; empty if it was left as the task makes it."""
+    memory: list[dict[str, int]] = field(default_factory=list)
+    """Bytes on each rank: ``peak``, the most that were in use in a step, as in the records, and of that what the rank
+    holds all the time: ``parameters``, ``buffers``, ``gradients`` and ``optimizer``."""
     graphs: list[int] = field(default_factory=list)
     """Graphs that each rank has compiled in this run; empty if nothing was to be compiled."""
     graph_breaks: int = 0

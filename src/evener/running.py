@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
 from evener.saving import Saving
+from evener.strategies.holdings import nbytes_of
 from evener.strategies.model import named_tensors
 from evener.surveying import head_line
 from evener.task import Task
@@ -53,6 +55,8 @@ class Tally(Observer):
         self.taken = [0] * parts
         self.last: StepRecord | None = None
         self.skipped = 0
+        self.peaks: list[int] = []
+        """The most bytes in use on each rank."""
         self.evaluation_record: EvaluationRecord | None = None
 
     everywhere = True
@@ -60,6 +64,7 @@ class Tally(Observer):
     def step(self, record: StepRecord) -> None:
         self.last = record
         self.skipped += record.skipped
+        self.peaks = [max(two) for two in zip_longest(self.peaks, record.memory_peak, fillvalue=0)]
         self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -286,6 +291,7 @@ class Run:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         return {
             "device": f"{device} {name}".strip(),
+            "memory": nbytes_of(engine.learner),
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
             "times": {
                 "compute_seconds": times.compute,
@@ -321,6 +327,7 @@ class Run:
             emulation=self._emulation,
             allreduce=engine.learner.synchronizer.words,
             precision=engine.learner.settings.precision.words,
+            memory=[{"peak": peak} | part["memory"] for peak, part in zip(tally.peaks, parts, strict=False)],
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
             graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from evener.data.batch import Batch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout
+from evener.memory.gauge import MemoryUse
 from evener.records import StepRecord
 
 
@@ -41,6 +42,12 @@ class Signal(NamedTuple):
     """What the rank wants all to do together; 0 for nothing."""
     skipped: float = 0.0
     """Samples of the rank's share of this step that could not be read."""
+    memory_held: float = 0.0
+    """Bytes of the rank's device that are in use."""
+    memory_peak: float = 0.0
+    """The most since the step before."""
+    memory_reserved: float = 0.0
+    """What a GPU's allocator keeps."""
     retries: float = 0.0
     """How often the rank took the step again for want of memory."""
     piece: float = 0.0
@@ -84,6 +91,8 @@ class Step:
         self.compute_seconds: tuple[float, ...] = ()
         self.wait_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
+        self.memory: tuple[MemoryUse, ...] = ()
+        """Of every rank's device, since the step before."""
         self.retries: tuple[int, ...] = ()
         """Of every rank, how often it took the step again for want of memory."""
         self.pieces: tuple[int, ...] = ()
@@ -115,6 +124,10 @@ class Step:
             if not math.isfinite(soundness):
                 return f"a gradient is not finite in step {self.number} on rank {rank}{self._whose(place)}"
         return self.fault_of_penalty()
+
+    @property
+    def _reserves(self) -> bool:
+        return any(use.reserved for use in self.memory)
 
     def has_finite_loss(self) -> bool:
         """Whether the totals of all ranks are finite, and the penalty with its gradient."""
@@ -157,6 +170,9 @@ class Step:
             input_seconds=self.input_seconds,
             graphs=self.graphs,
             pieces=self.pieces,
+            memory_held=tuple(use.held for use in self.memory),
+            memory_peak=tuple(use.peak for use in self.memory),
+            memory_reserved=tuple(use.reserved for use in self.memory) if self._reserves else (),
         )
 
 

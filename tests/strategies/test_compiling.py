@@ -146,13 +146,7 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
 
 
 def test_a_step_in_which_a_rank_compiled_tells_nothing_of_its_speed() -> None:
-    seen: list[list[float]] = []
-    feed = object.__new__(Feed)
-    feed.skips, feed._graphs = None, ()
-    feed.observe = lambda number, batch, seconds: seen.append(seconds)  # type: ignore[method-assign,assignment,misc]
-    for graphs in ((1, 1), (1, 2), (1, 2)):
-        step: Any = SimpleNamespace(number=0, batch=None, compute_seconds=(0.5, 0.25), graphs=graphs)
-        feed.observe_step(step)
+    seen = learned_from((1, 1), (1, 2), (1, 2))
     assert [[math.isnan(each) for each in row] for row in seen] == [
         [True, True],
         [False, True],

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from evener.observer import Observer
 from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.report.ranks import RecentSteps
+from evener.sizes import size_words
 from evener.streams import unheard
 
 PLAIN_SECONDS = 5.0
@@ -73,7 +74,8 @@ class Terminal(Observer):
 
     def _state(self, record: StepRecord) -> str:
         slowest = f", {self._recent.slowest()}" if self._recent.several else ""
-        return f"loss {record.loss:.4f}, {self._speed(record.step + 1):,.0f} samples/s{slowest}"
+        memory = f", memory {size_words(max(record.memory_peak))}" if record.memory_peak else ""
+        return f"loss {record.loss:.4f}, {self._speed(record.step + 1):,.0f} samples/s{memory}{slowest}"
 
     def event(self, record: Any) -> None:
         self._print(record.words)
@@ -122,6 +124,7 @@ def summary_text(summary: RunSummary) -> str:
         lines += ["  rank   share   compute      wait     input"]
         lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
         lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
+    lines += [_memory_line(summary)] if summary.memory else []
     if summary.skipped:
         lines += [f"  {summary.skipped:,} samples could not be read and count for nothing"]
     lines += [f"  computed in {summary.precision}"] if summary.precision else []
@@ -131,6 +134,13 @@ def summary_text(summary: RunSummary) -> str:
     if summary.run_dir:
         lines += [f"  records, summary and weights in {summary.run_dir}"]
     return "\n".join(lines)
+
+
+def _memory_line(summary: RunSummary) -> str:
+    rank, most = max(enumerate(summary.memory), key=lambda pair: pair[1]["peak"])
+    kinds = ", ".join(f"{name} {size_words(most[name])}" for name in ("parameters", "gradients", "optimizer"))
+    where = f" on rank {rank}" if len(summary.memory) > 1 else ""
+    return f"  memory at most {size_words(most['peak'])}{where}: {kinds}"
 
 
 def _graphs_line(summary: RunSummary) -> str:

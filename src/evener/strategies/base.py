@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from evener.config import Recipe
+from evener.memory.gauge import gauge_of
 from evener.plugins import STRATEGIES
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.session import Session
@@ -196,6 +197,7 @@ def _memory_watched(learner: Learner) -> Iterator[None]:
     settings, rank = learner.settings, learner.session.rank
     limited = settings.limits is not None and settings.limits.can_bind(rank)
     with room_on(learner.session.device, limited) as (learner.room, account), ExitStack() as named:
+        learner.gauge = gauge_of(learner.session.device, account)
         if account is not None:
             name_model(account, learner)
             named.enter_context(updates_named(account, learner))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from evener.borrowed.module_tensors import own_buffers
@@ -13,6 +14,7 @@ from evener.data.batch import Batch, map_leaves
 from evener.memory import Accounting, made_as
 from evener.memory.tally import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from evener.strategies.learner import Learner
+from evener.strategies.local import local
 
 
 def name_model(account: Accounting, learner: Learner) -> None:
@@ -49,6 +51,21 @@ def updates_named(account: Accounting, learner: Learner) -> Iterator[None]:
         making.close()
         for hook in hooks:
             hook.remove()
+
+
+def nbytes_of(learner: Learner) -> dict[str, int]:
+    """Bytes that a rank holds all the time."""
+    model, state = learner.model, list(learner.optimizer.state.values())
+    return {
+        PARAMETERS: _sum(model.parameters()),
+        BUFFERS: _sum(b for m in model.modules() for b in own_buffers(m).values() if b is not None),
+        GRADIENTS: _sum(p for p in model.parameters() if p.requires_grad),
+        OPTIMIZER: _sum(_tensors_of(state)),
+    }
+
+
+def _sum(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors if tensor.layout is torch.strided)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:

@@ -23,6 +23,7 @@ from evener.data.batch import Batch, MicroBatch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout, read
 from evener.hardware.stopwatch import stopwatch, waiting
+from evener.memory.gauge import Gauge
 from evener.nn.batch_norm import BatchNorm
 from evener.nn.names import clean_name
 from evener.nn.scope import Scope, scope
@@ -61,6 +62,8 @@ class Learner:
     cut: Cut
     graphs: Graphs
     """What of the model is compiled."""
+    gauge: Gauge
+    """Reads the memory of its device."""
     room: Room
     """The memory of its device."""
     precision_of: Named
@@ -259,7 +262,7 @@ class Learner:
         if self.may_leave_out:
             self._remember_buffers(step)
         outcome = self.stepper.run(batch, self._scaled(divisor), step)
-        return dataclasses.replace(outcome, unsound=tuple(self.unsound.found))
+        return dataclasses.replace(outcome, unsound=tuple(self.unsound.found), memory=self.gauge.lap())
 
     def _scaled(self, divisor: Callable[[], float]) -> Callable[[], float]:
         scale = 1.0 if self.scale is None else self.scale.value

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evener.balance.emulate import Throttle
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
+from evener.memory.gauge import NOTHING, MemoryUse
 from evener.strategies.compiling import Compiling
 from evener.strategies.limits import MemoryLimits
 from evener.strategies.precision import Precision
@@ -74,6 +75,8 @@ class StepOutcome:
     unsound: tuple[Readout, ...] = ()
     """Then the place of that parameter among the names of all, from 1 on, if it is known; the largest is meant."""
 
+    memory: MemoryUse = NOTHING
+    """Of the rank's device, since the passes of the step before."""
     retries: int = 0
     """How often the passes were taken again in smaller pieces, for want of memory."""
     piece: int = 0
