@@ -31,6 +31,14 @@ class Work:
     data: Dataset[Any]
     batch_size: int
     lr: float = 1e-3
+    autocast: bool = False
+    """Whether the model computes in bfloat16, by autocast."""
+    compiled: bool = False
+
+    def made(self) -> nn.Module:
+        """The model, as its users compile it themselves."""
+        model = self.model()
+        return torch.compile(model) if self.compiled else model  # type: ignore[return-value]
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=self.lr, momentum=0.9)
@@ -47,7 +55,7 @@ Contender = Callable[[Work, Session], Iterator[None]]
 
 def plain_ddp(work: Work, session: Session) -> Iterator[None]:
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(work.model())
+    model = nn.parallel.DistributedDataParallel(work.made())
     optimizer, loss_function = work.optimizer(model.parameters()), nn.CrossEntropyLoss()
     sampler: DistributedSampler[Any] = DistributedSampler(work.data)  # type: ignore[arg-type]
     loader = work.loader(sampler=sampler)
@@ -55,7 +63,9 @@ def plain_ddp(work: Work, session: Session) -> Iterator[None]:
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
             optimizer.zero_grad()
-            loss_function(model(inputs), targets).backward()
+            with torch.autocast("cpu", torch.bfloat16, work.autocast):
+                loss = loss_function(model(inputs), targets)
+            loss.backward()
             optimizer.step()
             yield
 
@@ -64,8 +74,8 @@ def accelerate(work: Work, session: Session) -> Iterator[None]:
     from accelerate import Accelerator
 
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    model = work.model()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if work.autocast else "no")
+    model = work.made()
     loader = work.loader(shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, work.optimizer(model.parameters()), loader)
     loss_function = nn.CrossEntropyLoss()
@@ -81,9 +91,14 @@ def fabric(work: Work, session: Session) -> Iterator[None]:
     from lightning_fabric import Fabric
 
     torch.manual_seed(0)
-    fabric = Fabric(accelerator="cpu", devices=session.environment.local_world_size, strategy="ddp")
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=session.environment.local_world_size,
+        strategy="ddp",
+        precision="bf16-mixed" if work.autocast else "32-true",
+    )
     fabric.launch()
-    model = work.model()
+    model = work.made()
     model, optimizer = fabric.setup(model, work.optimizer(model.parameters()))
     loader = fabric.setup_dataloaders(work.loader(shuffle=True))
     loss_function = nn.CrossEntropyLoss()

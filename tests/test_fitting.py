@@ -80,9 +80,13 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert kept == ["latest", "step-00000004", "step-00000008"]
     assert summary["allreduce"].startswith("shared-memory")
-    assert all(
-        record["seconds"] > 0 and record["lr"] == 0.1 for record in lines(run_dir) if record["kind"] == "step"
-    )
+    steps = [record for record in lines(run_dir) if record["kind"] == "step"]
+    assert all(record["seconds"] > 0 and record["lr"] == 0.1 for record in steps)
+    weights = sum(value.nbytes for value in trained.weights.values())
+    peaks = [max(column) for column in zip(*(record["memory_peak"] for record in steps), strict=True)]
+    assert min(peaks) > 2**20  # of two whole processes
+    momentum = {"parameters": weights, "buffers": 0, "gradients": weights, "optimizer": weights}
+    assert summary["memory"] == [{"peak": peak, **momentum} for peak in peaks]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""A step in bfloat16, and compiled: Evener beside plain DDP, Accelerate and Fabric doing the same, 2 CPU ranks.
+
+python -m benchmarks.precision [--turns 12] [--steps 10] [--only bf16]
+
+Each row is one way to compute; in all of them the contenders take turns. ``plain`` is float32, not compiled: what
+reduced precision itself gains or costs on this CPU is that row against the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import evener
+from benchmarks.contenders import PEERS, Work, ours
+from benchmarks.interleaved import Timing, machine, table, take_turns
+from evener.runtime.session import Session
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"autocast": True},
+    "compiled": {"compiled": True},
+    "bf16, compiled": {"autocast": True, "compiled": True},
+}
+
+
+class Block(nn.Module):
+    """Of a perceptron over tokens: enough products to gain by, and a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+def tower() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), *(Block(256) for _ in range(4)), nn.Linear(256, 10))
+
+
+def works(way: dict[str, Any]) -> list[Work]:
+    data = TensorDataset(torch.rand(4096, 64), torch.randint(10, (4096,)))
+    return [Work("4 blocks of width 256, batch 256", tower, data, 256, **way)]
+
+
+def measure(turns: int, steps: int, only: str | None) -> dict[str, dict[str, Timing]]:
+    found = {}
+    with Session(device="cpu") as session:
+        for name, way in WAYS.items():
+            for work in works(way) if only in (None, name) else ():
+                settings = {
+                    "precision": "bf16" if work.autocast else None,
+                    "compile": "auto" if work.compiled else None,
+                }
+                contenders = {**PEERS, "Evener": ours(**settings)}
+                found[f"{name}: {work.name}"] = take_turns(contenders, work, session, turns, steps)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", choices=tuple(WAYS))
+    arguments = parser.parse_args()
+    results = evener.launch(
+        measure,
+        arguments.turns,
+        arguments.steps,
+        arguments.only,
+        processes=2,
+        device="cpu",
+        timeout_seconds=600.0,
+    )[0]
+    print(machine())
+    print(table(results, "plain DDP"))
+
+
+if __name__ == "__main__":
+    main()
