@@ -75,7 +75,6 @@ class Piecewise(Plain):
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner)
         learner.may_leave_out = True
-        self._rank = learner.session.rank
         self._device = learner.session.device
         self.size = PieceSize()
 
@@ -112,7 +111,7 @@ class Piecewise(Plain):
         self._retries += 1
         if not self.size.ran_out(size):
             raise OutOfMemoryError(
-                f"rank {self._rank} has no room for a single sample in step {step}: {seen.splitlines()[0]}. Use a "
+                f"there is no room for a single sample in step {step}: {seen.splitlines()[0]}. Use a "
                 "strategy that divides the model (sharded, tensor, pipeline), a lower precision, or a device with more "
                 "memory"
             )
