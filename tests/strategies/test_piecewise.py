@@ -167,6 +167,13 @@ def test_strategies_whose_ranks_meet_in_between_refuse(ranks: Any, strategy: str
         assert repr(strategy) in words
 
 
+def test_devices_of_one_process_have_no_limits() -> None:
+    with pytest.raises(
+        ConfigurationError, match="memory_limit is that of a rank with one device, and strategy 'layers'"
+    ):
+        Engine(task(), device="cpu", strategy="layers", devices="cpu:0,cpu:1", memory_limit="1GB")
+
+
 def test_the_record_tells_why(tmp_path: Path) -> None:
     evener.fit(
         task(),

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from evener.config import Recipe
+from evener.errors import ConfigurationError
 from evener.memory.gauge import gauge_of
 from evener.plugins import STRATEGIES
 from evener.runtime.mesh import Layout, Mesh
@@ -182,7 +183,7 @@ def set_up(
         learner.precision_of = settings.precision.apply(placed, caches)
         learner.optimizer = build_optimizer(task, placed)
         strategy.check_optimizer(learner.optimizer)
-        owned.enter_context(_memory_watched(learner))
+        owned.enter_context(_memory_watched(learner, strategy))
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = strategy.stepper(learner)
         check_pieces(learner)
@@ -192,9 +193,14 @@ def set_up(
 
 
 @contextmanager
-def _memory_watched(learner: Learner) -> Iterator[None]:
+def _memory_watched(learner: Learner, strategy: Strategy) -> Iterator[None]:
     """What each rank may use of its memory is held to."""
     settings, rank = learner.settings, learner.session.rank
+    if settings.limits is not None and strategy.one_process:
+        raise ConfigurationError(
+            f"memory_limit is that of a rank with one device, and strategy {strategy.label!r} has several in one "
+            "process: leave it out, or use 'ddp', which has a process for each"
+        )
     limited = settings.limits is not None and settings.limits.can_bind(rank)
     with room_on(learner.session.device, limited) as (learner.room, account), ExitStack() as named:
         learner.gauge = gauge_of(learner.session.device, account)
