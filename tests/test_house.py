@@ -17,7 +17,7 @@ COLUMNS = (
     ("borrowed",),
     (
         *("errors", "texts", "system", "streams", "calling", "types", "plugins", "placement", "intervals"),
-        *("halves", "sizes", "ranges", "config", "records", "observer", "losses", "given", "task"),
+        *("halves", "sizes", "budgets", "ranges", "config", "records", "observer", "losses", "given", "task"),
     ),
     ("hardware", "memory"),
     ("runtime",),
@@ -25,7 +25,8 @@ COLUMNS = (
     ("strategies", "tasks"),
     (
         *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "ledger"),
-        *("by_hand", "equality", "guard", "replicas", "assembly", "shortage", "feed", "run_state", "engine"),
+        *("by_hand", "equality", "guard", "replicas", "assembly", "shortage", "feed", "run_state"),
+        *("recomputing", "engine"),
         *("report", "rundir"),
     ),
     (

@@ -11,6 +11,7 @@ from evener.balance.base import Balancer, Equal
 from evener.balance.emulate import Throttle
 from evener.balance.registry import BALANCERS, fixed_weights, make_balancer
 from evener.balance.shares import parse_caps
+from evener.budgets import Recompute
 from evener.collectives.registry import COMPRESSIONS, find
 from evener.config import AUTO, RunConfig
 from evener.errors import ConfigurationError
@@ -90,12 +91,16 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         fits=config.micro_batch == AUTO,
         limits=MemoryLimits.parse(config.memory_limit, config.memory_limit_at, world_size),
         precision=Precision.of(config.precision, config.precision_of),
+        recompute=Recompute.of(config.recompute) if config.recompute else None,
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,
         compression=config.compress,
         bucket_bytes=None if config.bucket_mb is None else round(config.bucket_mb * 2**20),
         devices=_devices_of(config, strategy),
     )
+    if settings.recompute is not None:
+        settings.recompute.sizes(world_size)
+        strategy.check_recompute(settings.recompute)
     data = strategy.layout(world_size, settings).data_axis(0)
     if strategy.one_process and config.balance != "equal":
         raise ConfigurationError(

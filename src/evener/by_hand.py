@@ -41,6 +41,12 @@ class ByHand:
                 "in a loop of your own leave it out: backward() and update() raise DivergenceError on all ranks alike, "
                 "before weights change"
             )
+        recompute = self._learner.settings.recompute
+        if recompute is not None and recompute.is_budget:
+            raise ConfigurationError(
+                f"recompute={recompute.text} is a budget, which is measured in engine.step(batch); in a loop of your "
+                "own compute all blocks again with recompute=blocks"
+            )
         if self._learner.scale is not None:
             raise ConfigurationError(
                 "precision fp16 goes with engine.step(batch), which scales the loss and leaves updates out whose "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evener.budgets import Recompute
 from evener.errors import ConfigurationError
 from evener.intervals import Interval
 from evener.plugins import STRATEGIES
@@ -181,6 +182,12 @@ class RunConfig:
         "torch.compile's backend, such as aot_eager to find what cannot be compiled",
         metavar="NAME",
     )
+    recompute: str | None = option(
+        None,
+        "take less memory and more time: compute blocks that the model repeats again in backward. blocks: all; a "
+        "budget: as few as 60% of the peak, 8GB, or 8GB,4GB by rank, allow",
+        metavar="HOW",
+    )
     evaluate_every: int = option(
         1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
     )
@@ -276,6 +283,7 @@ class RunConfig:
             raise ConfigurationError(
                 "compile_mode and compile_backend would do nothing: set compile too, or leave them out"
             )
+        _check_recompute(self)
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
         _one_of("recover", self.recover, ("memory", "file"))
         _one_of("on_full_disk", self.on_full_disk, FULL_DISK)
@@ -359,6 +367,16 @@ def _micro_batch(given: int | str | None) -> int | str | None:
         raise ConfigurationError(f"micro_batch is {given!r}; it must be a number of samples, or auto")
     _at_least("micro_batch", None if isinstance(number, str) else number, 1)
     return number
+
+
+def _check_recompute(config: RunConfig) -> None:
+    if config.recompute is None or not Recompute.of(config.recompute).is_budget:
+        return
+    if config.compile is not None:
+        raise ConfigurationError(
+            f"recompute={config.recompute} is a budget, which is measured operator by operator, and compile hides "
+            "these: compute all blocks again with recompute=blocks, or leave compile out"
+        )
 
 
 def _check_best(metric: str | None) -> None:

@@ -38,6 +38,7 @@ from evener.ledger import Ledger
 from evener.losses import Loss
 from evener.observer import Observer, Observers
 from evener.progress import Progress
+from evener.recomputing import Recomputing
 from evener.records import EvaluationRecord
 from evener.replicas import Replicas
 from evener.run_state import RunState
@@ -93,6 +94,7 @@ class Engine:
             device, waits = self.session.device, self.guard.waits
             mesh, graphs = self.learner.mesh, lambda: self.learner.graphs.made
             self.ledger = Ledger(control, mesh, device, lambda: self.loss, self._observe, waits, graphs)
+            self.recomputing = Recomputing(self.learner, self.observers.event)
             self._by_hand = ByHand(self.learner, control, self.config.non_finite)
             self._replicas = Replicas(self.learner, control, self.config, self.observers.event)
             late = self.ledger.steps_late
@@ -195,8 +197,9 @@ class Engine:
             RankError, RankTimeoutError: If another rank is gone or late.
         """
         began, learner, ledger = time.perf_counter(), self.learner, self.ledger
-        number = self.steps_done
-        with self.session.watchdog.explained(), self.session.watchdog.phase("training", step=number):
+        number, watchdog = self.steps_done, self.session.watchdog
+        recomputing = self.recomputing.step(batch, number)
+        with watchdog.explained(), watchdog.phase("training", step=number), recomputing:
             step = Step(batch, number, ledger.settle, list(learner.names.values()))
             next_count = ledger.count(self._upcoming)
             outcome = learner.run(batch, lambda: ledger.divisor(step), number)

@@ -147,6 +147,8 @@ class RunSummary:
     memory: list[dict[str, int]] = field(default_factory=list)
     """Bytes on each rank: ``peak``, the most that were in use in a step, as in the records, and of that what the rank
     holds all the time: ``parameters``, ``buffers``, ``gradients`` and ``optimizer``."""
+    recompute: str = ""
+    """What was computed again in backward to take less memory, in words; empty if nothing was."""
     graphs: list[int] = field(default_factory=list)
     """Graphs that each rank has compiled in this run; empty if nothing was to be compiled."""
     graph_breaks: int = 0

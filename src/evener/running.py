@@ -195,7 +195,7 @@ class Run:
             else ""
         )
         limits = self._engine.learner.settings.limits
-        return chosen, limits.words if limits else "", self._emulation
+        return chosen, limits.words if limits else "", self._engine.recomputing.words, self._emulation
 
     def _staying(self) -> AbstractContextManager[None]:
         """Where this rank goes on in another start if others die."""
@@ -328,6 +328,7 @@ class Run:
             allreduce=engine.learner.synchronizer.words,
             precision=engine.learner.settings.precision.words,
             memory=[{"peak": peak} | part["memory"] for peak, part in zip(tally.peaks, parts, strict=False)],
+            recompute=engine.recomputing.words,
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
             graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,

@@ -20,7 +20,8 @@ from evener.feed import Feed
 from evener.shortage import Pieces
 from evener.step import Step
 from evener.strategies import compiling
-from evener.strategies.compiling import Compiling, repeated_blocks
+from evener.strategies.blocks import repeated_blocks
+from evener.strategies.compiling import Compiling
 from evener.strategies.sharded import Sharded
 from tests import tasks
 from tests.comparing import worst

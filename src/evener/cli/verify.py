@@ -29,6 +29,7 @@ SETTINGS = (
     "compile",
     "compile_mode",
     "compile_backend",
+    "recompute",
     "seed",
     "clip_norm",
     "allreduce",

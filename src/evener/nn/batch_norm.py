@@ -34,6 +34,7 @@ from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
 from evener.hardware.readout import is_late
 from evener.nn.peers import Peers, Ranks
+from evener.nn.recomputing import once
 from evener.nn.scope import current
 from evener.nn.shared import Shared
 
@@ -65,7 +66,7 @@ class BatchNorm(AnyBatchNorm):
     def _over_ranks(self, input: Tensor, group: Peers) -> Tensor:
         scope = current()
         counts = scope is None or scope.weight > 0
-        statistics = _gather_statistics(input.detach(), counts, group)
+        statistics = once(lambda: _gather_statistics(input.detach(), counts, group))
         if self.training and self.track_running_stats:
             self._track(*statistics)
         arguments = (input, self.weight, self.bias, *statistics, self.eps, group, counts)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
+from evener.nn.recomputing import once
 from evener.nn.sequence import DividedSequence
 
 GroupMaker = Callable[[], ProcessGroup | None]
@@ -60,11 +61,16 @@ class Scope:
     def call(self, caller: Hashable) -> int:
         """How often the layer, given by its name or itself, was called before in this pass.
 
+        A block that Evener itself computes again gets the numbers that it had.
+
         Raises:
             ConfigurationError: If backward repeats a layer that forward called more than once: activation
                 checkpointing repeats the calls in reverse order of its segments, so there is no telling which
                 one this is.
         """
+        return once(lambda: self._count(caller))
+
+    def _count(self, caller: Hashable) -> int:
         if self._forward_calls.get(caller, 0) > 1:
             raise ConfigurationError(
                 f"{caller} is called {self._forward_calls[caller]} times in one forward pass and again"

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from evener.budgets import Recompute
 from evener.config import Recipe
 from evener.errors import ConfigurationError
 from evener.memory.gauge import gauge_of
@@ -44,6 +45,7 @@ from evener.strategies.limits import room_on
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.piecewise import check_pieces
 from evener.strategies.precision import Precision, able, agreed, products_of
+from evener.strategies.recomputed.forward import recompute_blocks
 from evener.strategies.room import check_room
 from evener.task import Task
 
@@ -132,6 +134,14 @@ class Strategy(Recipe, ABC):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigurationError for an optimizer that the strategy cannot have."""
 
+    def check_recompute(self, asked: Recompute) -> None:
+        """Raises ConfigurationError if blocks of the model cannot be computed again."""
+        if self.one_process:
+            raise ConfigurationError(
+                f"recompute={asked.text} goes with one device for each rank, and strategy {self.label!r} has several "
+                "in one process: use ddp, sharded or pipeline, or torch.utils.checkpoint in the model"
+            )
+
     def portion(self, dataset: Any, learner: Learner) -> Any:
         """The data set with no more of each item than this rank needs."""
         return dataset
@@ -180,6 +190,7 @@ def set_up(
         learner.graphs = settings.compiling.apply(
             placed, session.device.type, learner.mesh.degree("pipeline") > 1
         )
+        learner.recomputed = recompute_blocks(settings.recompute, placed)
         learner.precision_of = settings.precision.apply(placed, caches)
         learner.optimizer = build_optimizer(task, placed)
         strategy.check_optimizer(learner.optimizer)

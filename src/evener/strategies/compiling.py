@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,9 @@ from evener.borrowed.compiling import compiled_so_far, with_any_size
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 from evener.nn.names import clean_name
+from evener.strategies.blocks import repeated_blocks
 
 BLOCKS, WHOLE, AUTO = "blocks", "whole", "auto"
-_LEAST = 2
-"""Modules of one kind in a list that make them blocks."""
 
 
 @dataclass(frozen=True)
@@ -140,29 +138,6 @@ class Graphs:
                 "compile=blocks or compile=whole chooses other modules, or leave compile out"
             )
         self._checked = True
-
-
-def repeated_blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the modules that are repeated: in a list, of a class that is there at least twice, and with weights in
-    modules of their own; outermost ones only."""
-
-    def within(module: nn.Module, path: str) -> Iterator[str]:
-        kinds = Counter(map(type, _blocks_in(module)))
-        for name, child in module.named_children():
-            below = f"{path}.{name}" if path else name
-            if kinds[type(child)] >= _LEAST and child in _blocks_in(module):
-                yield below
-            else:
-                yield from within(child, below)
-
-    return within(model, "")
-
-
-def _blocks_in(module: nn.Module) -> list[nn.Module]:
-    """The blocks of a list: what has modules inside."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return []
-    return [child for child in module if any(child.children()) and not isinstance(child, nn.ModuleList)]
 
 
 def _check_compiler() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evener.budgets import Recompute
 from evener.errors import ConfigurationError
 from evener.runtime.mesh import AXES, Layout, Mesh
 from evener.strategies.afterwards import summing_afterwards
@@ -205,6 +206,10 @@ class Composed(Strategy):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for part in self._parts:
             part.check_optimizer(optimizer)
+
+    def check_recompute(self, asked: Recompute) -> None:
+        for part in self._parts:
+            part.check_recompute(asked)
 
     def portion(self, dataset: Any, learner: Learner) -> Any:
         for part in self._parts:

@@ -38,6 +38,7 @@ from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer
 from evener.strategies.precision import Named
+from evener.strategies.recomputed.forward import Blocks
 from evener.strategies.replica import Replica
 from evener.strategies.scale import LossScale
 from evener.strategies.slices import divided, slice_of
@@ -66,6 +67,8 @@ class Learner:
     """Reads the memory of its device."""
     room: Room
     """The memory of its device."""
+    recomputed: Blocks
+    """Blocks of the model that are computed again in backward."""
     precision_of: Named
     """Modules with a precision of their own."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.balance.emulate import Throttle
+from evener.budgets import Recompute
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
 from evener.memory.gauge import NOTHING, MemoryUse
@@ -37,6 +38,8 @@ class Settings:
     """Whether micro-batches are cut as memory wants."""
     limits: MemoryLimits | None = None
     """What the ranks may use of their memory; None for all of it."""
+    recompute: Recompute | None = None
+    """Which blocks of the model are computed again in backward; None for none."""
     clip_norm: float | None = None
     """Largest global norm of the gradients of one step."""
     all_reduce: str | None = None

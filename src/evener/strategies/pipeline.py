@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from evener.borrowed.layers import AnyBatchNorm
 from evener.borrowed.module_tensors import own_parameters
+from evener.budgets import Recompute
 from evener.data.batch import map_leaves
 from evener.data.collate import collate_pairs, collate_with
 from evener.errors import ConfigurationError
@@ -172,6 +173,13 @@ class Pipeline(Strategy):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer, "pipeline")
+
+    def check_recompute(self, asked: Recompute) -> None:
+        if self.schedule == "zero-bubble":
+            raise ConfigurationError(
+                f"recompute={asked.text}: schedule zero-bubble takes backward in two parts, and each would compute the "
+                "blocks again: use schedule=1f1b or interleaved"
+            )
 
 
 def staged(learner: Learner) -> StagedForward:

@@ -108,7 +108,7 @@ def alone(config: RunConfig) -> RunConfig:
     """The same run on one device."""
     alike: dict[str, Any] = {"balance": "equal", "caps": None, "quantum": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
-    alike |= {"strategy_option": (), "mesh": None, "devices": None}
+    alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
     return config.replace(strategy="single", processes=1, **alike)
 
 

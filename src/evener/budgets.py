@@ -1,0 +1,88 @@
+"""What a run computes twice to take less memory, as its settings say it.
+
+``blocks``: all that the model repeats. A budget, ``60%`` or ``8GB`` or one size for each rank: as much as is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from evener.errors import ConfigurationError
+from evener.sizes import parse_limits, size_words
+
+BLOCKS = "blocks"
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A setting of ``recompute``."""
+
+    text: str
+    """As it was given."""
+    part: float | None = None
+    """The budget as a part of the peak that a step would have, between 0 and 1."""
+
+    @classmethod
+    def of(cls, text: str) -> Recompute:
+        """From the setting.
+
+        Raises:
+            ConfigurationError: If it is none of these.
+        """
+        found = _PART.fullmatch(text.strip())
+        if text != BLOCKS and not found:
+            _sizes(text, text.count(",") + 1)
+        part = float(found[1]) / 100 if found else None
+        if part is not None and not 0 < part < 1:
+            raise ConfigurationError(
+                f"recompute is {text!r}; a budget is a part of the peak that a step would have, above 0% and below 100%"
+            )
+        return cls(text, part)
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether what is computed twice is chosen for a budget."""
+        return self.text != BLOCKS
+
+    def budgets(self, peaks: list[int]) -> list[int]:
+        """Bytes for each rank.
+
+        Args:
+            peaks: Bytes that a step of each rank would have at its peak if nothing were computed twice.
+
+        Raises:
+            ConfigurationError: If there are sizes for another number of ranks.
+        """
+        if self.part is not None:
+            return [int(self.part * peak) for peak in peaks]
+        return [
+            peak if size is None else size for size, peak in zip(self.sizes(len(peaks)), peaks, strict=True)
+        ]
+
+    def sizes(self, ranks: int) -> list[int | None]:
+        """The sizes of a budget, for each rank; None is none.
+
+        Raises:
+            ConfigurationError: If there are as many as there are no ranks.
+        """
+        return [None] * ranks if self.part is not None or not self.is_budget else _sizes(self.text, ranks)
+
+    def words(self, ranks: int) -> str:
+        """A budget for people."""
+        if self.part is not None:
+            return f"{self.part:.3g} of the peak"
+        return ", ".join(
+            "-" if size is None else size_words(size) for size in dict.fromkeys(self.sizes(ranks))
+        )
+
+
+def _sizes(text: str, ranks: int) -> list[int | None]:
+    try:
+        return parse_limits(text, ranks)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"recompute is {text!r}; it must be blocks, a part of the peak such as 60%, a size such as 8GB, or one for "
+            f"each rank: {error}"
+        ) from error
