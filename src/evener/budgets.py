@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evener.errors import ConfigurationError
@@ -46,17 +47,23 @@ class Recompute:
         """Whether what is computed twice is chosen for a budget."""
         return self.text != BLOCKS
 
-    def budgets(self, peaks: list[int]) -> list[int]:
+    def budgets(self, peaks: Sequence[int], least: Sequence[int]) -> list[int]:
         """Bytes for each rank.
+
+        A part is that of the rank's own peak. A rank with fewer samples than others, or the end of a pipeline, may not
+        come down to that: it has what it needs at least, if that is no more than the part of the largest peak.
 
         Args:
             peaks: Bytes that a step of each rank would have at its peak if nothing were computed twice.
+            least: The same if everything were.
 
         Raises:
             ConfigurationError: If there are sizes for another number of ranks.
         """
         if self.part is not None:
-            return [int(self.part * peak) for peak in peaks]
+            most = int(self.part * max(peaks))
+            own = [int(self.part * peak) for peak in peaks]
+            return [max(mine, min(need, most)) for mine, need in zip(own, least, strict=True)]
         return [
             peak if size is None else size for size, peak in zip(self.sizes(len(peaks)), peaks, strict=True)
         ]

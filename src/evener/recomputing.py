@@ -9,7 +9,8 @@
          made    looked at        choice, by all ranks
 
 Counting begins with the first step, which makes what later ones find: buckets, the optimizer's state. What the choice
-takes is counted, too. If it is more than was thought, the next has so much less to spend.
+takes is counted, too. If it is more than was thought, the next has so much less to spend. A step with fewer samples than
+one before, such as the last of an epoch, does not count.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Recomputing:
         self._learner, self._tell = learner, tell
         self._asked = learner.settings.recompute
         self._watch = partial(stopwatch, learner.session.device)
-        self._steps = 0
+        self._steps = self._size = 0
         self._account: Accounting | None = None
         if self._asked is not None and self._asked.is_budget:
             self._account = Accounting(device_type=learner.session.device.type)
@@ -65,9 +66,12 @@ class Recomputing:
         Raises:
             ConfigurationError: For a budget that cannot be met; on all ranks.
         """
-        if self._account is None:
+        if self._account is None or batch.size < self._size:
             yield
-        elif self._steps == MEASURED_STEPS - 1:
+            self._checked()
+            return
+        self._size = batch.size
+        if self._steps == MEASURED_STEPS - 1:
             yield from self._timed()
             self._choose()
         else:
@@ -75,6 +79,9 @@ class Recomputing:
             if self._steps >= MEASURED_STEPS:
                 self._compare(self._account.peak, number)
         self._steps += 1
+        self._checked()
+
+    def _checked(self) -> None:
         self._learner.recomputed.check(self._learner.session.control.gather_objects)
 
     # Measuring
@@ -109,7 +116,9 @@ class Recomputing:
         rows: list[tuple[int, Measured]] = self._learner.session.control.gather_objects((stage, own))
         self._stages, self._ranks = [row[0] for row in rows], [row[1] for row in rows]
         assert self._asked is not None
-        self._budgets = self._asked.budgets([rank.kept_peak for rank in self._ranks])
+        self._budgets = self._asked.budgets(
+            [rank.kept_peak for rank in self._ranks], [rank.least for rank in self._ranks]
+        )
         self._spending = list(self._budgets)
         if any(rank.least > budget for rank, budget in zip(self._ranks, self._budgets, strict=True)):
             raise ConfigurationError(words.impossible(self._asked, self._ranks, self._budgets))

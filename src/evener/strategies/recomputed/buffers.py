@@ -1,7 +1,8 @@
 """Buffers that a block's forward writes into, such as the running statistics of BatchNorm.
 
 A repetition must not write into them once more, and must begin with what they were: so it gets copies in their place.
-Which these are is found at the first call, for which all buffers are copied.
+Which these are is found at the first call, for which all buffers are copied: by their numbers too, for PyTorch does not
+count what BatchNorm writes as a write.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from evener.borrowed.module_tensors import own_buffers
@@ -51,10 +53,14 @@ class WrittenBuffers:
             for (held, key), (tensor, number) in zip(every, before, strict=True)
             if held[key] is not tensor or version(tensor) != number
         ]
-        self._check(written)
         if self._written is None:
-            self._written = written
-            copies[:] = [(place, copy) for place, copy in copies if _among(place, written)]
+            copies[:] = [
+                ((held, key), copy)
+                for (held, key), copy in copies
+                if _among((held, key), written) or not torch.equal(held[key], copy)
+            ]
+            self._written = [place for place, _ in copies]
+        self._check(written)
 
     def _places(self) -> Iterator[Place]:
         for module in self._block.modules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from evener.budgets import Recompute
 from evener.sizes import size_words
@@ -42,9 +42,7 @@ def of_choice(ways: Iterable[str], peak: int, kept_peak: int, times: float) -> s
     )
 
 
-def impossible(
-    asked: Recompute, ranks: Sequence[Measured], budgets: Mapping[int, int] | Sequence[int]
-) -> str:
+def impossible(asked: Recompute, ranks: Sequence[Measured], budgets: Sequence[int]) -> str:
     """Of a budget that cannot be met."""
     rank = max(range(len(ranks)), key=lambda each: ranks[each].least - budgets[each])
     found, budget = ranks[rank], budgets[rank]
