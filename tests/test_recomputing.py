@@ -12,8 +12,6 @@ from torch.utils.data import TensorDataset
 
 import evener
 from evener.engine import Engine
-from evener.errors import ConfigurationError
-from evener.estimation import estimate_memory
 from evener.observer import Observer
 from evener.strategies.sharded import Sharded
 from evener.task import Task

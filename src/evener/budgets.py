@@ -47,23 +47,24 @@ class Recompute:
         """Whether what is computed twice is chosen for a budget."""
         return self.text != BLOCKS
 
-    def budgets(self, peaks: Sequence[int], least: Sequence[int]) -> list[int]:
+    def budgets(self, peaks: Sequence[int], least: Sequence[int], stages: Sequence[int]) -> list[int]:
         """Bytes for each rank.
 
-        A part is that of the rank's own peak. A rank with fewer samples than others, or the end of a pipeline, may not
-        come down to that: it has what it needs at least, if that is no more than the part of the largest peak.
+        A part is that of the largest peak of the ranks that compute the same blocks. The end of a pipeline may not come
+        down to that: it has what it needs at least, if that is no more than the part of the largest peak of all.
 
         Args:
             peaks: Bytes that a step of each rank would have at its peak if nothing were computed twice.
             least: The same if everything were.
+            stages: Which blocks each rank computes, as a number.
 
         Raises:
             ConfigurationError: If there are sizes for another number of ranks.
         """
         if self.part is not None:
-            most = int(self.part * max(peaks))
-            own = [int(self.part * peak) for peak in peaks]
-            return [max(mine, min(need, most)) for mine, need in zip(own, least, strict=True)]
+            own = [self.part * _largest(peaks, stages, stage) for stage in stages]
+            need = [min(_largest(least, stages, stage), self.part * max(peaks)) for stage in stages]
+            return [int(max(pair)) for pair in zip(own, need, strict=True)]
         return [
             peak if size is None else size for size, peak in zip(self.sizes(len(peaks)), peaks, strict=True)
         ]
@@ -93,3 +94,7 @@ def _sizes(text: str, ranks: int) -> list[int | None]:
             f"recompute is {text!r}; it must be blocks, a part of the peak such as 60%, a size such as 8GB, or one for "
             f"each rank: {error}"
         ) from error
+
+
+def _largest(values: Sequence[int], stages: Sequence[int], stage: int) -> int:
+    return max(value for value, other in zip(values, stages, strict=True) if other == stage)

@@ -117,7 +117,7 @@ class Recomputing:
         self._stages, self._ranks = [row[0] for row in rows], [row[1] for row in rows]
         assert self._asked is not None
         self._budgets = self._asked.budgets(
-            [rank.kept_peak for rank in self._ranks], [rank.least for rank in self._ranks]
+            [rank.kept_peak for rank in self._ranks], [rank.least for rank in self._ranks], self._stages
         )
         self._spending = list(self._budgets)
         if any(rank.least > budget for rank, budget in zip(self._ranks, self._budgets, strict=True)):

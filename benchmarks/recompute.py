@@ -1,0 +1,136 @@
+"""What a budget costs: a step's peak and its time with blocks computed again, beside all kept and all computed again.
+
+    python -m benchmarks.recompute [--models NAME;NAME] [--budget 60%] [--turns N] [--steps N]
+
+One rank, one thread. The three take turns, steps each, and ratios are those of turns next to each other. Peaks are counted
+in a further step of each, by an accounting that sees all tensors. Aims: the peak within the budget, at no more than 1.35
+of the time with all blocks kept, and less than with all computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.interleaved import Timing, machine, ratio
+from benchmarks.memory_models import WORDS, Attention, Block, Words
+from evener.data.batch import Batch
+from evener.engine import Engine
+from evener.holdings import name_inputs, name_model
+from evener.memory import Accounting
+from evener.sizes import size_words
+from evener.task import Task
+
+BLOCKS, KINDS, WARM_UP = 12, 10, 6
+
+
+def gpt(width: int = 256, length: int = 128, batch_size: int = 8) -> Task:
+    """Twelve layers of a transformer that predict the next word."""
+    words = torch.randint(WORDS, (64, length + 1), generator=torch.Generator().manual_seed(1))
+    layers = lambda: Words([Attention(width, 4) for _ in range(BLOCKS)], width)  # noqa: E731
+    return _task("GPT", layers, TensorDataset(words[:, :-1], words[:, 1:]), batch_size)
+
+
+def resnet(width: int = 32, batch_size: int = 32) -> Task:
+    """Twelve blocks of two convolutions with BatchNorm."""
+    images = torch.rand(64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    layers = lambda: nn.Sequential(  # noqa: E731
+        *(nn.Conv2d(3, width, 3, padding=1), nn.Sequential(*(Block(width) for _ in range(BLOCKS)))),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, KINDS)),
+    )
+    return _task("ResNet", layers, TensorDataset(images, torch.arange(64) % KINDS), batch_size)
+
+
+def _task(name: str, model: Callable[[], nn.Module], data: TensorDataset, batch_size: int) -> Task:
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    return Task(
+        model=model, loss=nn.CrossEntropyLoss(), optimizer=adamw, train=data, batch_size=batch_size, name=name
+    )
+
+
+MODELS = {"GPT": gpt, "ResNet": resnet}
+
+
+class Contender:
+    """An engine that takes steps when it is its turn."""
+
+    def __init__(self, task: Task, recompute: str | None) -> None:
+        self.engine = Engine(task, device="cpu", strategy="single", recompute=recompute, epochs=10**6)
+        self._batches = self.engine.batches()
+        self._steps(WARM_UP)
+
+    def seconds(self, steps: int) -> float:
+        began = time.perf_counter()
+        self._steps(steps)
+        return (time.perf_counter() - began) / steps
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step(next(self._batches))
+
+    def peak(self) -> int:
+        """Bytes, in one further step."""
+        batch: Batch = next(self._batches)
+        with Accounting() as account:
+            name_model(account, self.engine.learner)
+            name_inputs(account, batch)
+            account.reset_peak()
+            self.engine.step(batch)
+        return account.peak
+
+    def close(self) -> None:
+        self._batches.close()
+        self.engine.close()
+
+
+def compared(
+    task: Task, budget: str, turns: int, steps: int
+) -> tuple[dict[str, Timing], dict[str, int], str]:
+    """Times and peaks of each, and what the budget's engine says."""
+    ways = {"all kept": None, budget: budget, "all again": "blocks"}
+    contenders = {name: Contender(task, how) for name, how in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, each in contenders.items():
+            seconds[name].append(each.seconds(steps))
+    peaks = {name: each.peak() for name, each in contenders.items()}
+    said = contenders[budget].engine.recomputing.words
+    for each in contenders.values():
+        each.close()
+    return {name: Timing(found) for name, found in seconds.items()}, peaks, said
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--models", type=lambda text: text.split(";"), default=list(MODELS), metavar="NAME;NAME"
+    )
+    parser.add_argument("--budget", default="60%", metavar="HOW")
+    parser.add_argument("--turns", type=int, default=15, metavar="N")
+    parser.add_argument("--steps", type=int, default=3, metavar="N")
+    given: Any = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print(machine())
+    print("| model | all kept | " + given.budget + " | all again | peak / kept |", "|---" * 5 + "|", sep="\n")
+    for name in given.models:
+        times, peaks, said = compared(MODELS[name](), given.budget, given.turns, given.steps)
+        base = times["all kept"]
+        cells = [
+            f"{size_words(peaks[way])}, {statistics.median(t.turns) * 1e3:.0f} ms ({ratio(t, base):.2f}x)"
+            for way, t in times.items()
+        ]
+        print(
+            f"| {name} | {' | '.join(cells)} | {peaks[given.budget] / peaks['all kept']:.3f} |\n{name}: {said}"
+        )
+
+
+if __name__ == "__main__":
+    main()
