@@ -2,9 +2,9 @@
 
     python -m benchmarks.recompute [--models NAME;NAME] [--budget 60%] [--turns N] [--steps N]
 
-One rank, one thread. The three take turns, steps each, and ratios are those of turns next to each other. Peaks are counted
-in a further step of each, by an accounting that sees all tensors. Aims: the peak within the budget, at no more than 1.35
-of the time with all blocks kept, and less than with all computed again.
+One rank, one thread. The three take turns, steps each, and ratios are those of turns next to each other. Peaks are
+counted in a further step of each, by an accounting that sees all tensors. Aims: the peak within the budget, at no more
+than 1.35 of the time with all blocks kept, and less than with all computed again.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--budget", default="60%", metavar="HOW")
     parser.add_argument("--turns", type=int, default=15, metavar="N")
-    parser.add_argument("--steps", type=int, default=3, metavar="N")
+    parser.add_argument("--steps", type=int, default=1, metavar="N")
     given: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
     print(machine())

@@ -463,6 +463,34 @@ def test_ddp_can_be_kept_from_making_its_buckets_anew() -> None:
         assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")  # type: ignore[no-untyped-call]
 
 
+def test_products_are_operators_and_seen_as_such() -> None:
+    with borrowed("dispatch_mode") as names, borrowed("matrix_products") as products:
+        seen = []
+
+        class Mode(names.DispatchMode):  # type: ignore[misc, name-defined]
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                seen.append(function)
+                return function(*args, **(kwargs or {}))
+
+        with Mode():
+            nn.Linear(2, 2)(torch.ones(3, 2)).tanh()
+            nn.Conv1d(1, 1, 1)(torch.ones(1, 1, 2))
+            nn.functional.scaled_dot_product_attention(*(torch.ones(1, 1, 4, 8) for _ in range(3)))
+        assert sum(function in products.PRODUCTS for function in seen) == 3
+        assert torch.ops.aten.tanh.default in seen
+        assert torch.ops.aten.tanh.default not in products.PRODUCTS
+
+
+def test_what_an_operator_writes_into_is_known() -> None:
+    with borrowed("written") as names:
+        a, b = torch.ones(2), torch.ones(2)
+        assert names.written(torch.ops.aten.add_.Tensor, (a, b), {})[0] is a
+        assert not names.written(torch.ops.aten.add.Tensor, (a, b), {})
+        assert names.written(torch.ops.aten.add.out, (a, b), {"out": b})[0] is b
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_says_what_it_was_tested_with(file: str) -> None:
     """The oldest and the newest torch that may be installed are among them."""

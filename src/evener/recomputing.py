@@ -9,8 +9,8 @@
          made    looked at        choice, by all ranks
 
 Counting begins with the first step, which makes what later ones find: buckets, the optimizer's state. What the choice
-takes is counted, too. If it is more than was thought, the next has so much less to spend. A step with fewer samples than
-one before, such as the last of an epoch, does not count.
+takes is counted, too. If it is more than was thought, the next has so much less to spend. A step with fewer samples
+than one before, such as the last of an epoch, does not count.
 """
 
 from __future__ import annotations
