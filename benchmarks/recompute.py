@@ -24,9 +24,9 @@ from benchmarks.interleaved import Timing, machine, ratio
 from benchmarks.memory_models import WORDS, Attention, Block, Words
 from evener.data.batch import Batch
 from evener.engine import Engine
-from evener.holdings import name_inputs, name_model
 from evener.memory import Accounting
 from evener.sizes import size_words
+from evener.strategies.holdings import name_inputs, name_model
 from evener.task import Task
 
 BLOCKS, KINDS, WARM_UP = 12, 10, 6

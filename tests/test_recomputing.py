@@ -16,9 +16,9 @@ from evener.budgets import Recompute
 from evener.engine import Engine
 from evener.errors import ConfigurationError
 from evener.estimation import estimate_memory
-from evener.holdings import name_inputs, name_model
 from evener.memory import Accounting
 from evener.observer import Observer
+from evener.strategies.holdings import name_inputs, name_model
 from evener.strategies.recomputed import measuring
 from evener.strategies.recomputed.forward import recompute_blocks
 from evener.strategies.recomputed.policy import KEPT, KEPT_PRODUCTS

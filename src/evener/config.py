@@ -280,9 +280,8 @@ class RunConfig:
         _check_precision(self)
         _one_of("compile", self.compile, COMPILE)
         if self.compile is None and (self.compile_mode or self.compile_backend != "inductor"):
-            raise ConfigurationError(
-                "compile_mode and compile_backend would do nothing: set compile too, or leave them out"
-            )
+            words = "compile_mode and compile_backend would do nothing"
+            raise ConfigurationError(f"{words}: set compile too, or leave them out")
         _check_recompute(self)
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
         _one_of("recover", self.recover, ("memory", "file"))
@@ -337,10 +336,8 @@ def _as_json(value: Any) -> Any:
 
 def _check_precision(config: RunConfig) -> None:
     if config.dtype and (config.precision or config.precision_of):
-        raise ConfigurationError(
-            f"dtype {config.dtype} and precision both say what the model computes in: leave one out (precision "
-            "bf16-true and fp16-true cast the weights too)"
-        )
+        words = f"dtype {config.dtype} and precision both say what the model computes in"
+        raise ConfigurationError(f"{words}: leave one out (bf16-true and fp16-true cast the weights too)")
     for text in config.precision_of:
         pattern, _, kind = text.rpartition("=")
         if not pattern or kind not in AUTOCASTS:
