@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
+from evener.assembly import check_division
 from evener.budgets import Recompute
+from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError
 from evener.estimation import estimate_memory
@@ -304,17 +306,18 @@ def test_a_short_run_computes_all_again_and_says_so() -> None:
     [
         (tasks.plain, {}, "Sequential has no two of one class there that have modules inside"),
         (words, {"strategy": "data_parallel", "devices": "cpu:0,cpu:1"}, "several in one process"),
-        (
-            words,
-            {"strategy": "pipeline", "strategy_option": ("schedule=zero-bubble",)},
-            "zero-bubble takes backward in two parts",
-        ),
         (words, {"recompute": "1GB,1GB"}, "2 limits for 1 ranks"),
     ],
 )
 def test_it_is_refused_with_the_way_out(task: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Engine(task(), **({"device": "cpu", "strategy": "single", "recompute": "blocks"} | settings))
+
+
+def test_a_backward_in_two_parts_is_refused_before_ranks_start() -> None:
+    config = RunConfig(recompute="blocks", strategy="pipeline", strategy_option=("schedule=zero-bubble",))
+    with pytest.raises(ConfigurationError, match="zero-bubble takes backward in two parts"):
+        check_division(config, 2)
 
 
 def test_a_loop_by_hand_has_no_budget() -> None:
