@@ -29,10 +29,10 @@ from evener.sizes import size_words
 from evener.strategies.holdings import name_inputs, name_model
 from evener.task import Task
 
-BLOCKS, KINDS, WARM_UP = 12, 10, 6
+BLOCKS, KINDS, WARM_UP = 12, 10, 5
 
 
-def gpt(width: int = 256, length: int = 128, batch_size: int = 8) -> Task:
+def gpt(width: int = 128, length: int = 64, batch_size: int = 16) -> Task:
     """Twelve layers of a transformer that predict the next word."""
     words = torch.randint(WORDS, (64, length + 1), generator=torch.Generator().manual_seed(1))
     layers = lambda: Words([Attention(width, 4) for _ in range(BLOCKS)], width)  # noqa: E731
