@@ -42,6 +42,7 @@ class Observers(Observer):
     def __init__(self, observers: list[Observer], rank: int) -> None:
         self._rank = rank
         self._told: list[Observer] = []
+        self._started: list[Observer] = []
         for each in observers:
             self.add(each)
 
@@ -53,6 +54,7 @@ class Observers(Observer):
     def start(self, run: RunStart) -> None:
         for each in self._told:
             each.start(run)
+            self._started.append(each)
 
     def step(self, record: StepRecord) -> None:
         for each in self._told:
@@ -67,5 +69,6 @@ class Observers(Observer):
             each.event(record)
 
     def end(self, summary: RunSummary | None) -> None:
-        for each in self._told:
+        """Only those that have started: where one could not, as for want of room on a disk, those behind it did not."""
+        for each in self._started:
             each.end(summary)

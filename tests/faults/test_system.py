@@ -68,7 +68,7 @@ def shell(line: str, directory: Path, **variables: str) -> subprocess.CompletedP
     ("line", "status", "words"),
     [
         (
-            "ulimit -f 1; TRAIN --batch-size 1 --run-dir run",
+            "ulimit -f 4; TRAIN --batch-size 1 --run-dir run",
             1,
             "records cannot be written to run: .*--on-full-disk go-on",
         ),

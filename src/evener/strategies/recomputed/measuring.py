@@ -33,8 +33,8 @@ from evener.memory import Accounting
 from evener.strategies.recomputed.policy import AGAIN, KEPT, KEPT_PRODUCTS, Measured, Moment, Way
 
 SECONDS_OF_AN_OPERATOR = 25e-6
-"""What PyTorch's selective checkpointing takes of the host for each operator of a block, in forward and again: measured
-on a CPU with torch 2.13, for which it takes two calls from C++ into Python."""
+"""What PyTorch's selective checkpointing is taken to cost the host for each operator of a block, in forward and again:
+two calls from C++ into Python, as what an accounting was measured to cost, which has one and a half of them."""
 
 
 @dataclass(eq=False)
