@@ -54,3 +54,7 @@ def test_words_say_the_size_to_three_digits(nbytes: int) -> None:
     number, unit = said.split()
     assert abs(float(number) * UNITS[unit] - nbytes) <= 0.006 * nbytes
     assert len(number) <= 8
+
+
+def test_large_sizes_are_not_rounded_as_floats_are() -> None:
+    assert parse_size("295149PB") == 295149 * 10**15

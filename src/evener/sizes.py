@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 from evener.errors import ConfigurationError
 
@@ -22,11 +23,17 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     unit = match and _EXACT.get(match[2].upper())
-    if match is None or unit is None or not math.isfinite(float(match[1])) or int(float(match[1]) * unit) < 1:
+    nbytes = _exact(match[1], unit) if match is not None and unit is not None else 0
+    if nbytes < 1:
         raise ConfigurationError(
             f"{text!r} is no size: write bytes, or a number with a unit, such as 24GB, 1.5GiB or 512MiB"
         )
-    return int(float(match[1]) * unit)
+    return nbytes
+
+
+def _exact(number: str, unit: int) -> int:
+    """Without the rounding of floats, which have 53 bits; 0 for what no memory has."""
+    return int(Fraction(number) * unit) if math.isfinite(float(number)) else 0
 
 
 def parse_limits(text: str | None, ranks: int) -> list[int | None]:
