@@ -12,12 +12,12 @@ import argparse
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import PEERS, Work, ours
 from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.towers import tower
 from evener.runtime.session import Session
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -26,26 +26,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"compiled": True},
     "bf16, compiled": {"autocast": True, "compiled": True},
 }
-
-
-class Block(nn.Module):
-    """Of a perceptron over tokens: enough products to gain by, and a norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + y
-
-
-def tower() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 256), *(Block(256) for _ in range(4)), nn.Linear(256, 10))
 
 
 def works(way: dict[str, Any]) -> list[Work]:
