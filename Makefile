@@ -24,10 +24,11 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)
 	$(BIN)/evener train digits
 
+# Each worker takes tests that lie side by side, which share ranks.
 test: lint types $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-# Injected faults, long commands and long trainings. Each worker takes tests that lie side by side, which share ranks.
+# Injected faults, long commands and long trainings.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
