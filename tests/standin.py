@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -35,10 +35,11 @@ from torch.utils._pytree import tree_leaves
 
 from evener.data.delivery import DELIVERIES, Batches, Copy
 from evener.engine import Engine
+from evener.estimation.world import Echo
 from evener.hardware.readout import READERS, Readout
 from evener.hardware.sending import SENDERS
 from evener.hardware.stopwatch import STOPWATCHES, HostStopwatch
-from evener.runtime.channel import Channel, LocalChannel, Pending
+from evener.runtime.channel import Channel
 from evener.runtime.environment import Environment
 from evener.runtime.session import Session
 from evener.runtime.watchdog import Watchdog
@@ -306,32 +307,6 @@ class Beside(Copy):
                 with self._standin.aside():
                     moved = batch.to(META)
                 yield moved
-
-
-class Said(Pending):
-    """What every rank said, which is what this one did."""
-
-    def __init__(self, rows: list[list[float]]) -> None:
-        self._rows = rows
-
-    def wait(self) -> list[list[float]]:
-        return self._rows
-
-
-class Echo(LocalChannel):
-    """All ranks say what this one says."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-
-    def exchange(self, values: Sequence[float]) -> Pending:
-        return Said([[float(value) for value in values] for _ in range(self._world_size)])
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value] * self._world_size
-
-    def gather_to(self, value: Any, rank: int) -> list[Any] | None:
-        return [value] * self._world_size
 
 
 class StandInSession(Session):

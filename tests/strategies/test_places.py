@@ -18,7 +18,6 @@ from evener.strategies.one_process.places import (
     computed_places,
     cut_units,
     in_words,
-    parse_bytes,
     parse_placement,
     said_places,
     units_of,
@@ -59,19 +58,6 @@ def test_a_placement_is_names_and_devices() -> None:
     for wrong in ("encoder", "=cpu:0", "a=cpu:0,,b=cpu:1", "a=gpu:0"):
         with pytest.raises(ConfigurationError, match=r"encoder=cuda:0|cuda:0,cuda:1"):
             parse_placement(wrong)
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("1.5KiB", 1536), ("2 GiB", 2**31), ("300MiB", 300 * 2**20), ("7", 7)]
-)
-def test_sizes_of_memory(text: str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["1GB", "", "GiB", "-", "1.2.3MiB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="8GiB"):
-        parse_bytes(text)
 
 
 def test_sizes_are_told_in_units_that_fit() -> None:

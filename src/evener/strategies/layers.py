@@ -30,6 +30,7 @@ from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout, read
 from evener.nn.names import clean_name
 from evener.runtime.mesh import Layout
+from evener.sizes import parse_size
 from evener.strategies.base import Strategy
 from evener.strategies.learner import Learner
 from evener.strategies.model import settle_on
@@ -47,7 +48,6 @@ from evener.strategies.one_process.places import (
     computed_places,
     held_tensors,
     in_words,
-    parse_bytes,
     parse_placement,
     said_places,
 )
@@ -95,7 +95,7 @@ class Layers(Strategy):
         if named is not None:
             check_named(entries, named)
         numbers(self.speeds, "speeds", float)
-        numbers(self.memory, "memory", parse_bytes)
+        numbers(self.memory, "memory", parse_size)
         unused = [name for name in ("memory", "speeds") if getattr(self, name) is not None]
         if entries and unused:
             raise ConfigurationError(
@@ -126,7 +126,7 @@ class Layers(Strategy):
             check_named(entries, devices)
             return said_places(model, entries, devices[0])
         speeds = of_each(devices, numbers(self.speeds, "speeds", float), "speeds", lambda device: 1.0)
-        memories = of_each(devices, numbers(self.memory, "memory", parse_bytes), "memory", _free)
+        memories = of_each(devices, numbers(self.memory, "memory", parse_size), "memory", _free)
         return computed_places(model, first_pass(model, learner), devices, speeds, memories)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:

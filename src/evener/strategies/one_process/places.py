@@ -46,20 +46,6 @@ def parse_placement(text: str) -> list[tuple[str, torch.device]]:
     return [(name, parse_devices([device])[0]) for name, _, device in entries]
 
 
-def parse_bytes(text: str) -> int:
-    """A number of bytes, from ``1.5GiB``, ``300MiB`` or ``4096``.
-
-    Raises:
-        ConfigurationError: If it is none.
-    """
-    number = text.strip().rstrip("KMGTiB")
-    unit = text.strip()[len(number) :]
-    try:
-        return round(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
-        raise ConfigurationError(f"{text!r} is no size of a memory; write it as 8GiB or 512MiB") from None
-
-
 def in_words(nbytes: float) -> str:
     """A number of bytes, for people."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if nbytes >= _UNITS[unit]), "")
