@@ -61,7 +61,7 @@ class RunConfig:
     micro_batch: str | int | None = option(
         None,
         "cut each global batch into micro-batches of at most N samples over all ranks; auto: each rank as its memory "
-        "wants, smaller when it runs out",
+        "has room for",
         metavar="N",
     )
     memory_limit: str | None = option(

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import evener
 from evener.config import RunConfig
@@ -20,77 +19,7 @@ from evener.errors import ConfigurationError, OutOfMemoryError
 from evener.strategies import piecewise
 from evener.strategies.limits import LimitChange, MemoryLimits
 from evener.strategies.piecewise import PieceSize
-from evener.strategies.plain import Plain
-from evener.strategies.single import Single
-from tests.comparing import worst
-from tests.tasks import classes, draws
-
-WIDTH, LAYERS, SAMPLES, BATCH = 512, 10, 96, 24
-
-
-class Wide(nn.Module):
-    """Of small weights, and many activations: ``LAYERS`` numbers of 8 bytes a sample for each of ``WIDTH``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(4, WIDTH), evener.nn.Dropout(0.2), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.up(x))
-        for _ in range(LAYERS):
-            x = torch.tanh(x)
-        outputs: Tensor = self.down(x)
-        return outputs
-
-
-def task(model: Any = Wide, **parts: Any) -> evener.Task:
-    data = TensorDataset(draws(SAMPLES, 4), classes(SAMPLES, 3))
-    usual: dict[str, Any] = {
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        "batch_size": BATCH,
-        "epochs": 4,
-    }
-    return evener.Task(model=model, train=data, evaluate=data, **(usual | parts))
-
-
-def room_for(samples: int) -> int:
-    """Weights, gradients, the optimizer's state and what an update makes in passing, and so many samples."""
-    return 8 * sum(8 * p.numel() for p in Wide().parameters()) + samples * (LAYERS + 4) * WIDTH * 8
-
-
-ROOMY, TIGHT = room_for(2 * BATCH), room_for(4)
-
-
-class Whole(Single):
-    """One device that takes each batch as it is."""
-
-    def stepper(self, learner: Any) -> Any:
-        return Plain(learner)
-
-
-def trained(**settings: Any) -> dict[str, Any]:
-    told: list[str] = []
-
-    class Told(evener.Observer):
-        def event(self, record: Any) -> None:
-            told.append(record.words)
-
-    settings = {"dtype": "float64", "device": "cpu", "steps": 12} | settings
-    with Engine(task(), observers=[Told()], **settings) as engine:
-        steps = [engine.step(batch) for batch in engine.batches()]
-        return {
-            "losses": [step.loss for step in steps],
-            "weights": {name: value.clone() for name, value in engine.learner.tensors().items()},
-            "pieces": [step.pieces for step in steps],
-            "retries": [step.retries for step in steps],
-            "told": told,
-        }
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert other["losses"] == pytest.approx(one["losses"], rel=1e-12)
-    assert worst(one["weights"], other["weights"]) <= 1e-12
+from tests.strategies.hungry import BATCH, LAYERS, ROOMY, TIGHT, Whole, room_for, same, task, trained
 
 
 def test_a_limit_that_is_lowered_in_mid_run_changes_no_number() -> None:
@@ -98,9 +27,36 @@ def test_a_limit_that_is_lowered_in_mid_run_changes_no_number() -> None:
     found = trained(memory_limit=str(ROOMY), memory_limit_at=(f"5:0:{TIGHT}",), micro_batch="auto")
     same(free, found)
     assert not any(found["pieces"][:5])
+    assert 1 <= found["pieces"][5][0] <= BATCH // 2
+    assert not any(retries for (retries,) in found["retries"]), "what fits was known"
+    assert found["told"][0].startswith(f"rank 0 takes pieces of {found['pieces'][5][0]} samples at most")
+
+
+def test_without_auto_a_limit_is_found_by_running_into_it() -> None:
+    free = trained()
+    found = trained(memory_limit=str(ROOMY), memory_limit_at=(f"5:0:{TIGHT}",))
+    same(free, found)
     assert found["retries"][5][0] >= 1
     assert 1 <= found["pieces"][5][0] <= BATCH // 2
     assert found["told"][0].startswith("rank 0 ran out of memory")
+
+
+def test_passes_that_take_more_than_was_learned_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose passes take twice as much all at once, as longer sentences would."""
+    monkeypatch.setattr(piecewise, "PATIENCE", 100)
+    free, tanh, calls = trained(), torch.tanh, 0
+
+    def swollen(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        ballast = [x + 1 for _ in range(4)] if calls > 12 * LAYERS else []
+        return tanh(x) + 0 * sum(ballast) if ballast else tanh(x)
+
+    monkeypatch.setattr(torch, "tanh", swollen)
+    found = trained(memory_limit=str(room_for(BATCH)), micro_batch="auto")
+    same(free, found)
+    assert sum(retries for (retries,) in found["retries"]) >= 1
+    assert "ran out of memory" in " ".join(found["told"])
 
 
 def test_ranks_with_unequal_limits_pull_one_load(ranks: Any) -> None:
@@ -111,6 +67,7 @@ def test_ranks_with_unequal_limits_pull_one_load(ranks: Any) -> None:
     )
     for found in divided:
         same(free, found)
+        assert not any(map(sum, found["retries"]))
     first, second = divided[0]["pieces"][-1]
     assert first > second > 0
     for limit in (room_for(8), room_for(2)):
@@ -150,23 +107,6 @@ def test_statistics_of_a_batch_are_not_cut_in_silence() -> None:
         engine.step(next(engine.batches()))
 
 
-def refusal(strategy: str) -> str:
-    try:
-        with Engine(task(), device="cpu", strategy=strategy, micro_batch="auto"):
-            return "nothing was said"
-    except ConfigurationError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
-def test_strategies_whose_ranks_meet_in_between_refuse(ranks: Any, strategy: str) -> None:
-    for words in ranks(2).run(refusal, strategy):
-        assert words.startswith(
-            "micro_batch=auto goes with strategies whose ranks meet for the sum of gradients alone"
-        )
-        assert repr(strategy) in words
-
-
 def test_devices_of_one_process_have_no_limits() -> None:
     with pytest.raises(
         ConfigurationError, match="memory_limit is that of a rank with one device, and strategy 'layers'"
@@ -187,7 +127,7 @@ def test_the_record_tells_why(tmp_path: Path) -> None:
     )
     records = [json.loads(line) for line in (tmp_path / "run/records.jsonl").read_text().splitlines()]
     told = [record for record in records if record["kind"] == "memory"]
-    assert "ran out of memory" in told[0]["words"]
+    assert "takes pieces of" in told[0]["words"]
     assert records[0]["words"].startswith("memory of the ranks is limited to")
     assert [record["pieces"] for record in records if record["kind"] == "step"][-1][0] >= 1
 

@@ -37,13 +37,13 @@ from evener.plugins import STRATEGIES
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.session import Session
 from evener.strategies import model
+from evener.strategies.agreed_pieces import fitted
 from evener.strategies.build import build_optimizer, check_trainable
 from evener.strategies.holdings import name_model, updates_named
 from evener.strategies.hooks import refuse_hooks
 from evener.strategies.learner import Learner
 from evener.strategies.limits import room_on
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
-from evener.strategies.piecewise import check_pieces
 from evener.strategies.precision import Precision, able, agreed, products_of
 from evener.strategies.recomputed.forward import recompute_blocks
 from evener.strategies.room import check_room
@@ -196,8 +196,7 @@ def set_up(
         strategy.check_optimizer(learner.optimizer)
         owned.enter_context(_memory_watched(learner, strategy))
         learner.synchronizer = strategy.synchronizer(learner)
-        learner.stepper = strategy.stepper(learner)
-        check_pieces(learner)
+        learner.stepper = fitted(strategy.stepper(learner), learner, strategy.one_process)
         learner.cut = strategy.pieces(learner)
         undo.pop_all()
     return learner
@@ -213,8 +212,9 @@ def _memory_watched(learner: Learner, strategy: Strategy) -> Iterator[None]:
             "process: leave it out, or use 'ddp', which has a process for each"
         )
     limited = settings.limits is not None and settings.limits.can_bind(rank)
-    with room_on(learner.session.device, limited) as (learner.room, account), ExitStack() as named:
-        learner.gauge = gauge_of(learner.session.device, account)
+    device, ranks = learner.session.device, learner.session.environment.local_world_size
+    with room_on(device, limited, ranks) as (learner.room, account), ExitStack() as named:
+        learner.gauge = gauge_of(device, account)
         if account is not None:
             name_model(account, learner)
             named.enter_context(updates_named(account, learner))

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from evener.errors import ConfigurationError
+from evener.hardware.memory import free_nbytes
 from evener.memory import Accounting
 from evener.sizes import parse_limits, parse_size, size_words
 
@@ -85,19 +86,31 @@ class Room(Protocol):
     def over(self) -> None:
         """The step is over: what loads samples or copies state may use a host's memory."""
 
+    def left(self) -> float:
+        """Bytes that may be taken besides what is held now; infinite if that is not known."""
+
 
 class _Unlimited:
+    """All that a device has."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device, self._ranks = device, ranks
+
     def allow(self, nbytes: int | None) -> None:
         pass
 
     def over(self) -> None:
         pass
 
+    def left(self) -> float:
+        return free_nbytes(self._device, self._ranks)
 
-class _Counted:
+
+class _Counted(_Unlimited):
     """A CPU's."""
 
-    def __init__(self, account: Accounting) -> None:
+    def __init__(self, device: torch.device, ranks: int, account: Accounting) -> None:
+        super().__init__(device, ranks)
         self._account = account
 
     def allow(self, nbytes: int | None) -> None:
@@ -105,6 +118,10 @@ class _Counted:
 
     def over(self) -> None:
         self._account.limit = None
+
+    def left(self) -> float:
+        limit = self._account.limit
+        return super().left() if limit is None else max(0, limit - self._account.held)
 
 
 class _OfCard:
@@ -123,12 +140,20 @@ class _OfCard:
     def over(self) -> None:
         pass
 
+    def left(self) -> float:
+        of_part = self._part * self._total - torch.cuda.memory_allocated(self._device)
+        return max(0.0, min(of_part, free_nbytes(self._device, 1)))
+
 
 @contextmanager
-def room_on(device: torch.device, limited: bool) -> Iterator[tuple[Room, Accounting | None]]:
-    """The memory of ``device``, and on a CPU with limits what counts it; all of it may be used again afterwards."""
+def room_on(device: torch.device, limited: bool, ranks: int) -> Iterator[tuple[Room, Accounting | None]]:
+    """The memory of ``device``, and on a CPU with limits what counts it; all of it may be used again afterwards.
+
+    Args:
+        ranks: So many share the host's memory.
+    """
     if not limited:
-        yield _Unlimited(), None
+        yield _Unlimited(device, ranks), None
     elif device.type == "cuda":
         card = _OfCard(device)
         try:
@@ -137,4 +162,4 @@ def room_on(device: torch.device, limited: bool) -> Iterator[tuple[Room, Account
             card.allow(None)
     else:
         with Accounting() as account:
-            yield _Counted(account), account
+            yield _Counted(device, ranks, account), account

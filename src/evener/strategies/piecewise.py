@@ -10,8 +10,10 @@ its term::
 So gradients are summed when backward is over, and not while it runs. A model whose passes wait for other ranks, such as
 one with a BatchNorm over all of them, cannot be taken again by one rank alone.
 
-Pieces that were too large are halved at once. They are tried twice as large after a number of steps that went well,
-which doubles with every failure: what made memory short may have passed.
+With ``micro_batch=auto`` pieces are of a size that is known to fit (:mod:`evener.strategies.sizing`), so that memory
+runs out only where passes take more than those before them did. Pieces that were too large are halved at once. They are
+tried twice as large after a number of steps that went well, which doubles with every failure: what made memory short
+may have passed.
 """
 
 from __future__ import annotations
@@ -24,15 +26,14 @@ from itertools import chain
 
 import torch
 
-from evener.borrowed.layers import AnyBatchNorm
 from evener.data.batch import Batch, MicroBatch
-from evener.errors import ConfigurationError, OutOfMemoryError
+from evener.errors import OutOfMemoryError
 from evener.hardware.readout import Readout
-from evener.nn.names import clean_name
 from evener.strategies.learner import Learner
 from evener.strategies.parts import StepOutcome
 from evener.strategies.plain import Plain
-from evener.strategies.staged.pieces import pieces_of
+from evener.strategies.sizing import Sizing, computed_together, refuse_together, sends_in_passes
+from evener.strategies.staged.pieces import can_be_cut, first_piece, pieces_of
 
 PATIENCE = 50
 """Steps after which larger pieces are tried again, at first."""
@@ -76,12 +77,14 @@ class Piecewise(Plain):
         super().__init__(learner)
         learner.may_leave_out = True
         self._device = learner.session.device
+        self._sizing = Sizing(learner) if learner.settings.fits else None
         self.size = PieceSize()
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        self._retries = 0
+        self._retries, self._fitting = 0, 0
         outcome = super().run(batch, divisor, step)
-        return dataclasses.replace(outcome, retries=self._retries, piece=self.size.most or 0)
+        known = [size for size in (self.size.most, self._fitting) if size]
+        return dataclasses.replace(outcome, retries=self._retries, piece=min(known, default=0))
 
     def _passes(
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
@@ -90,14 +93,36 @@ class Piecewise(Plain):
         wanted = max(len(micro.samples) for micro in micro_batches)
         while True:
             try:
-                totals = super()._passes(self._cut(micro_batches), divisor, step)
+                totals = self._attempt(micro_batches, divisor, step)
             except torch.OutOfMemoryError as error:
                 seen = str(error)
             else:
                 self.size.went_well(wanted)
                 return totals
-            self._start_again(seen, min(wanted, self.size.most or wanted), step)
+            self._start_again(seen, min(wanted, self.size.most or wanted, self._taken), step)
             _draw_from(drawn, self._device)
+
+    def _attempt(
+        self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
+    ) -> list[Readout]:
+        if self._sizing is None:
+            self._taken = max(len(micro.samples) for micro in micro_batches)
+            return super()._passes(self._cut(micro_batches), divisor, step)
+        (micro,) = micro_batches  # as with auto nobody cuts but this
+        totals, whole = list[Readout](), not can_be_cut(micro)
+        rest: MicroBatch | None = micro
+        while rest is not None:
+            most = len(rest.samples) if whole else self._most(self._sizing, begun=bool(totals))
+            piece, rest = first_piece(rest, most)
+            self._taken = len(piece.samples)
+            with self._sizing.measured(self._taken, begun=bool(totals)):
+                totals.append(self._pass(piece, rest is None, divisor, step))
+        self._fitting = self._sizing.fitting(len(micro.samples))
+        return totals
+
+    def _most(self, sizing: Sizing, begun: bool) -> int:
+        most = sizing.most(begun)
+        return most if self.size.most is None else min(most, self.size.most)
 
     def _cut(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         most = self.size.most
@@ -109,6 +134,11 @@ class Piecewise(Plain):
     def _start_again(self, seen: str, size: int, step: int) -> None:
         """Outside of the handler of the error, whose traceback holds what the passes have made."""
         self._retries += 1
+        if sends_in_passes(self._learner):
+            raise OutOfMemoryError(
+                f"in step {step}: {seen.splitlines()[0]}. The passes cannot be taken again by this rank alone, for a "
+                "loss or a layer sends something to the others in them: use a smaller micro_batch"
+            )
         if not self.size.ran_out(size):
             raise OutOfMemoryError(
                 f"there is no room for a single sample in step {step}: {seen.splitlines()[0]}. Use a "
@@ -130,31 +160,16 @@ def wants_pieces(learner: Learner) -> bool:
     settings = learner.settings
     if not settings.fits and settings.limits is None:
         return False
-    named = (name for name, module in learner.model.named_modules() if isinstance(module, AnyBatchNorm))
-    normalizes = next(named, None)
-    if normalizes is not None and settings.fits:
-        raise ConfigurationError(
-            f"micro_batch=auto takes samples in pieces of any size, and {clean_name(normalizes)} normalizes those that "
-            "are computed together, over all ranks: the training would depend on the memory. Say the micro_batch "
-            "yourself, which is part of the training then, or use a norm of single samples, such as nn.GroupNorm"
-        )
-    return normalizes is None
+    if settings.fits:
+        refuse_together(learner)
+        return True
+    return not computed_together(learner)
 
 
 def plain_or_piecewise(learner: Learner) -> Plain:
     """The stepper of ranks that exchange nothing in their passes."""
     able = not learner.synchronizer.exchanges_in_passes and wants_pieces(learner)
     return Piecewise(learner) if able else Plain(learner)
-
-
-def check_pieces(learner: Learner) -> None:
-    """Raises ConfigurationError if pieces are asked for, and the strategy takes none."""
-    if learner.settings.fits and not isinstance(learner.stepper, Piecewise):
-        raise ConfigurationError(
-            "micro_batch=auto goes with strategies whose ranks meet for the sum of gradients alone, 'ddp' and "
-            f"'single': with {learner.name!r} others would wait for a rank that takes its samples again. Give "
-            "micro_batch a number"
-        )
 
 
 def _state_of(device: torch.device) -> list[torch.Tensor]:

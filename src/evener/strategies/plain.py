@@ -36,19 +36,18 @@ class Plain(Stepper):
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
     ) -> list[Readout]:
         """Forward and backward of each; the sums of their terms."""
-        learner, totals = self._learner, list[Readout]()
-        replica, synchronizer, last = learner.replica, learner.synchronizer, micro_batches[-1]
-        for micro in micro_batches:
-            with (
-                learner.micro_scope(micro, step) as current,
-                synchronizer.micro_batch(micro is last),
-            ):
-                term = replica(micro)
-                totals.append(read(term))
-                current.rewind()
-                with attending(micro.sequence):
-                    (term / divisor()).backward()
-        return totals
+        last = micro_batches[-1]
+        return [self._pass(micro, micro is last, divisor, step) for micro in micro_batches]
+
+    def _pass(self, micro: MicroBatch, last: bool, divisor: Callable[[], float], step: int) -> Readout:
+        learner, replica = self._learner, self._learner.replica
+        with learner.micro_scope(micro, step) as current, learner.synchronizer.micro_batch(last):
+            term = replica(micro)
+            total = read(term)
+            current.rewind()
+            with attending(micro.sequence):
+                (term / divisor()).backward()
+        return total
 
     def outputs(self, micro: MicroBatch) -> Tree:
         with attending(micro.sequence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,11 +20,23 @@ def pieces_of(micro: MicroBatch, wanted: int) -> list[MicroBatch]:
     What is no tensor with the samples along dimension 0, a graph say, cannot be cut, and stays one.
     """
     samples = len(micro.samples)
-    count = min(wanted, samples) if micro.weight and by_samples((micro.inputs, micro.targets), samples) else 1
+    count = min(wanted, samples) if can_be_cut(micro) else 1
     if count < 2:
         return [micro]
     cuts = [samples * index // count for index in range(count + 1)]
     return [micro.rows(start, stop) for start, stop in pairwise(cuts)]
+
+
+def can_be_cut(micro: MicroBatch) -> bool:
+    """Whether it has samples that count, and every tensor a row for each."""
+    return bool(micro.weight) and by_samples((micro.inputs, micro.targets), len(micro.samples))
+
+
+def first_piece(micro: MicroBatch, most: int) -> tuple[MicroBatch, MicroBatch | None]:
+    """The first of as few and nearly equal pieces as have at most so many samples, and what is left; None for none."""
+    samples = len(micro.samples)
+    size = math.ceil(samples / math.ceil(samples / most))
+    return (micro, None) if size == samples else (micro.rows(0, size), micro.rows(size, samples))
 
 
 def by_samples(tree: Any, samples: int) -> bool:
