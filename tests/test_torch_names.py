@@ -402,6 +402,10 @@ def test_operators_are_seen_and_known_to_be_of_backward() -> None:
         assert makes[torch.ops.aten.sum.default]
         for given in (torch.ops.aten.view.default, torch.ops.aten.copy_.default, torch.ops.aten.add.out):
             assert not names.makes_memory(given)
+        for grown in (torch.ops.aten.resize_.default, torch.ops.aten.add.out):
+            assert names.may_resize(grown)
+        assert not names.may_resize(torch.ops.aten.view.default)
+        assert not names.may_resize(torch.ops.aten.copy_.default)
 
 
 def test_storages_have_an_address_and_say_when_they_are_resized() -> None:

@@ -57,3 +57,14 @@ def makes_memory(function: Any) -> bool:
         return True
     schema = getattr(function, "_schema", None)
     return schema is None or not schema.returns or any(each.alias_info is None for each in schema.returns)
+
+
+@cache
+def may_resize(function: Any) -> bool:
+    """Whether an operator that makes no memory may give that of an argument another size: by its name, and with
+    ``out=``."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return True
+    of_out = any(argument.is_out for argument in schema.arguments)
+    return of_out or any(word in schema.name for word in ("resize", "set_"))

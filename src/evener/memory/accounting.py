@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, UntypedStorage
 
-from evener.borrowed.dispatch_mode import DispatchMode, in_backward, makes_memory, wraps
+from evener.borrowed.dispatch_mode import DispatchMode, in_backward, makes_memory, may_resize, wraps
 from evener.borrowed.fake_tensors import active_fake_mode
 from evener.borrowed.storages import address, memory_of, resizing_told
 from evener.errors import EvenerError
@@ -137,7 +137,8 @@ class Accounting(DispatchMode):
         if any(map(wraps, types)):
             return NotImplemented  # a DTensor or the like becomes operators on plain tensors first
         found = function(*args, **(kwargs or {}))
-        self._look(found, function)
+        if makes_memory(function) or may_resize(function):
+            self._look(found, function)
         return found
 
     def _look(self, found: Any, function: Any) -> None:
@@ -157,10 +158,12 @@ class Accounting(DispatchMode):
         place = address(storage)
         known = self._known.get(place)
         if known is None:
-            if tensor.device.type != self._type or active_fake_mode() is not self._fake:
-                return None  # of another device, or a shape that PyTorch only works out
+            if tensor.device.type != self._type:
+                return None
             category = category or self._category(function)
-            return None if category is UNCOUNTED else self._take(storage, category, function)
+            if category is UNCOUNTED or active_fake_mode() is not self._fake:
+                return None  # nothing new, or a shape that PyTorch only works out
+            return self._take(storage, category, function)
         if self._round(storage.nbytes()) != known[0].nbytes:
             self._resized(storage)
             known = self._known[place]
