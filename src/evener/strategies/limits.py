@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from evener.errors import ConfigurationError
+from evener.hardware.cgroups import memory_limit
 from evener.hardware.memory import free_nbytes
 from evener.memory import Accounting
 from evener.sizes import parse_limits, parse_size, size_words
@@ -94,7 +95,7 @@ class _Unlimited:
     """All that a device has."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
-        self._device, self._ranks = device, ranks
+        self._device, self._ranks, self._container = device, ranks, memory_limit()
 
     def allow(self, nbytes: int | None) -> None:
         pass
@@ -103,7 +104,7 @@ class _Unlimited:
         pass
 
     def left(self) -> float:
-        return free_nbytes(self._device, self._ranks)
+        return free_nbytes(self._device, self._ranks, self._container)
 
 
 class _Counted(_Unlimited):
@@ -142,7 +143,7 @@ class _OfCard:
 
     def left(self) -> float:
         of_part = self._part * self._total - torch.cuda.memory_allocated(self._device)
-        return max(0.0, min(of_part, free_nbytes(self._device, 1)))
+        return max(0.0, min(of_part, free_nbytes(self._device, 1, None)))
 
 
 @contextmanager

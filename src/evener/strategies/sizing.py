@@ -32,7 +32,7 @@ class Sizing:
         self._gauge = Laps(learner.gauge)
         learner.gauge = self._gauge
         self._gradients = nbytes_of(learner)[GRADIENTS]
-        self._told: float = math.inf
+        self._room = self._told = math.inf
         self._wanted = 0
 
     @property
@@ -46,13 +46,14 @@ class Sizing:
         Args:
             begun: Whether a pass of the step has made gradients already.
         """
-        return self._appetite.most(self._room(begun))
+        self._room = self._learner.room.left() - (0 if begun else self._gradients)
+        return self._appetite.most(self._room)
 
     def fitting(self, wanted: int) -> int:
-        """How many samples at once there is room for by what is known at the end of a step; 0 for all that any step
+        """How many samples at once there was room for in a step, by what is known at its end; 0 for all that any step
         has wanted."""
         self._wanted = max(wanted, self._wanted)
-        capacity = self._appetite.capacity(self._room(begun=True))
+        capacity = self._appetite.capacity(self._room)
         if capacity < self._told or capacity >= _GROWTH * self._told:
             self._told = capacity
         return 0 if self._told >= self._wanted else int(self._told)
@@ -68,9 +69,6 @@ class Sizing:
         else:  # gradients were made while activations went, so that some of the peak was both
             self._appetite.learn(samples, taken - self._gradients, at_least=True)
         self._refuse_messages()
-
-    def _room(self, begun: bool) -> float:
-        return self._learner.room.left() - (0 if begun else self._gradients)
 
     def _refuse_messages(self) -> None:
         if sends_in_passes(self._learner):
