@@ -1,4 +1,4 @@
-"""Models of repeated blocks, in a module that ranks import: torch.compile finds no globals of what is sent by value."""
+"""Models of repeated blocks, in a module that ranks import: torch.compile by itself finds no globals of a script."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,30 @@ class Tower(nn.Module):
             x = block(x)
         outputs: Tensor = self.heads["one"](x)
         return outputs
+
+
+FROM_A_SCRIPT = """
+class Block(Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + nn.functional.gelu(self.inner(x))
+"""
+
+
+def test_a_class_that_came_by_value_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code says that it is of a module which does not have what it refers to, as that of a script does on ranks."""
+    monkeypatch.setitem(sys.modules, "a_script", ModuleType("a_script"))
+    brought = {"__name__": "a_script", "nn": nn, "Module": nn.Module}
+    exec(FROM_A_SCRIPT, brought)
+    kind: Any = brought["Block"]
+    model = nn.Sequential(kind(), kind())
+    x = torch.ones(3, 6)
+    expected = model(x)
+    Compiling("whole", backend=EAGER).apply(model, "cpu")
+    assert torch.equal(model(x), expected)
 
 
 def encoder_layer() -> nn.Module:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ class Compiling:
                 f"compile={self.how} would compile {type(model).__name__} as a whole, which a pipeline cuts into "
                 "stages: only blocks that the model repeats in an nn.ModuleList or nn.Sequential can be compiled there"
             )
+        _lend_globals(model)
         for name in names:
             module = model.get_submodule(name)
             module.forward = Forward(module.forward, self)
@@ -91,6 +94,17 @@ class Forward:
     def __reduce__(self) -> Any:
         """A copy of the module compiles its own."""
         return Forward, (self._inner, self._compiling)
+
+
+def _lend_globals(model: nn.Module) -> None:
+    """What the code of a script or a notebook refers to is put into the module that the code says it is from, where
+    torch.compile looks for it: a class that came to this process by value has brought globals of its own."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for function in (value for kind in kinds for value in vars(kind).values()):
+        if isinstance(function, FunctionType) and function.__globals__.get("__name__") in sys.modules:
+            home = vars(sys.modules[function.__globals__["__name__"]])
+            if home is not function.__globals__:
+                home.update(function.__globals__ | home)
 
 
 def _mark(leaf: Any) -> Any:
