@@ -3,7 +3,7 @@
 ``maybe_mark_dynamic`` is documented in the guide on dynamic shapes, the counters in that on recompilations; both lie in
 a module with an underscore, which torch imports when it is first asked for, and takes a second.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

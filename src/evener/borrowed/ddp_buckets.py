@@ -3,7 +3,7 @@
 The order of gradients, by which it would, is read from the memory of a tensor in C++, and a fake tensor has none. The
 new buckets have as many bytes in all.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

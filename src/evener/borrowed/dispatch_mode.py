@@ -4,7 +4,7 @@ The class is documented and lies in a private module. Which operators belong to 
 by ``torch._C._current_graph_task_id``, and what an operator returns of its arguments' memory is in its ``_schema``;
 neither has a public name.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

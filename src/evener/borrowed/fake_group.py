@@ -2,7 +2,7 @@
 
 Its collectives are over at once and leave tensors as they are, which is all that tensors without numbers can tell.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 On the meta device, which is public, an operator is chosen as if there were no device: attention keeps its whole matrix
 there, and batch normalization other results than on a GPU. A fake tensor goes the way of the device that it names.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

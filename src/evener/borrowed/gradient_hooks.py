@@ -3,7 +3,7 @@
 They stay with a tensor and cannot be read in a public way, so that whoever puts a piece in the place of a weight would
 lose what the user registered, in silence.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

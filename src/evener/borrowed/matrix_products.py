@@ -3,7 +3,7 @@ attention.
 
 Attention is several operators, one for each way to compute it, and their names begin with an underscore.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

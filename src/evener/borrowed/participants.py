@@ -3,7 +3,7 @@
 The handler knows while it waits, and tells nobody; who starts a run on several machines wants to know which one is
 missing.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

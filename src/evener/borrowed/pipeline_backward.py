@@ -3,7 +3,7 @@
 Zero-bubble schedules need them. The public way to them is a whole schedule's runtime, which wants micro-batches of one
 shape; which part of a graph leads to inputs and which to weights alone is found there and nowhere else.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Under a mode for functions ``backward`` is a function like any other, of which t
 it returns; the forward passes that activation checkpointing repeats in it would not be seen. Within the engine a mode
 stays.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two tensors that share memory share a storage, which Python sees as one object o
 its address in C++ is what tells. No mode is told of ``resize_``, by which FSDP2 gives memory back and takes it anew, so
 that it is wrapped while somebody listens.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

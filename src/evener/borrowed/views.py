@@ -3,7 +3,7 @@
 FSDP2 hangs a hook on what a module returns, which an operation in place on a view drops in silence. PyTorch's notes on
 views name the attribute, and no public one tells it.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which arguments an operator writes into: ``OpOverload._schema``, for which there is no public name.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
