@@ -4,6 +4,10 @@ Switched are the digests of replicas, the look for numbers that are not finite, 
 before each update. The thread that publishes heartbeats runs beside all of them, and is told by its share of a core.
 
 python -m benchmarks.watching [--turns 30] [--steps 40]
+python -m benchmarks.watching --memory
+
+With ``--memory``: what it costs to read a rank's memory in each step and to say what it is for, in microseconds, on one
+CPU rank; as called, without a step around it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import argparse
 import os
 import threading
 import time
+import timeit
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,8 @@ from evener.config import RunConfig
 from evener.hardware.readout import Here, Readout
 from evener.runtime.session import Session
 from evener.strategies.gradients import Unsound
+from evener.strategies.holdings import nbytes_of
+from evener.strategies.watching import EVERY
 
 
 class Blind(Unsound):
@@ -86,11 +94,44 @@ def measure(turns: int, steps: int) -> tuple[dict[str, Timing], float]:
         return timings, (heartbeat_seconds() - beats) / (time.perf_counter() - began)
 
 
+def memory_microseconds(layers: int, rounds: int = 5) -> tuple[int, float, float]:
+    """Of a model of so many layers: its parameters, the time of a step's two readings with the sums that are due in
+    the mean, and of one of these sums alone."""
+    model = lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))  # noqa: E731
+    data = TensorDataset(torch.rand(64, 16), torch.rand(64, 16))
+    task = evener.Task(model=model, loss=nn.MSELoss(), optimizer=torch.optim.AdamW, train=data, batch_size=16)
+    with Session(device="cpu") as session, evener.Engine(task, session=session, epochs=9) as engine:
+        batches = engine.batches()
+        for _ in range(3):
+            batch = next(batches)
+            engine.step(batch)
+        watch, called = engine.learner.watch, partial(nbytes_of, engine.learner)
+        batches.close()
+
+        def readings() -> None:
+            for _ in range(EVERY):
+                watch.begin(batch)
+                watch.end(batch)
+
+        each = min(timeit.repeat(readings, number=1, repeat=rounds)) / EVERY
+        return 2 * layers, 1e6 * each, 1e6 * min(timeit.repeat(called, number=1, repeat=rounds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
+    if arguments.memory:
+        print(machine())
+        for layers in (4, 50, 500):
+            print(
+                "{} parameters: {:.1f} us a step, of which sums {:.0f} us every {} steps".format(
+                    *memory_microseconds(layers), EVERY
+                )
+            )
+        return
     timings, beats = evener.launch(measure, arguments.turns, arguments.steps, processes=2, device="cpu")[0]
     print(machine())
     print(table({work().name: timings}, "unwatched"))

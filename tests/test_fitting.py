@@ -85,8 +85,12 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     weights = sum(value.nbytes for value in trained.weights.values())
     peaks = [max(column) for column in zip(*(record["memory_peak"] for record in steps), strict=True)]
     assert min(peaks) > 2**20  # of two whole processes
-    momentum = {"parameters": weights, "buffers": 0, "gradients": weights, "optimizer": weights}
-    assert summary["memory"] == [{"peak": peak, **momentum} for peak in peaks]
+    assert [of_rank.pop("peak") for of_rank in summary["memory"]] == peaks
+    for of_rank, peak in zip(summary["memory"], peaks, strict=True):
+        assert {of_rank[name] for name in ("parameters", "optimizer", "gradients")} <= {weights, 0}
+        assert sum(of_rank.values()) == peak
+    held = {name: steps[-1]["memory_parts"][name] for name in ("parameters", "gradients", "optimizer")}
+    assert held == dict.fromkeys(held, [weights] * 2)
 
 
 @pytest.mark.parametrize(

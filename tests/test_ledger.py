@@ -23,7 +23,7 @@ from evener.ledger import Ledger
 from evener.losses import SumLoss
 from evener.runtime.channel import Pending
 from evener.runtime.mesh import Layout, Mesh
-from evener.step import Signal, Step
+from evener.step import Signal, Step, read_row
 from evener.strategies.parts import StepOutcome
 from evener.task import Task
 from tests.observers import Remembering
@@ -55,7 +55,7 @@ class Exchange:
 
     @property
     def signals(self) -> list[Signal]:
-        return [Signal(*row) for row in self.rows if len(row) > 1]
+        return [read_row(row)[0] for row in self.rows if len(row) > 1]
 
 
 class Totals:

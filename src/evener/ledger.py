@@ -27,11 +27,11 @@ from evener.data.batch import Batch
 from evener.hardware.readout import Readout, is_late, read
 from evener.hardware.stopwatch import waiting
 from evener.losses import Loss
-from evener.memory.gauge import MemoryUse
+from evener.memory.use import NOTHING
 from evener.runtime.channel import Pending
 from evener.runtime.hosts import all_gather
 from evener.runtime.mesh import DIVIDING_TERMS, Mesh
-from evener.step import Signal, Step
+from evener.step import Signal, Step, read_row, row_of
 from evener.strategies.parts import StepOutcome
 
 
@@ -127,8 +127,6 @@ class Ledger:
         step.contributors = self._mesh.data.contributors
         row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
         row = row._replace(retries=outcome.retries, piece=outcome.piece)
-        held, peak, reserved = outcome.memory
-        row = row._replace(memory_held=held, memory_peak=peak, memory_reserved=reserved)
         row = row._replace(wish=self.wish, skipped=len(step.batch.skipped), graphs=self._graphs())
         doubtful = False
         if self._late:
@@ -143,7 +141,7 @@ class Ledger:
                 unsound=max((place.value() for place in outcome.unsound), default=0.0),
             )
             doubtful = not (math.isfinite(row.total) and math.isfinite(row.soundness))
-        self._in_flight = step, upcoming, self.control.exchange(row)
+        self._in_flight = step, upcoming, self.control.exchange(row_of(row, outcome.memory))
         if outcome.missing or doubtful or self._waits or not self._begun:
             self._begun = True
             return self._missing_everywhere(outcome, self.settle())
@@ -195,7 +193,8 @@ class Ledger:
             return []
         (step, upcoming, pending), self._in_flight = self._in_flight, None
         self._unread = step
-        signals = [Signal(*row) for row in pending.wait()]
+        told = [read_row(row) for row in pending.wait()]
+        signals = [signal for signal, _ in told]
         self._unread = None
         if not self._late:
             results = [(signal.total, signal.soundness, signal.unsound) for signal in signals]
@@ -208,9 +207,7 @@ class Ledger:
             self._counts[upcoming.epoch, upcoming.index] = sum(counts)
         self.buffers_changed |= any(signal.buffers_changed for signal in signals)
         step.input_seconds = tuple(signal.input_seconds for signal in signals)
-        step.memory = tuple(
-            MemoryUse(int(s.memory_held), int(s.memory_peak), int(s.memory_reserved)) for s in signals
-        )
+        step.memory = tuple(use for _, use in told)
         step.retries = tuple(int(signal.retries) for signal in signals)
         step.pieces = _of_ranks(signal.piece for signal in signals)
         step.graphs = _of_ranks(signal.graphs for signal in signals)
@@ -272,9 +269,9 @@ class Ledger:
         """No step follows at once: also the times of the last one are told. A collective call."""
         self.check()
         if self._late and self._before is not None:
-            row = self._with_times(Signal(0.0, 0.0, 0.0, 0.0))
+            row = row_of(self._with_times(Signal(0.0, 0.0, 0.0, 0.0)), NOTHING)
             with waiting():
-                signals = [Signal(*values) for values in self.control.exchange(row).wait()]
+                signals = [read_row(values)[0] for values in self.control.exchange(row).wait()]
             self._times_known(self._before, signals)
             self._before = self._unmeasured = None
 

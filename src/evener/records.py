@@ -82,6 +82,9 @@ class StepRecord:
     """The most that were in use since the step before."""
     memory_reserved: tuple[int, ...] = ()
     """What PyTorch's allocator keeps of each GPU; empty without any."""
+    memory_parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """What each rank's ``memory_peak`` was made of, by category: ``parameters``, ``buffers``, ``gradients``,
+    ``optimizer``, ``activations``, ``buckets``, ``inputs`` and ``other``, those that no rank has left out."""
     pieces: tuple[int, ...] = ()
     """The most samples of a pass that each rank has found room for, 0 for all of its share; empty if all have room."""
     graphs: tuple[int, ...] = ()
@@ -145,8 +148,8 @@ class RunSummary:
     precision: str = ""
     """What the model computed in; empty if it was left as the task makes it."""
     memory: list[dict[str, int]] = field(default_factory=list)
-    """Bytes on each rank: ``peak``, the most that were in use in a step, as in the records, and of that what the rank
-    holds all the time: ``parameters``, ``buffers``, ``gradients`` and ``optimizer``."""
+    """Bytes on each rank: ``peak``, the most that were in use in a step, and what that was made of, by all categories,
+    as in the records."""
     recompute: str = ""
     """What was computed again in backward to take less memory, in words; empty if nothing was."""
     graphs: list[int] = field(default_factory=list)

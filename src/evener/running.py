@@ -21,6 +21,7 @@ from evener.data.batch import Batch
 from evener.engine import Engine
 from evener.errors import InterruptedRunError
 from evener.inheritance import HandedOnError, Heir, succession
+from evener.memory import CATEGORIES
 from evener.nn.names import clean_name
 from evener.observer import Observer
 from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
@@ -32,7 +33,6 @@ from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
 from evener.saving import Saving
-from evener.strategies.holdings import nbytes_of
 from evener.strategies.model import named_tensors
 from evener.surveying import head_line
 from evener.task import Task
@@ -55,8 +55,8 @@ class Tally(Observer):
         self.taken = [0] * parts
         self.last: StepRecord | None = None
         self.skipped = 0
-        self.peaks: list[int] = []
-        """The most bytes in use on each rank."""
+        self.memory: list[dict[str, int]] = []
+        """Of each rank the most bytes in use in a step, and what these were for."""
         self.evaluation_record: EvaluationRecord | None = None
 
     everywhere = True
@@ -64,7 +64,9 @@ class Tally(Observer):
     def step(self, record: StepRecord) -> None:
         self.last = record
         self.skipped += record.skipped
-        self.peaks = [max(two) for two in zip_longest(self.peaks, record.memory_peak, fillvalue=0)]
+        found = _memory_of(record)
+        pairs = zip_longest(self.memory, found, fillvalue={"peak": -1})
+        self.memory = [max(pair, key=lambda each: each["peak"]) for pair in pairs]
         self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -73,6 +75,15 @@ class Tally(Observer):
     @property
     def samples(self) -> int:
         return sum(self.taken)
+
+
+def _memory_of(record: StepRecord) -> list[dict[str, int]]:
+    """Of each rank."""
+    none = (0,) * len(record.memory_peak)
+    return [
+        {"peak": peak} | {name: record.memory_parts.get(name, none)[rank] for name in CATEGORIES}
+        for rank, peak in enumerate(record.memory_peak)
+    ]
 
 
 class Clock:
@@ -291,7 +302,6 @@ class Run:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         return {
             "device": f"{device} {name}".strip(),
-            "memory": nbytes_of(engine.learner),
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
             "times": {
                 "compute_seconds": times.compute,
@@ -327,7 +337,7 @@ class Run:
             emulation=self._emulation,
             allreduce=engine.learner.synchronizer.words,
             precision=engine.learner.settings.precision.words,
-            memory=[{"peak": peak} | part["memory"] for peak, part in zip(tally.peaks, parts, strict=False)],
+            memory=tally.memory,
             recompute=engine.recomputing.words,
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
             graph_breaks=sum(part["graphs"][1] for part in parts),

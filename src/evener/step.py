@@ -10,7 +10,8 @@ from typing import NamedTuple
 from evener.data.batch import Batch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout
-from evener.memory.gauge import MemoryUse
+from evener.memory import CATEGORIES
+from evener.memory.use import MemoryUse
 from evener.records import StepRecord
 
 
@@ -42,18 +43,23 @@ class Signal(NamedTuple):
     """What the rank wants all to do together; 0 for nothing."""
     skipped: float = 0.0
     """Samples of the rank's share of this step that could not be read."""
-    memory_held: float = 0.0
-    """Bytes of the rank's device that are in use."""
-    memory_peak: float = 0.0
-    """The most since the step before."""
-    memory_reserved: float = 0.0
-    """What a GPU's allocator keeps."""
     retries: float = 0.0
     """How often the rank took the step again for want of memory."""
     piece: float = 0.0
     """The most samples of a pass that it has room for; 0 if that is not known."""
     graphs: float = 0.0
     """Graphs that the rank has compiled so far."""
+
+
+def row_of(signal: Signal, memory: MemoryUse) -> tuple[float, ...]:
+    """As ranks tell them each other."""
+    return (*signal, *memory.row())
+
+
+def read_row(row: Sequence[float]) -> tuple[Signal, MemoryUse]:
+    """From what :func:`row_of` gave."""
+    length = len(Signal._fields)
+    return Signal(*row[:length]), MemoryUse.of_row(row[length:])
 
 
 @dataclass
@@ -129,6 +135,10 @@ class Step:
     def _reserves(self) -> bool:
         return any(use.reserved for use in self.memory)
 
+    def _memory_parts(self) -> dict[str, tuple[int, ...]]:
+        columns = zip(*(use.parts for use in self.memory), strict=True)
+        return {name: column for name, column in zip(CATEGORIES, columns, strict=False) if any(column)}
+
     def has_finite_loss(self) -> bool:
         """Whether the totals of all ranks are finite, and the penalty with its gradient."""
         rows = self.results() if self.results else ()
@@ -173,6 +183,7 @@ class Step:
             memory_held=tuple(use.held for use in self.memory),
             memory_peak=tuple(use.peak for use in self.memory),
             memory_reserved=tuple(use.reserved for use in self.memory) if self._reserves else (),
+            memory_parts=self._memory_parts(),
         )
 
 

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from evener.memory import Accounting
-from evener.memory.gauge import Counted, Lifelong, OfCard, Resident, gauge_of
+from evener.memory.gauge import Lifelong, OfCard, Resident, gauge_of
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -28,17 +27,6 @@ def test_a_peak_is_told_once() -> None:
     assert at_last.peak - before.held >= 60 * MIB
     assert after.peak - before.held <= 30 * MIB
     assert after.reserved == 0
-
-
-def test_what_is_counted_is_told() -> None:
-    with Accounting() as account:
-        gauge = gauge_of(torch.device("cpu"), account)
-        assert isinstance(gauge, Counted)
-        kept = torch.ones(1000)
-        torch.ones(500)
-        assert gauge.lap() == (4000, 6000, 0)
-        assert gauge.lap() == (4000, 4000, 0)
-        del kept
 
 
 def test_elsewhere_the_most_of_a_life_is_known() -> None:

@@ -175,6 +175,8 @@ class AllReduce(ABC):
     """
 
     name: str
+    held_nbytes: int = 0
+    """Bytes of this process's memory, shared memory too, that it holds all the time."""
     """What the user calls it."""
     adds_halves_in_float32: bool = False
     """Whether it adds float16 and bfloat16 in float32 by itself; else they are sent in float32."""

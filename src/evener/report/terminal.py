@@ -74,8 +74,8 @@ class Terminal(Observer):
 
     def _state(self, record: StepRecord) -> str:
         slowest = f", {self._recent.slowest()}" if self._recent.several else ""
-        memory = f", memory {size_words(max(record.memory_peak))}" if record.memory_peak else ""
-        return f"loss {record.loss:.4f}, {self._speed(record.step + 1):,.0f} samples/s{memory}{slowest}"
+        speed = self._speed(record.step + 1)
+        return f"loss {record.loss:.4f}, {speed:,.0f} samples/s{_memory(record)}{slowest}"
 
     def event(self, record: Any) -> None:
         self._print(record.words)
@@ -106,6 +106,16 @@ class Terminal(Observer):
             return ""
         seconds = (time.monotonic() - self._began) / (done - self._first) * (self._total - done)
         return f", {tqdm.format_interval(seconds)} left"
+
+
+def _memory(record: StepRecord) -> str:
+    """Of the rank that had most in use, and how much of that were activations, by which micro-batches are chosen."""
+    if not record.memory_peak:
+        return ""
+    most = max(record.memory_peak)
+    activations = record.memory_parts.get("activations", (0,) * len(record.memory_peak))
+    part = activations[record.memory_peak.index(most)]
+    return f", memory {size_words(most)}" + (f" ({size_words(part)} activations)" if part else "")
 
 
 def summary_text(summary: RunSummary) -> str:
@@ -139,7 +149,9 @@ def summary_text(summary: RunSummary) -> str:
 
 def _memory_line(summary: RunSummary) -> str:
     rank, most = max(enumerate(summary.memory), key=lambda pair: pair[1]["peak"])
-    kinds = ", ".join(f"{name} {size_words(most[name])}" for name in ("parameters", "gradients", "optimizer"))
+    kinds = ", ".join(
+        f"{name} {size_words(nbytes)}" for name, nbytes in most.items() if nbytes and name != "peak"
+    )
     where = f" on rank {rank}" if len(summary.memory) > 1 else ""
     return f"  memory at most {size_words(most['peak'])}{where}: {kinds}"
 

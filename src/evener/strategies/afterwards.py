@@ -69,6 +69,12 @@ class Afterwards(Synchronizer):
         """That of the settings, or a usual one."""
         return self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
 
+    @property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        """Of its all-reduce, and of the largest copy of gradients that it sends."""
+        sizes = [sum(p.nbytes for p in bucket) for bucket in _buckets(self._present(), self.bucket_bytes)]
+        return self._all_reduce.held_nbytes + max(sizes, default=0)
+
     def complete(self) -> tuple[str, ...]:
         trained = self._trained()
         missing = tuple(self._learner.names[p] for p in trained if p.grad is None and p.numel())
@@ -102,6 +108,10 @@ class Afterwards(Synchronizer):
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._learner.names if p.requires_grad and not is_apart(p)]
+
+    def _present(self) -> list[nn.Parameter]:
+        """Those with a gradient now."""
+        return [p for p in self._trained() if p.grad is not None and p.numel()]
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
         """A rank that has no gradient adds zeros."""

@@ -47,6 +47,7 @@ from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.precision import Precision, able, agreed, products_of
 from evener.strategies.recomputed.forward import recompute_blocks
 from evener.strategies.room import check_room
+from evener.strategies.watching import OfAccount, Read
 from evener.task import Task
 
 
@@ -214,8 +215,10 @@ def _memory_watched(learner: Learner, strategy: Strategy) -> Iterator[None]:
     limited = settings.limits is not None and settings.limits.can_bind(rank)
     device, ranks = learner.session.device, learner.session.environment.local_world_size
     with room_on(device, limited, ranks) as (learner.room, account), ExitStack() as named:
-        learner.gauge = gauge_of(device, account)
-        if account is not None:
+        if account is None:
+            learner.watch = Read(learner, gauge_of(device))
+        else:
+            learner.watch = OfAccount(learner, account)
             name_model(account, learner)
             named.enter_context(updates_named(account, learner))
         yield

@@ -117,6 +117,11 @@ class DdpSum(Afterwards):
         chosen = self._learner.settings.bucket_bytes
         return chosen or bucket_nbytes(self._all_reduce.expected_seconds, nbytes)
 
+    @property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        """Of its all-reduce: DDP's buckets are where the gradients lie."""
+        return self._all_reduce.held_nbytes
+
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         assert self._ddp is not None
         self._filled.clear()

@@ -128,6 +128,10 @@ class SameBits(Synchronizer):
     def keeps_equal(self) -> bool:  # type: ignore[override]
         return self._inner.keeps_equal
 
+    @property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        return self._inner.bucket_nbytes
+
     def wrap(self, replica: nn.Module) -> nn.Module:
         return self._inner.wrap(replica)
 

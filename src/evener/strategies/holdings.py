@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from evener.borrowed.module_tensors import own_buffers
+from evener.borrowed.storages import address, memory_of
 from evener.data.batch import Batch, map_leaves
 from evener.memory import Accounting, made_as
 from evener.memory.tally import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from evener.strategies.learner import Learner
-from evener.strategies.local import local
 
 
 def name_model(account: Accounting, learner: Learner) -> None:
@@ -53,19 +53,46 @@ def updates_named(account: Accounting, learner: Learner) -> Iterator[None]:
             hook.remove()
 
 
+def gradients_of(learner: Learner) -> Iterator[Tensor]:
+    """Those that are there."""
+    return (p.grad for p in learner.model.parameters() if p.grad is not None)
+
+
 def nbytes_of(learner: Learner) -> dict[str, int]:
-    """Bytes that a rank holds all the time."""
-    model, state = learner.model, list(learner.optimizer.state.values())
-    return {
-        PARAMETERS: _sum(model.parameters()),
-        BUFFERS: _sum(b for m in model.modules() for b in own_buffers(m).values() if b is not None),
-        GRADIENTS: _sum(p for p in model.parameters() if p.requires_grad),
-        OPTIMIZER: _sum(_tensors_of(state)),
+    """Bytes of the rank's device that it holds all the time, with the gradients that are there now.
+
+    What lies in one memory, such as gradients in a bucket, counts once, and for the first that has it.
+    """
+    model, device = learner.model, learner.session.device
+    held: dict[str, Iterable[Tensor | None]] = {
+        PARAMETERS: model.parameters(),
+        BUFFERS: (b for m in model.modules() for b in own_buffers(m).values()),
+        OPTIMIZER: _tensors_of(list(learner.optimizer.state.values())),
+        GRADIENTS: gradients_of(learner),
     }
+    seen: set[int] = set()
+    return {category: _storages(tensors, device, seen) for category, tensors in held.items()}
 
 
-def _sum(tensors: Iterable[Tensor]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors if tensor.layout is torch.strided)
+def nbytes_of_inputs(batch: Batch, device: torch.device) -> int:
+    """Bytes of the samples of a batch; of a view its own part."""
+    leaves = (leaf for micro in batch.micro_batches for leaf in _tensors_of((micro.inputs, micro.targets)))
+    return sum(leaf.nbytes for leaf in leaves if _is_on(device, leaf) and leaf.layout is torch.strided)
+
+
+def _storages(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
+    nbytes = 0
+    for tensor in tensors:
+        for part in () if tensor is None else memory_of(tensor):
+            storage = part.untyped_storage()
+            if _is_on(device, part) and address(storage) not in seen:
+                seen.add(address(storage))
+                nbytes += storage.nbytes()
+    return nbytes
+
+
+def _is_on(device: torch.device, tensor: Tensor) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:

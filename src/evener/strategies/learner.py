@@ -23,7 +23,6 @@ from evener.data.batch import Batch, MicroBatch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout, read
 from evener.hardware.stopwatch import stopwatch, waiting
-from evener.memory.gauge import Gauge
 from evener.nn.batch_norm import BatchNorm
 from evener.nn.names import clean_name
 from evener.nn.scope import Scope, scope
@@ -36,7 +35,7 @@ from evener.strategies.compiling import Graphs
 from evener.strategies.limits import Room
 from evener.strategies.local import as_held, local
 from evener.strategies.pace import Pace
-from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer
+from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
 from evener.strategies.precision import Named
 from evener.strategies.recomputed.forward import Blocks
 from evener.strategies.replica import Replica
@@ -63,8 +62,8 @@ class Learner:
     cut: Cut
     graphs: Graphs
     """What of the model is compiled."""
-    gauge: Gauge
-    """Reads the memory of its device."""
+    watch: Watch
+    """Follows the memory of its device."""
     room: Room
     """The memory of its device."""
     recomputed: Blocks
@@ -260,12 +259,13 @@ class Learner:
         """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
         self.unsound.found.clear()
         self._step = step
+        self.watch.begin(batch)
         if self.settings.limits is not None:
             self.room.allow(self.settings.limits.of(self.session.rank, step))
         if self.may_leave_out:
             self._remember_buffers(step)
         outcome = self.stepper.run(batch, self._scaled(divisor), step)
-        return dataclasses.replace(outcome, unsound=tuple(self.unsound.found), memory=self.gauge.lap())
+        return dataclasses.replace(outcome, unsound=tuple(self.unsound.found), memory=self.watch.end(batch))
 
     def _scaled(self, divisor: Callable[[], float]) -> Callable[[], float]:
         scale = 1.0 if self.scale is None else self.scale.value

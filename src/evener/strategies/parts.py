@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from evener.balance.emulate import Throttle
 from evener.budgets import Recompute
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
-from evener.memory.gauge import NOTHING, MemoryUse
+from evener.memory.use import NOTHING, MemoryUse
 from evener.strategies.compiling import Compiling
 from evener.strategies.limits import MemoryLimits
 from evener.strategies.precision import Precision
@@ -109,6 +109,16 @@ class Stepper(ABC):
         """The model's outputs in evaluation, on the rank that speaks for the part; anything on others."""
 
 
+class Watch(Protocol):
+    """Follows the memory of a rank."""
+
+    def begin(self, batch: Batch) -> None:
+        """The passes of a step begin."""
+
+    def end(self, batch: Batch) -> MemoryUse:
+        """They are over, and gradients are there."""
+
+
 class Cut:
     """What of a part's samples this rank computes: all of it, here and where samples are not divided."""
 
@@ -135,6 +145,9 @@ class Synchronizer:
 
     exchanges_in_passes: bool = True
     """Whether ranks may wait for each other before all passes of a step are over."""
+
+    bucket_nbytes: int = 0
+    """Bytes that it takes at most, besides parameters and gradients, for what is sent or received."""
 
     holds_all: bool = False
     """Whether each rank holds all that the training goes on from, so that one that stays can give it to a new one.

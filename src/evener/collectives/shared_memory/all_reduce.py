@@ -96,6 +96,7 @@ class SharedMemory(AllReduce):
     ) -> None:
         super().__init__(group, timeout_seconds)
         self._slot_nbytes = slot_nbytes(self.world_size)
+        self.held_nbytes = self.world_size * shared_nbytes(self.world_size)  # each maps those of all
         self._one_shot_nbytes = _ONE_SHOT_NBYTES // self.world_size
         self._slots: Slots | None = None
         if self.world_size > 1:

@@ -60,6 +60,7 @@ class TwoLevel(AllReduce):
     ) -> None:
         super().__init__(group, timeout_seconds)
         self._inner, self._between = inner, between
+        self.held_nbytes = inner.held_nbytes
         self._worker = Worker("evener all-reduce two-level")
         self._owned = owned
         owned.callback(self._worker.close)

@@ -52,6 +52,11 @@ class Bucket:
         self.sizes = [sum(map(torch.Size.numel, of_rank)) + 1 for of_rank in self._shapes]
         """Elements of each rank."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of its memory."""
+        return sum(self.sizes) * self.weights[0].whole.element_size()
+
     def room(self) -> Tensor:
         """Memory for the bucket."""
         with made_as(BUCKETS):

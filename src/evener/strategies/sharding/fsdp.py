@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -51,8 +51,9 @@ from evener.strategies.model import marks_kept
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
+from evener.strategies.sharding.ownership import chunks
 from evener.strategies.sharding.turns import Gather, Scatter, Turns
-from evener.strategies.sharding.units import fills_unused, units_of
+from evener.strategies.sharding.units import fills_unused, nbytes_of_units, units_of
 from evener.strategies.single import Alone
 from evener.strategies.slices import Slice, mark, slice_of
 
@@ -111,7 +112,7 @@ class Fsdp(Strategy):
         self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if is_divided(parameter):
-                pieces = _pieces(len(parameter), group.size())
+                pieces = chunks(len(parameter), group.size())
                 mark(parameter, Slice(AXIS, 0, pieces, mesh.index(AXIS), within=before[name]))
         return model
 
@@ -165,13 +166,6 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
         for parameter in own_parameters(module).values():
             if parameter is not None and not is_divided(parameter):
                 parameter.data = parameter.data.to(device)
-
-
-def _pieces(rows: int, ranks: int) -> tuple[range, ...]:
-    """As ``torch.chunk`` cuts them: the last ranks have fewer rows, or none."""
-    most = -(-rows // ranks)
-    cuts = [min(rank * most, rows) for rank in range(ranks + 1)]
-    return tuple(map(range, cuts, cuts[1:]))
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -242,6 +236,11 @@ class FsdpSum(Afterwards):
         for number, unit in enumerate(self._units.values()):
             self._take_over(number, unit)
         self._watch(learner.model)
+
+    @cached_property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        """Of two units: one is gathered while another computes."""
+        return sum(sorted(nbytes_of_units(self._units.values()))[-2:])
 
     def _summed_by(self) -> AllReduce:
         return make("native", self._group, self._learner.session.timeout_seconds)

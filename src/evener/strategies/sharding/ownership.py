@@ -51,3 +51,10 @@ def _rounded(wanted: Sequence[float], total: int) -> list[int]:
     for rank in by_remainder[: total - sum(counts)]:
         counts[rank] += 1
     return counts
+
+
+def chunks(rows: int, ranks: int) -> tuple[range, ...]:
+    """As ``torch.chunk`` cuts them: the last ranks have fewer rows, or none."""
+    most = -(-rows // ranks)
+    cuts = [min(rank * most, rows) for rank in range(ranks + 1)]
+    return tuple(map(range, cuts, cuts[1:]))

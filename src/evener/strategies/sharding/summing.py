@@ -28,7 +28,7 @@ from evener.strategies import gradients
 from evener.strategies.flat import by_kind, sent_as_one
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
-from evener.strategies.sharding.buckets import Bucket, Round, buckets_of
+from evener.strategies.sharding.buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
 from evener.strategies.sharding.ways import ToAll, ToOwners, Way
 from evener.strategies.sharding.weights import AXIS, Weight
 from evener.strategies.sharding.wholes import Wholes
@@ -58,6 +58,12 @@ class ZeroSum(Synchronizer):
     @property
     def words(self) -> str:  # type: ignore[override]
         return self._way.words
+
+    @property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        """Of the largest that may be there together: one is filled while others are on the way."""
+        sizes = sorted((bucket.nbytes for bucket in self._round.buckets), reverse=True)
+        return sum(sizes[: MOST_ON_THE_WAY + 1])
 
     @property
     def _all(self) -> list[Weight]:

@@ -17,8 +17,9 @@ A weight that stands in several units can be in none: these modules go with the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -49,6 +50,17 @@ def units_of(model: nn.Module, wrap: str | None) -> dict[str, nn.Module]:
                 "so that it goes with the model"
             )
     return named
+
+
+def nbytes_of_units(units: Iterable[Any]) -> list[int]:
+    """Bytes of the whole weights of each that are not those of one inside of it, which comes later."""
+    seen: set[nn.Parameter] = set()
+    sizes: list[int] = []
+    for unit in reversed(list(units)):
+        own = [parameter for parameter in unit.parameters() if parameter not in seen]
+        seen.update(own)
+        sizes.append(sum(parameter.nbytes for parameter in own))
+    return sizes[::-1]
 
 
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
