@@ -18,7 +18,7 @@ from evener.evaluation import EvaluationOptions
 from evener.progress import Progress, SampleOrder
 from evener.records import MemoryRecord
 from evener.same_data import check_data
-from evener.shortage import Pieces
+from evener.shortage import Pieces, noticed
 from evener.skipping import Skips, check_skipping
 from evener.step import Step
 from evener.strategies.learner import Learner
@@ -137,6 +137,7 @@ class Feed:
         self.observe(step.number, step.batch, known)
         self._graphs = step.graphs
         self._events += self._pieces.changes(step)
+        self._events += noticed(step, self._learner.session.device.type)
 
     def new_events(self) -> Sequence[Decision | MemoryRecord]:
         """Changes of shares, and of pieces, since the last call."""

@@ -1,8 +1,13 @@
-"""What is told of ranks whose memory ran out, and of the pieces in which they take their samples since."""
+"""What is told of ranks whose memory ran out or is lost, and of the pieces in which they take their samples since."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from evener.memory.cache import remedy
+from evener.memory.use import News
 from evener.records import MemoryRecord
+from evener.sizes import size_words
 from evener.step import Step
 
 
@@ -22,6 +27,35 @@ class Pieces:
             for rank in ranks
             if step.retries[rank] or now[rank] != before[rank]
         ]
+
+
+def noticed(step: Step, kind: str) -> list[MemoryRecord]:
+    """What the ranks have noticed of their devices, of a kind, in words."""
+    return [
+        MemoryRecord(step.number, words)
+        for rank, use in enumerate(step.memory)
+        for words in _news_in_words(rank, use.news, kind)
+    ]
+
+
+def _news_in_words(rank: int, news: News, kind: str) -> Iterator[str]:
+    if news.won:
+        yield f"rank {rank} gave {size_words(news.won)} that were cached back to its device"
+    if news.lost:
+        yield (
+            f"rank {rank}: {size_words(news.lost)} of its memory lie in pieces between what is in use, and cannot be "
+            f"used as one: {remedy(kind)}"
+        )
+    if news.retries:
+        yield (
+            f"rank {rank}: the device was full, and the allocator gave back what it had cached and asked again, for "
+            "which all of the device waits: use a smaller micro_batch, or micro_batch=auto"
+        )
+    if news.others:
+        yield (
+            f"another process (pid {news.pid}) uses the card of rank {rank}: {size_words(news.others)} are not of this "
+            f"run, and {size_words(news.free)} are free"
+        )
 
 
 def _in_words(rank: int, retries: int, piece: int, before: int) -> str:

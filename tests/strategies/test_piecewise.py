@@ -184,3 +184,15 @@ def test_limits_that_there_cannot_be(settings: dict[str, Any], words: str) -> No
 def test_micro_batches_that_there_cannot_be(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="micro_batch is"):
         RunConfig(micro_batch=value)
+
+
+@pytest.mark.parametrize(
+    ("words", "nbytes"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.69 GiB", 5 << 29),
+        ("XPU out of memory. Tried to allocate 20.00 MiB. GPU", 20 << 20),
+        ("out of memory: aten.mm asks for 64 bytes", 0),
+    ],
+)
+def test_what_was_asked_for_is_read_in_the_words_of_the_error(words: str, nbytes: int) -> None:
+    assert piecewise.asked_nbytes(words) == nbytes

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
+from evener.hardware.neighbours import CardUse
+from evener.hardware.survey.facts import Tenant
+from evener.memory.use import Lap, News
 from evener.records import StepRecord
+from evener.strategies.watching import LOOK_SECONDS, Read
 from tests.observers import Remembering
 from tests.ranks import RankPool
 
-WIDTH, SAMPLES, MIB = 512, 64, 2**20
+WIDTH, SAMPLES, MIB, GIB = 512, 64, 2**20, 2**30
 NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -76,3 +83,115 @@ def test_what_is_divided_is_told_divided(ranks: Callable[[int], RankPool]) -> No
     assert sum(parts["optimizer"]) == NBYTES
     assert min(parts["optimizer"]) > 0.4 * NBYTES
     assert min(parts["buckets"]) > 0
+
+
+# A card that is made up
+
+
+class Card:
+    """Gives the laps that a test wants; what is cached can be given back."""
+
+    def __init__(self) -> None:
+        self.held, self.reserved, self.split, self.retries, self.failures = 2 * GIB, 3 * GIB, 0, 0, 0
+        self.emptied = 0
+
+    def lap(self) -> Lap:
+        return Lap(self.held, self.held, self.reserved, self.split, self.retries, self.failures)
+
+    def kept(self) -> int:
+        return 0
+
+    def empty(self) -> None:
+        self.emptied += 1
+        self.reserved = self.held + self.split
+
+
+class Others:
+    """Another process, which has some of the card."""
+
+    def __init__(self, *tenants: Tenant, free: int = 20 * GIB) -> None:
+        self.use, self.asked = CardUse(free, 24 * GIB, tenants), 0
+
+    def look(self) -> CardUse:
+        self.asked += 1
+        return self.use
+
+
+@pytest.fixture
+def engine() -> Iterator[evener.Engine]:
+    with evener.Engine(task(), device="cpu", strategy="single") as made:
+        yield made
+
+
+def after(watch: Read) -> News:
+    """What is new with a step."""
+    batch: Any = SimpleNamespace(micro_batches=[])
+    watch.begin(batch)
+    return watch.end(batch).news
+
+
+def test_pieces_are_told_once(engine: evener.Engine) -> None:
+    card = Card()
+    watch = Read(engine.learner, card)
+    assert after(watch) == News()
+    card.split, card.failures = GIB, 1
+    assert after(watch) == News(lost=GIB)
+    card.failures, card.retries = 2, 3
+    assert after(watch) == News(retries=3)
+    card.failures, card.retries = 3, 4
+    assert after(watch) == News()
+    assert card.emptied == 0, "nothing of it could be given back"
+
+
+def test_a_cache_is_emptied_when_memory_ran_out_and_told_by_what_that_won(engine: evener.Engine) -> None:
+    card = Card()
+    watch = Read(engine.learner, card)
+    watch.relieve(2 * GIB)
+    assert (card.emptied, after(watch)) == (0, News()), "it has less than was asked for"
+    watch.relieve(GIB // 2)
+    assert (card.emptied, after(watch)) == (1, News(won=GIB))
+    assert after(watch) == News()
+
+
+def test_other_processes_are_asked_for_now_and_then(engine: evener.Engine) -> None:
+    card, others, now = Card(), Others(Tenant(1, GIB), Tenant(4711, 3 * GIB)), [0.0]
+    watch = Read(engine.learner, card, others, clock=lambda: now[0])  # type: ignore[arg-type]
+    assert after(watch) == News(others=4 * GIB, pid=4711, free=20 * GIB)
+    assert after(watch) == News()
+    assert others.asked == 1
+    now[0] += LOOK_SECONDS
+    assert after(watch) == News(), "it is the same one"
+    assert (others.asked, card.emptied) == (2, 0)
+    others.use = CardUse(GIB // 10, 24 * GIB, (Tenant(4712, 20 * GIB),))
+    now[0] += LOOK_SECONDS
+    assert after(watch) == News(won=GIB, others=20 * GIB, pid=4712, free=GIB // 10)
+    assert card.emptied == 1
+
+
+class Full(nn.Module):
+    """Runs out of memory with more than a few samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has ...")
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def test_a_step_that_is_taken_again_empties_the_cache_first() -> None:
+    card, told = Card(), Remembering()
+    full = dataclasses.replace(task(), model=Full)
+    with evener.Engine(full, device="cpu", micro_batch="auto", observers=[told], steps=3) as engine:
+        engine.learner.watch = Read(engine.learner, card)
+        for batch in engine.batches():
+            engine.step(batch)
+    words = [record.words for kind, record in told.told if kind == "event"]
+    assert words == [
+        "rank 0 ran out of memory and took the step again, in pieces of 8 samples at most",
+        "rank 0 gave 1 GiB that were cached back to its device",
+    ]
+    assert card.emptied == 1

@@ -20,6 +20,7 @@ from evener.memory.c_library import kept_nbytes
 from evener.memory.use import Lap
 
 Stats = Mapping[str, Any]
+_READ = ("allocated", "reserved", "inactive_split")
 
 
 class Gauge(Protocol):
@@ -30,6 +31,9 @@ class Gauge(Protocol):
 
     def kept(self) -> int:
         """Bytes of what is held that were freed, and are kept for what comes next; not for every step."""
+
+    def empty(self) -> None:
+        """Gives back to the device what the allocator keeps, for which the device waits."""
 
 
 class OfCard:
@@ -50,8 +54,18 @@ class OfCard:
     def lap(self) -> Lap:
         stats = self._read(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
-        held, reserved = _of(stats, "allocated_bytes"), _of(stats, "reserved_bytes")
-        return Lap(held.get("current", 0), held.get("peak", 0), reserved.get("current", 0))
+        held, reserved, split = (_of(stats, f"{name}_bytes") for name in _READ)
+        return Lap(
+            held.get("current", 0),
+            held.get("peak", 0),
+            reserved.get("current", 0),
+            split.get("current", 0),
+            stats.get("num_alloc_retries", 0),
+            stats.get("num_ooms", 0),
+        )
+
+    def empty(self) -> None:
+        torch.accelerator.empty_cache()
 
     def kept(self) -> int:
         return 0  # the allocator counts that as reserved, and not as held
@@ -77,6 +91,9 @@ class Resident:
     def kept(self) -> int:
         return kept_nbytes()
 
+    def empty(self) -> None:
+        pass  # the C library's is the process's own
+
     def __del__(self) -> None:
         for descriptor in (self._status, self._clear):
             if descriptor >= 0:
@@ -94,6 +111,9 @@ class Lifelong:
     def kept(self) -> int:
         return kept_nbytes()
 
+    def empty(self) -> None:
+        pass  # the C library's is the process's own
+
 
 def gauge_of(device: torch.device) -> Gauge:
     """That of a device; of the process where the device tells nothing."""
@@ -109,11 +129,10 @@ def gauge_of(device: torch.device) -> Gauge:
 def _flat(device: torch.device) -> Stats:
     """As those that are nested, from the one form that every kind of device has."""
     stats = torch.accelerator.memory_stats(device)
-    names = ("allocated_bytes", "reserved_bytes")
-    return {
-        name: {"all": {when: stats.get(f"{name}.all.{when}", 0) for when in ("current", "peak")}}
-        for name in names
-    }
+    nested: dict[str, Any] = {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
+    for name in (f"{each}_bytes" for each in _READ):
+        nested[name] = {"all": {when: stats.get(f"{name}.all.{when}", 0) for when in ("current", "peak")}}
+    return nested
 
 
 def _of(stats: Stats, name: str) -> Mapping[str, int]:

@@ -30,6 +30,29 @@ class Lap(NamedTuple):
     """The most since the last time."""
     reserved: int = 0
     """What the allocator of a GPU keeps; what of that is not in use is cached, or lost between what is. 0 elsewhere."""
+    split: int = 0
+    """Of what is reserved and not in use, what lies between what is: it cannot be given back."""
+    retries: int = 0
+    """How often in all the allocator has given back what it kept, and asked the device again."""
+    failures: int = 0
+    """How often in all it was out of memory."""
+
+
+class News(NamedTuple):
+    """What a rank has noticed of its device's memory since the step before, in bytes where nothing else is said."""
+
+    lost: int = 0
+    """Lies in pieces between what is in use."""
+    retries: int = 0
+    """How often the allocator has given back what it kept, and asked again; the device waited meanwhile."""
+    won: int = 0
+    """Was given back to the device, by emptying the cache."""
+    others: int = 0
+    """Belongs to other processes."""
+    pid: int = 0
+    """Of the one of them that has most."""
+    free: int = 0
+    """Is free on the device then."""
 
 
 class MemoryUse(NamedTuple):
@@ -43,16 +66,18 @@ class MemoryUse(NamedTuple):
     """See :class:`Lap`."""
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
     """What the peak was made of, as ``CATEGORIES``; they add up to it."""
+    news: News = News()
 
     @classmethod
     def of_row(cls, row: Sequence[float]) -> Self:
         """From what :meth:`row` gave."""
-        held, peak, reserved, *parts = map(int, row)
-        return cls(held, peak, reserved, tuple(parts))
+        held, peak, reserved, *rest = map(int, row)
+        parts, news = rest[: len(CATEGORIES)], rest[len(CATEGORIES) :]
+        return cls(held, peak, reserved, tuple(parts), News(*news))
 
     def row(self) -> tuple[int, ...]:
         """As many numbers for every one."""
-        return (*self[:3], *self.parts)
+        return (*self[:3], *self.parts, *self.news)
 
     def by_category(self) -> dict[str, int]:
         """The parts by name."""

@@ -32,7 +32,6 @@ from torch import nn
 from evener.budgets import Recompute
 from evener.config import Recipe
 from evener.errors import ConfigurationError
-from evener.memory.gauge import gauge_of
 from evener.plugins import STRATEGIES
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.session import Session
@@ -47,7 +46,7 @@ from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.precision import Precision, able, agreed, products_of
 from evener.strategies.recomputed.forward import recompute_blocks
 from evener.strategies.room import check_room
-from evener.strategies.watching import OfAccount, Read
+from evener.strategies.watching import watching
 from evener.task import Task
 
 
@@ -215,10 +214,8 @@ def _memory_watched(learner: Learner, strategy: Strategy) -> Iterator[None]:
     limited = settings.limits is not None and settings.limits.can_bind(rank)
     device, ranks = learner.session.device, learner.session.environment.local_world_size
     with room_on(device, limited, ranks) as (learner.room, account), ExitStack() as named:
-        if account is None:
-            learner.watch = Read(learner, gauge_of(device))
-        else:
-            learner.watch = OfAccount(learner, account)
+        learner.watch = named.enter_context(watching(learner, account))
+        if account is not None:
             name_model(account, learner)
             named.enter_context(updates_named(account, learner))
         yield

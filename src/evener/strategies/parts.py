@@ -118,6 +118,9 @@ class Watch(Protocol):
     def end(self, batch: Batch) -> MemoryUse:
         """They are over, and gradients are there."""
 
+    def relieve(self, asked: int) -> None:
+        """An allocation of so many bytes, 0 if that is not known, failed in the passes, and what they made has gone."""
+
 
 class Cut:
     """What of a part's samples this rank computes: all of it, here and where samples are not divided."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -29,6 +30,7 @@ import torch
 from evener.data.batch import Batch, MicroBatch
 from evener.errors import OutOfMemoryError
 from evener.hardware.readout import Readout
+from evener.sizes import parse_size
 from evener.strategies.learner import Learner
 from evener.strategies.parts import StepOutcome
 from evener.strategies.plain import Plain
@@ -38,6 +40,7 @@ from evener.strategies.staged.pieces import can_be_cut, first_piece, pieces_of
 PATIENCE = 50
 """Steps after which larger pieces are tried again, at first."""
 MOST_PATIENCE = 10_000
+_ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
 
 
 class PieceSize:
@@ -147,8 +150,13 @@ class Piecewise(Plain):
             )
         self._learner.undo(step)
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._learner.watch.relieve(asked_nbytes(seen))
+
+
+def asked_nbytes(words: str) -> int:
+    """What was asked for, by PyTorch's words for it; 0 if they do not tell."""
+    found = _ASKED.search(words)
+    return parse_size(found[1]) if found else 0
 
 
 def wants_pieces(learner: Learner) -> bool:

@@ -7,29 +7,65 @@ tensor is counted, what is counted is told.
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from evener.data.batch import Batch
+from evener.hardware.neighbours import Neighbours, neighbours_on, uuid_of
+from evener.hardware.survey.nvml import find_nvml
 from evener.memory import Accounting
-from evener.memory.gauge import Gauge
+from evener.memory.cache import lost_in_pieces, wanted_by_others, worth_emptying
+from evener.memory.gauge import Gauge, gauge_of
 from evener.memory.tally import BUCKETS, GRADIENTS, INPUTS
-from evener.memory.use import Lap, MemoryUse, counted, use_of
+from evener.memory.use import Lap, MemoryUse, News, counted, use_of
 from evener.strategies.holdings import gradients_of, name_inputs, nbytes_of, nbytes_of_inputs
 from evener.strategies.learner import Learner
+from evener.strategies.parts import Watch
 
 EVERY = 1000
 """Steps after which all is summed up again."""
 OFTEN = 20
 """Steps after which it is asked again what was freed and is kept: that takes longer the more small pieces there are."""
+LOOK_SECONDS = 30.0
+"""Time after which it is asked again who else has memory of the card."""
+
+
+@contextmanager
+def watching(learner: Learner, account: Accounting | None) -> Iterator[Watch]:
+    """Follows the memory of the learner's device; by ``account`` where that counts each tensor."""
+    if account is not None:
+        yield OfAccount(learner, account)
+        return
+    device = learner.session.device
+    uuid = uuid_of(device)
+    with neighbours_on(uuid, find_nvml() if uuid else None) as neighbours:
+        yield Read(learner, gauge_of(device), neighbours)
 
 
 class Read:
-    """From what ``gauge`` reads."""
+    """From what ``gauge`` reads.
 
-    def __init__(self, learner: Learner, gauge: Gauge) -> None:
+    Args:
+        neighbours: On the same card, if they can be asked for.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        gauge: Gauge,
+        neighbours: Neighbours | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._learner, self._gauge = learner, gauge
-        self._between = Lap(0, 0)
         self._known: dict[str, int] = {}
         self._states = self._age = -1
-        self._kept = 0
+        self._kept = self._won = self._pid = 0
+        self._told: set[str] = set()
+        self._neighbours, self._clock, self._looked = neighbours, clock, -math.inf
+        self._before = self._between = gauge.lap()
 
     def begin(self, batch: Batch) -> None:
         self._between = self._gauge.lap()
@@ -38,7 +74,19 @@ class Read:
         passes = self._gauge.lap()
         self._sum_up()
         known = {**self._known, INPUTS: nbytes_of_inputs(batch, self._learner.session.device)}
-        return use_of(self._between, passes, known, self._kept)
+        use = use_of(self._between, passes, known, self._kept)
+        return use if passes.reserved == 0 else use._replace(news=self._news(passes))
+
+    def relieve(self, asked: int) -> None:
+        found = self._gauge.lap()
+        if worth_emptying(found, asked):
+            self._empty(found)
+        # The peak of what has failed is that of this step.
+        self._between = self._between._replace(peak=max(self._between.peak, found.peak))
+
+    def _empty(self, found: Lap) -> None:
+        self._gauge.empty()
+        self._won += max(0, found.reserved - self._gauge.lap().reserved)
 
     def _sum_up(self) -> None:
         states = len(self._learner.optimizer.state)
@@ -49,6 +97,38 @@ class Read:
             self._known = nbytes_of(self._learner) | buckets
         if self._age % OFTEN == 0:
             self._kept = self._gauge.kept()
+
+    def _news(self, now: Lap) -> News:
+        news = News(
+            lost=self._once("lost", lost_in_pieces(self._before, now)),
+            retries=self._once("retries", now.retries - self._before.retries),
+        )
+        self._before = now
+        if self._clock() - self._looked >= LOOK_SECONDS:
+            self._looked = self._clock()
+            news = self._of_neighbours(news, now)
+        won, self._won = self._won, 0
+        return news._replace(won=won)
+
+    def _once(self, cause: str, found: int) -> int:
+        """What was found, if nothing of the kind was told before."""
+        if not found or cause in self._told:
+            return 0
+        self._told.add(cause)
+        return found
+
+    def _of_neighbours(self, news: News, now: Lap) -> News:
+        use = self._neighbours.look() if self._neighbours else None
+        if use is None or not use.others:
+            return news
+        others = sum(other.nbytes for other in use.others)
+        if wanted_by_others(now, use.free, use.total, others):
+            self._empty(now)
+        largest = max(use.others, key=lambda other: other.nbytes)
+        if largest.pid == self._pid:
+            return news
+        self._pid = largest.pid
+        return news._replace(others=others, pid=largest.pid, free=use.free)
 
 
 class OfAccount:
@@ -66,3 +146,6 @@ class OfAccount:
         use = counted(Lap(account.held, account.peak), account.peak, account.at_peak())
         account.reset_peak()
         return use
+
+    def relieve(self, asked: int) -> None:
+        pass  # what is counted is not cached

@@ -62,7 +62,7 @@ def ask_nvml(nvml: Any) -> Answers:
         nvml: The module ``pynvml``, or what stands in for it.
     """
     try:
-        with _opened(nvml):
+        with opened(nvml):
             handles = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
             ask = Questions(nvml)
             return Answers(
@@ -80,7 +80,7 @@ def ask_nvml(nvml: Any) -> Answers:
 def ask_brakes(nvml: Any) -> dict[str, tuple[str, ...]]:
     """Of each card, by its uuid, why its clocks are low now; empty where nobody answers."""
     try:
-        with _opened(nvml):
+        with opened(nvml):
             handles = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
             ask = Questions(nvml)
             return {_uuid(ask, handle): _brakes(ask, handle) for handle in handles}
@@ -89,7 +89,8 @@ def ask_brakes(nvml: Any) -> dict[str, tuple[str, ...]]:
 
 
 @contextmanager
-def _opened(nvml: Any) -> Iterator[None]:
+def opened(nvml: Any) -> Iterator[None]:
+    """The library may be asked in the block."""
     nvml.nvmlInit()
     try:
         yield
@@ -134,7 +135,7 @@ def _card(ask: Questions, handle: Any) -> Card:
         compute_mode=_MODES.get(ask("nvmlDeviceGetComputeMode", handle), ""),
         mig=bool((ask("nvmlDeviceGetMigMode", handle) or [0])[0]),
         memory_errors=_memory_errors(ask, handle),
-        tenants=_tenants(ask, handle),
+        tenants=tenants(ask, handle),
     )
 
 
@@ -167,8 +168,8 @@ def _memory_errors(ask: Questions, handle: Any) -> int:
     return int(errors) + int(bool(remapped[2])) + int(bool(remapped[3]))  # pending, failed
 
 
-def _tenants(ask: Questions, handle: Any) -> tuple[Tenant, ...]:
-    """Those that a container cannot see are not told of."""
+def tenants(ask: Questions, handle: Any) -> tuple[Tenant, ...]:
+    """Other processes that have memory of a card; those that a container cannot see are not told of."""
     found = ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
     others = [each for each in found if each.pid != os.getpid()]
     return tuple(Tenant(each.pid, each.usedGpuMemory or 0) for each in others)
