@@ -76,6 +76,15 @@ def suggested_processes(config: RunConfig) -> int | None:
     return math.prod(degrees.values()) if degrees else None
 
 
+def _refuse_streams(config: RunConfig) -> None:
+    """What was written for the streams of CUDA would mix up others without a word."""
+    own = [name for name in (config.allreduce, config.compress) if name not in (None, "native")]
+    if config.device not in (None, "cpu", "cuda") and own:
+        raise ConfigurationError(
+            f"{own[0]!r} sums on the cpu and on cuda alone: on {config.device} leave allreduce and compress out"
+        )
+
+
 def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Settings:
     """What the strategy is told.
 
@@ -83,6 +92,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         ConfigurationError: If the strategy cannot be laid over so many ranks.
         ShareError: If shares, caps or throttle do not fit its parts of a batch.
     """
+    _refuse_streams(config)
     dtype = getattr(torch, config.dtype) if config.dtype else None
     settings = Settings(
         seed=config.seed,

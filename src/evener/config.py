@@ -16,6 +16,7 @@ from typing import Any
 from evener.budgets import Recompute
 from evener.errors import ConfigurationError
 from evener.intervals import Interval
+from evener.placement import check_kind
 from evener.plugins import STRATEGIES
 from evener.ranges import processes_of
 
@@ -100,7 +101,7 @@ class RunConfig:
         metavar="N",
     )
     device: str | None = option(
-        None, "kind of device (default: cuda where there is one)", choices=("cpu", "cuda")
+        None, "kind of device: cpu, cuda, or another that torch has (default: cuda where there is one)"
     )
     balance: str = option(
         "equal",
@@ -286,7 +287,7 @@ class RunConfig:
         _one_of("save_mode", self.save_mode, ("async", "blocking"))
         _one_of("recover", self.recover, ("memory", "file"))
         _one_of("on_full_disk", self.on_full_disk, FULL_DISK)
-        _one_of("device", self.device, ("cpu", "cuda"))
+        check_kind(self.device)
         _one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
         _one_of("heal", self.heal, ("majority", "rank0"))
         if self.heal and self.check_replicas == 0:

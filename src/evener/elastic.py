@@ -74,7 +74,7 @@ def _refuse_by_hand(config: RunConfig) -> None:
 def _served(given: Range, device: str) -> int:
     """Of the ranks that are wished for, those that this machine has devices for."""
     check_processes(given.least, device)
-    most = min(given.most, default_processes(device)) if device == "cuda" else given.most
+    most = min(given.most, default_processes(device)) if device != "cpu" else given.most
     check_processes(most, device)
     return most
 

@@ -20,6 +20,7 @@ from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.engine import Engine
 from evener.errors import InterruptedRunError
+from evener.hardware import accelerators
 from evener.inheritance import HandedOnError, Heir, succession
 from evener.memory import CATEGORIES
 from evener.nn.names import clean_name
@@ -299,9 +300,8 @@ class Run:
     def _own_part(self) -> dict[str, Any]:
         engine, times = self._engine, self._engine.times
         device = self._session.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         return {
-            "device": f"{device} {name}".strip(),
+            "device": f"{device} {accelerators.name_of(device)}".strip(),
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
             "times": {
                 "compute_seconds": times.compute,

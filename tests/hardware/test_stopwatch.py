@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from evener.hardware.stopwatch import STOPWATCHES, CudaStopwatch, HostStopwatch, stopwatch, waiting
+from evener.hardware.stopwatch import STOPWATCHES, EventStopwatch, HostStopwatch, stopwatch, waiting
 
 
 class Clock:
@@ -161,7 +161,7 @@ class Event:
 
 @pytest.fixture
 def events(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """Those that a CudaStopwatch records."""
+    """Those that a EventStopwatch records."""
     recorded: list[Event] = []
 
     def record() -> Event:
@@ -175,7 +175,7 @@ def events(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 def test_events_are_read_when_the_time_is_asked_for_and_pauses_after_the_mark_do_not_count(
     clock: Clock, events: list[Event]
 ) -> None:
-    with CudaStopwatch() as watch:
+    with EventStopwatch() as watch:
         assert watch.taken().value() == 0, "nothing was marked"
         clock.now += 1
         with waiting():
@@ -203,7 +203,7 @@ def test_events_are_read_when_the_time_is_asked_for_and_pauses_after_the_mark_do
 def test_events_measure_the_device_and_not_the_host() -> None:
     matrix = torch.rand(2048, 2048, device="cuda")
     with stopwatch(torch.device("cuda")) as watch:
-        assert isinstance(watch, CudaStopwatch)
+        assert isinstance(watch, EventStopwatch)
         for _ in range(20):
             matrix = matrix @ matrix
         with waiting():

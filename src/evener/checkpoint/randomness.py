@@ -14,17 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evener.hardware import accelerators
+
 
 def drawn(device: torch.device) -> Tensor:
     """The states, as bytes."""
     kind, keys, *rest = np.random.get_state(legacy=True)
+    host, *card = accelerators.generator_states(device)
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
+        "torch": host.tolist(),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device).tolist()
+    for state in card:
+        states[device.type] = state.tolist()
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
@@ -35,6 +38,5 @@ def draw_on(found: Tensor, device: torch.device) -> None:
     random.setstate((version, tuple(keys), gauss))
     kind, numbers, *rest = states["numpy"]
     np.random.set_state((kind, np.asarray(numbers, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)
+    told = [states[name] for name in ("torch", device.type) if name in states]
+    accelerators.draw_from([torch.tensor(state, dtype=torch.uint8) for state in told], device)

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from evener.checkpoint import folder, randomness, sums
 from evener.errors import CheckpointError
+from evener.hardware import accelerators
 from evener.memory import made_as
 from evener.memory.tally import UNCOUNTED
 from evener.runtime.hosts import all_gather, connected, destroy
@@ -146,8 +147,7 @@ class Saver:
         target = directory / folder.name_of(steps)
         writers = Writers(self._writers(), self._session.rank)
         tensors = {key: self._copied(key, value, wait) for key, value in self._own(held, writers)}
-        if self._session.device.type == "cuda":
-            torch.cuda.synchronize(self._session.device)
+        accelerators.synchronize(self._session.device)
         words = _serialized({"format": folder.FORMAT, "ranks": self._session.world_size, **rest}, held)
         write = _Write(lambda: _write(tensors, words, target, writers, keep), target, steps)
         if wait:

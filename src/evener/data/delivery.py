@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from evener.data.batch import Batch
+from evener.hardware.accelerators import WITH_STREAMS
 
 Batches = Generator[Batch, None, None]
 
@@ -52,13 +53,13 @@ class Copy:
 
 
 class CopyOnSideStream:
-    """Copies batch ``g + 1`` from pinned memory on a CUDA stream of its own while step ``g`` computes."""
+    """Copies batch ``g + 1`` from pinned memory on a stream of its own while step ``g`` computes."""
 
     ahead = 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device)
 
     def __call__(self, batches: Batches) -> Batches:
         with closing(batches):
@@ -66,23 +67,23 @@ class CopyOnSideStream:
             while ahead is not None:
                 batch, copied = ahead
                 ahead = self._start(next(batches, None))
-                stream = torch.cuda.current_stream(self._device)
+                stream = torch.accelerator.current_stream(self._device)
                 stream.wait_event(copied)
                 batch.map(partial(_record, stream))
                 yield batch
 
-    def _start(self, batch: Batch | None) -> tuple[Batch, torch.cuda.Event] | None:
+    def _start(self, batch: Batch | None) -> tuple[Batch, torch.Event] | None:
         """Queue the copy of ``batch``; the event is recorded after it."""
         if batch is None:
             return None
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             moved = batch.map(_pinned).to(self._device, non_blocking=True)
             return moved, self._stream.record_event()
 
 
 DELIVERIES: dict[str, Callable[[torch.device], Delivery]] = {
     "cpu": lambda device: Stay(),
-    "cuda": CopyOnSideStream,
+    **dict.fromkeys(WITH_STREAMS, CopyOnSideStream),
 }
 """By type of device; to any other batches are copied when they are asked for."""
 
@@ -96,7 +97,7 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf
 
 
-def _record(stream: torch.cuda.Stream, leaf: Any) -> Any:
+def _record(stream: torch.Stream, leaf: Any) -> Any:
     """Keep the allocator from reusing the memory of ``leaf`` before ``stream`` is done with it."""
     if hasattr(leaf, "record_stream"):
         leaf.record_stream(stream)

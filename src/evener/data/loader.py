@@ -34,6 +34,7 @@ from evener.data.plan import Cut, Plan, Shares, equal_shares, plans
 from evener.data.stream import Agree, Stream
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
+from evener.hardware.accelerators import WITH_STREAMS
 
 
 class Loader(Iterator[Batch]):
@@ -98,7 +99,7 @@ class Loader(Iterator[Batch]):
     ) -> None:
         device = torch.device(device)
         cut = Cut(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
-        pin_memory = device.type == "cuda" and workers > 0
+        pin_memory = device.type in WITH_STREAMS and workers > 0
         pool = Workers(
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
         )

@@ -133,10 +133,10 @@ def _notes(config: RunConfig, kind: str, found: list[Found]) -> list[str]:
         notes.append(
             "balance auto moves samples to faster ranks, which then take more; these are equal shares"
         )
-    if kind == "cuda" and Place.of(kind).device.type != "cuda":
+    if Place.of(kind).device.type != kind:
         notes.append(
-            "this PyTorch has no CUDA: sizes are rounded as on a GPU, and operators are those of a CPU, which keep "
-            "other things for backward here and there"
+            f"this PyTorch has no {kind.upper()}: sizes are rounded as on a GPU, and operators are those of a CPU, "
+            "which keep other things for backward here and there"
         )
     if any(each.built_for_real for each in found):
         notes.append("the model could be built with numbers only, and took its memory while it was estimated")

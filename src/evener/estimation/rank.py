@@ -32,6 +32,7 @@ from evener.estimation.post import PostOffice
 from evener.estimation.result import RankMemory
 from evener.estimation.steps import STEPS, CountedEngine, count_steps
 from evener.estimation.world import World
+from evener.hardware import accelerators
 from evener.memory import Accounting
 from evener.task import Task
 
@@ -48,7 +49,7 @@ class Place:
     @classmethod
     def of(cls, kind: str) -> Place:
         """A PyTorch without CUDA cannot go backward on fake tensors of it, and takes those of a CPU."""
-        has = kind == "cpu" or torch.cuda.is_available()
+        has = kind == "cpu" or accelerators.count(kind) > 0
         return cls(torch.device(kind, 0) if has and kind != "cpu" else torch.device("cpu"), kind)
 
 

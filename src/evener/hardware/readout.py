@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from evener.hardware.accelerators import WITH_STREAMS
+
 
 class Readout(Protocol):
     """Numbers on their way."""
@@ -51,13 +53,13 @@ class Here:
 
 
 class OnTheWay:
-    """Numbers that are copied from a CUDA device to pinned memory."""
+    """Numbers that are copied from a device to pinned memory."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.tensor = numbers
         self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._copy.copy_(numbers, non_blocking=True)
-        self._copied = torch.cuda.current_stream(numbers.device).record_event()
+        self._copied = torch.accelerator.current_stream(numbers.device).record_event()
 
     def value(self) -> float:
         self._copied.synchronize()
@@ -93,7 +95,7 @@ def _tensor(numbers: float | Tensor) -> Tensor:
     return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.float64)
 
 
-READERS: dict[str, Callable[[Tensor], Readout]] = {"cpu": Here, "cuda": OnTheWay}
+READERS: dict[str, Callable[[Tensor], Readout]] = {"cpu": Here, **dict.fromkeys(WITH_STREAMS, OnTheWay)}
 """By type of device; of any other a number is read when it is asked for."""
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from evener.hardware.accelerators import WITH_STREAMS
+
 Sender = Callable[[Tensor, torch.device], Tensor]
 
 
@@ -21,7 +23,7 @@ def by_copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def from_pinned_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a CUDA device once the current stream has come so far; PyTorch keeps the pinned copy until then."""
+    """The tensor on a device once the current stream has come so far; PyTorch keeps the pinned copy until then."""
     return (
         tensor.pin_memory().to(device, non_blocking=True)
         if tensor.device.type == "cpu"
@@ -29,7 +31,7 @@ def from_pinned_memory(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
-SENDERS: dict[str, Sender] = {"cuda": from_pinned_memory}
+SENDERS: dict[str, Sender] = dict.fromkeys(WITH_STREAMS, from_pinned_memory)
 """By type of device; to any other a tensor is copied."""
 
 

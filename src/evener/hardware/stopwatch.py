@@ -25,6 +25,7 @@ from typing import Self
 
 import torch
 
+from evener.hardware.accelerators import WITH_STREAMS
 from evener.hardware.readout import Here, Later, Readout
 
 _running: Stopwatch | None = None
@@ -110,7 +111,7 @@ class HostStopwatch(Stopwatch):
         return Here(self._clock() - self._started)
 
 
-class CudaStopwatch(Stopwatch):
+class EventStopwatch(Stopwatch):
     """Events in the device's current stream, read when the device has passed them."""
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class CudaStopwatch(Stopwatch):
 
     def start(self) -> None:
         self._began = _event()
-        self._marked: torch.cuda.Event | None = None
+        self._marked: torch.Event | None = None
         self._pauses: list[Pause] = []
         self._counted = 0
 
@@ -142,22 +143,22 @@ class CudaStopwatch(Stopwatch):
         return Later(partial(_elapsed_seconds, self._began, _event(), []))
 
 
-Pause = tuple[torch.cuda.Event, torch.cuda.Event]
+Pause = tuple[torch.Event, torch.Event]
 
 
-def _elapsed_seconds(began: torch.cuda.Event, marked: torch.cuda.Event, pauses: list[Pause]) -> float:
+def _elapsed_seconds(began: torch.Event, marked: torch.Event, pauses: list[Pause]) -> float:
     marked.synchronize()
     paused = sum(begin.elapsed_time(end) for begin, end in pauses)
     return float(began.elapsed_time(marked) - paused) / 1e3
 
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _event() -> torch.Event:
+    event = torch.Event(enable_timing=True)
     event.record()
     return event
 
 
-STOPWATCHES: dict[str, Callable[[], Stopwatch]] = {"cuda": CudaStopwatch}
+STOPWATCHES: dict[str, Callable[[], Stopwatch]] = dict.fromkeys(WITH_STREAMS, EventStopwatch)
 """By type of device; for any other the host measures."""
 
 

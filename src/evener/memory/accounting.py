@@ -33,8 +33,8 @@ from evener.memory.purpose import purpose
 from evener.memory.tally import ACTIVATIONS, BUCKETS, CATEGORIES, OTHER, UNCOUNTED, Held, Tally
 
 CUDA_BLOCK = 512
-"""Bytes: every block of PyTorch's CUDA caching allocator is a multiple (``kMinBlockSize`` in c10/cuda)."""
-_BLOCKS = {"cuda": CUDA_BLOCK}
+"""Bytes: every block of PyTorch's caching allocators is a multiple (``kMinBlockSize`` in c10/cuda and c10/xpu)."""
+_BLOCKS = {"cuda": CUDA_BLOCK, "xpu": CUDA_BLOCK}
 _SENDING = ("_c10d_functional", "_c10d_functional_autograd", "fsdp")
 """Operators of these libraries make what is sent or received."""
 

@@ -19,6 +19,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from evener.hardware import accelerators
+
 
 def common_seed() -> int:
     """A number from the common generator."""
@@ -34,11 +36,9 @@ def drawing_apart(index: int, device: torch.device) -> Iterator[None]:
         device: On which is drawn.
     """
     seed = common_seed() + index
-    cards = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(cards):
+    with accelerators.generators_kept(device):
         torch.default_generator.manual_seed(seed)
-        if cards:
-            torch.cuda.manual_seed(seed)
+        accelerators.seed(device, seed)
         yield
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from evener.errors import ConfigurationError
+from evener.hardware.accelerators import count
 from evener.hardware.cgroups import cpu_quota
 from evener.hardware.survey.host import allowed_cores
 
@@ -107,14 +108,15 @@ def usable_cores() -> int:
 
 
 def default_device() -> str:
-    """``cuda`` where PyTorch sees a GPU, else ``cpu``."""
+    """``cuda`` where PyTorch sees a GPU of NVIDIA or AMD, else ``cpu``; other kinds are taken when asked for."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def default_processes(device: str | None = None) -> int:
-    """One process per GPU, or on the CPU one per usable core up to `CPU_PROCESSES`."""
-    if (device or default_device()).startswith("cuda"):
-        return max(1, torch.cuda.device_count())
+    """One process per accelerator, or on the CPU one per usable core up to `CPU_PROCESSES`."""
+    kind = torch.device(device or default_device()).type
+    if kind != "cpu":
+        return max(1, count(kind))
     return min(CPU_PROCESSES, usable_cores())
 
 
@@ -122,15 +124,18 @@ def check_processes(processes: int, device: str) -> None:
     """Refuses a number of processes that this machine cannot serve.
 
     Raises:
-        ConfigurationError: If there are fewer than one, more than GPUs when ``device`` is cuda, or more than
-            `PROCESSES_PER_CORE` for each usable core when it is cpu.
+        ConfigurationError: If there are fewer than one, more than there are accelerators of the kind ``device``, or
+            more than `PROCESSES_PER_CORE` for each usable core when it is cpu.
     """
     if processes < 1:
         raise ConfigurationError(f"asked for {processes} processes; at least 1 is needed")
-    if device.startswith("cuda"):
-        gpus = torch.cuda.device_count()
-        what, way_out = f"on cuda, {gpus} GPUs here", f"ask for at most {gpus}, or for the cpu device"
-        most = gpus
+    kind = torch.device(device).type
+    if kind != "cpu":
+        most = count(kind)
+        what, way_out = f"on {kind}, {most} GPUs here", f"ask for at most {most}, or for the cpu device"
+        if not most:
+            what = f"on {kind}, of which torch {torch.__version__} sees none here"
+            way_out = "`evener devices` says what there is, and why it is not seen; or ask for the cpu device"
     else:
         cores = usable_cores()
         most = PROCESSES_PER_CORE * cores

@@ -25,7 +25,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
+from evener.hardware.accelerators import has_float64
 from evener.runtime.agreement import Terms, agree, evener_version
+from evener.runtime.backends import backend_of
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
 from evener.runtime.failure import is_communication_error
@@ -106,8 +108,8 @@ class Session:
     """The context in which a rank works.
 
     Args:
-        device: ``cpu`` or ``cuda``; cuda where there is any by default. A rank takes the GPU of its local
-            rank.
+        device: ``cpu``, ``cuda`` or another kind that torch.accelerator has; cuda where there is any by default. A
+            rank takes the GPU of its local rank.
         timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
         environment: The place of this process; detected by default. One of a rank alone keeps the session out of a
             process group that there may be.
@@ -179,11 +181,15 @@ class Session:
     def _take_device(self) -> torch.device:
         if self._kind == "cpu":
             return torch.device("cpu")
-        if self._kind != "cuda":
-            raise ConfigurationError(f"device {self._kind!r} is not supported; use cpu or cuda")
-        check_processes(self.environment.local_world_size, "cuda")
-        device = torch.device("cuda", self.environment.local_rank)
-        torch.cuda.set_device(device)
+        if self._kind == "meta":
+            raise ConfigurationError("device 'meta' has no numbers; use cpu, cuda or another accelerator")
+        check_processes(self.environment.local_world_size, self._kind)
+        device = torch.device(self._kind, self.environment.local_rank)
+        torch.accelerator.set_device_index(device)
+        if not has_float64(device):
+            raise ConfigurationError(
+                f"{device} has no float64, in which losses and norms are added up; use cpu"
+            )
         return device
 
     def _finds_group(self) -> bool:
@@ -219,12 +225,12 @@ class Session:
         with self.watchdog.wait("start of the process group"):
             self._agree(PrefixStore("terms", store))
             dist.init_process_group(
-                "nccl" if self._kind == "cuda" else "gloo",
+                backend_of(self._kind),
                 store=PrefixStore("group", store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self.group_timeout,
-                device_id=self.device if self._kind == "cuda" else None,
+                device_id=self.device if self._kind == "cuda" else None,  # has NCCL connect at once
             )
 
     def lay(self, layout: Layout) -> Mesh:

@@ -27,6 +27,7 @@ from evener.balance.base import Equal
 from evener.borrowed.module_tensors import own_buffers, own_parameters
 from evener.data.batch import map_leaves, move
 from evener.errors import ConfigurationError
+from evener.hardware import accelerators
 from evener.hardware.readout import Readout, read
 from evener.nn.names import clean_name
 from evener.runtime.mesh import Layout
@@ -186,7 +187,8 @@ def of_each(
 
 def _free(device: torch.device) -> float:
     """Bytes that a computed placement counts on."""
-    return FREE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    own = accelerators.memory_of(device) if accelerators.is_accelerator(device) else None
+    return math.inf if own is None else FREE * own[0]
 
 
 def first_pass(model: nn.Module, learner: Learner) -> Mapping[str, Seen]:

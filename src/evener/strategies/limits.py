@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from evener.errors import ConfigurationError
+from evener.hardware import accelerators
 from evener.hardware.cgroups import memory_limit
 from evener.hardware.memory import free_nbytes
 from evener.memory import Accounting
@@ -126,23 +127,33 @@ class _Counted(_Unlimited):
 
 
 class _OfCard:
-    """A GPU's, as PyTorch's allocator sees it."""
+    """A GPU's, as PyTorch's allocator sees it.
+
+    Raises:
+        ConfigurationError: If that of its kind holds nobody to a limit.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._part = device, 1.0
-        self._total = torch.cuda.get_device_properties(device).total_memory
+        own = accelerators.memory_of(device)
+        hold = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
+        if own is None or hold is None or device.type not in accelerators.WITH_STREAMS:
+            raise ConfigurationError(
+                f"memory_limit: PyTorch holds nobody to a part of a device of kind {device.type!r}; leave it out"
+            )
+        self._total, self._hold = own[1], hold
 
     def allow(self, nbytes: int | None) -> None:
         part = 1.0 if nbytes is None else min(1.0, nbytes / self._total)
         if part != self._part:
-            torch.cuda.set_per_process_memory_fraction(part, self._device)
+            self._hold(part, self._device)
             self._part = part
 
     def over(self) -> None:
         pass
 
     def left(self) -> float:
-        of_part = self._part * self._total - torch.cuda.memory_allocated(self._device)
+        of_part = self._part * self._total - torch.accelerator.memory_allocated(self._device)
         return max(0.0, min(of_part, free_nbytes(self._device, 1, None)))
 
 
@@ -155,7 +166,7 @@ def room_on(device: torch.device, limited: bool, ranks: int) -> Iterator[tuple[R
     """
     if not limited:
         yield _Unlimited(device, ranks), None
-    elif device.type == "cuda":
+    elif accelerators.is_accelerator(device):
         card = _OfCard(device)
         try:
             yield card, None

@@ -29,6 +29,7 @@ import torch
 
 from evener.data.batch import Batch, MicroBatch
 from evener.errors import OutOfMemoryError
+from evener.hardware import accelerators
 from evener.hardware.readout import Readout
 from evener.sizes import parse_size
 from evener.strategies.learner import Learner
@@ -92,7 +93,7 @@ class Piecewise(Plain):
     def _passes(
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
     ) -> list[Readout]:
-        drawn = _state_of(self._device)
+        drawn = accelerators.generator_states(self._device)
         wanted = max(len(micro.samples) for micro in micro_batches)
         while True:
             try:
@@ -103,7 +104,7 @@ class Piecewise(Plain):
                 self.size.went_well(wanted)
                 return totals
             self._start_again(seen, min(wanted, self.size.most or wanted, self._taken), step)
-            _draw_from(drawn, self._device)
+            accelerators.draw_from(drawn, self._device)
 
     def _attempt(
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
@@ -178,14 +179,3 @@ def plain_or_piecewise(learner: Learner) -> Plain:
     """The stepper of ranks that exchange nothing in their passes."""
     able = not learner.synchronizer.exchanges_in_passes and wants_pieces(learner)
     return Piecewise(learner) if able else Plain(learner)
-
-
-def _state_of(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _draw_from(states: list[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

@@ -303,7 +303,9 @@ def _set_products(matrices: str, convolutions: bool) -> None:
 
 def able(device: torch.device) -> tuple[str, ...]:
     """The precisions that a device computes fast in, the first of which is what ``auto`` takes."""
-    return _able_gpu(device) if device.type == "cuda" else _able_cpu()
+    if device.type == "cpu":
+        return _able_cpu()
+    return _able_gpu(device) if device.type == "cuda" else _able_other()
 
 
 def _able_gpu(device: torch.device) -> tuple[str, ...]:
@@ -311,6 +313,11 @@ def _able_gpu(device: torch.device) -> tuple[str, ...]:
     ampere = torch.cuda.get_device_capability(device) >= (8, 0) and torch.version.hip is None
     names = ("bf16", "bf16-true") if has_bfloat16 else ()
     return (*names, "fp16", "fp16-true", "fp32", *(("tf32",) if ampere else ()))
+
+
+def _able_other() -> tuple[str, ...]:
+    """No speed of theirs is known: float32 unless something else is asked for."""
+    return ("fp32", "bf16", "bf16-true", "fp16", "fp16-true")
 
 
 def _able_cpu() -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from evener.collectives.choose.select import Costs, Sample
 from evener.collectives.choose.simulate import Network
 from evener.collectives.execute.messages import Messages
 from evener.collectives.schedules.schedule import Topology
+from evener.hardware import accelerators
 from evener.records import write_json
 from evener.runtime.environment import usable_cores
 from evener.runtime.hosts import all_gather, host_identity, hosts_of
@@ -114,8 +115,7 @@ def _seconds(all_reduce: AllReduce, buffer: Tensor, calls: int) -> float:
 
 def _call(all_reduce: AllReduce, buffer: Tensor) -> None:
     all_reduce(buffer).wait()
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
+    accelerators.synchronize(buffer.device)
 
 
 def measure_network(topology: Topology, group: dist.ProcessGroup) -> Network:
@@ -178,8 +178,7 @@ def _finish(works: tuple[list[dist.Work], list[dist.Work]], buffer: Tensor) -> N
     """A wait for NCCL holds up the stream and not the host, whose clock it is."""
     for work in (*works[0], *works[1]):
         work.wait()
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
+    accelerators.synchronize(buffer.device)
 
 
 def _gamma(device: torch.device) -> float:
@@ -189,8 +188,7 @@ def _gamma(device: torch.device) -> float:
     for _ in range(5):
         start = time.perf_counter()
         a.add_(b)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerators.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times) / _LARGE_NBYTES
 

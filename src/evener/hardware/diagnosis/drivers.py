@@ -35,7 +35,7 @@ def driver_findings(survey: Survey) -> Iterator[Finding]:
         )
     if software.accelerator not in (None, "cuda"):
         yield kinds.UNUSED_KIND.found(
-            f"torch sees {len(survey.seen)} of kind {software.accelerator}; they are left idle"
+            f"torch sees {len(survey.seen)} of kind {software.accelerator}; they are left idle without --device"
         )
     if any(card.kind == "nvidia" for card in survey.cards) and software.nvml:
         yield kinds.NOT_ASKED.found(f"of NVIDIA's cards little is known: {software.nvml}")

@@ -121,8 +121,8 @@ CPU_BUILD = Kind(
 UNUSED_KIND = Kind(
     "unused-kind",
     "slow",
-    "torch sees accelerators of a kind that Evener does not train on",
-    "Evener trains on CPUs, and on what torch calls cuda: cards of NVIDIA, and of AMD with ROCm",
+    "torch sees accelerators of a kind that Evener takes only when asked",
+    "ask for them with --device, such as --device xpu; they go through torch.accelerator, and nothing was run on any",
 )
 ALL_HIDDEN = Kind(
     "all-hidden",

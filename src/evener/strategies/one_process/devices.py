@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from evener.errors import ConfigurationError
+from evener.hardware import accelerators
 
 Devices = tuple[torch.device, ...]
 
@@ -38,7 +39,8 @@ def parse_devices(names: Sequence[str]) -> Devices:
 def _device(name: str) -> torch.device:
     """Tensors of a GPU know its number, also where the user did not say it."""
     found = torch.device(name.strip())
-    return torch.device("cuda", 0) if found.type == "cuda" and found.index is None else found
+    numbered = accelerators.is_accelerator(found) and found.index is None
+    return torch.device(found.type, 0) if numbered else found
 
 
 def devices_of(own: str | None, named: Sequence[str] | None, home: torch.device) -> Devices:
@@ -52,21 +54,17 @@ def devices_of(own: str | None, named: Sequence[str] | None, home: torch.device)
         ConfigurationError: If there is none, or ``home`` is not among them.
     """
     names = own.split(",") if own is not None else named
-    if names is None and home.type != "cuda":
+    if names is None and not accelerators.is_accelerator(home):
         raise ConfigurationError(
             f"on {home} the devices of one process have to be named, as in devices='cpu:0,cpu:1'"
         )
-    found = parse_devices(names if names is not None else _all_gpus())
+    found = parse_devices(names if names is not None else list(map(str, accelerators.all_of_process())))
     if home_of(found, home) is None:
         raise ConfigurationError(
             f"the devices {shown(found)} leave out {home}, on which this process works; name it too, or choose by "
             "CUDA_VISIBLE_DEVICES which GPUs the process sees"
         )
     return found
-
-
-def _all_gpus() -> list[str]:
-    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
 def home_of(devices: Devices, home: torch.device) -> int | None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from evener.errors import RankTimeoutError, TaskError
+from evener.hardware import accelerators
 from evener.hardware.stopwatch import Stopwatch
 from evener.nn.peers import Peers
 from evener.strategies.one_process.devices import Devices
@@ -100,9 +101,9 @@ class Crew:
 
 
 def _settle(device: torch.device, place: int, cores: int) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.manual_seed(torch.initial_seed() + place)
+    if accelerators.is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+        accelerators.seed(device, torch.initial_seed() + place)
     torch.set_num_threads(cores)
 
 

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from evener.borrowed.layers import AnyDropout
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import EvenerError, TaskError
+from evener.hardware import accelerators
 from evener.hardware.readout import Here, Readout, is_late, read
 from evener.nn.divided_attention import DividedAttention
 from evener.nn.drawing import draw_apart
@@ -178,8 +179,7 @@ class Tried:
 
 def _generators(device: torch.device) -> list[Tensor]:
     """The states of the generators that all modules draw from; those of a card are on the host, too."""
-    cards = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.random.get_rng_state(), *cards]
+    return accelerators.generator_states(device)
 
 
 def _apart(stream: Stream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -204,7 +204,7 @@ def _undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Evaluation mode, and no parameter of equal elements, which would hide what they are multiplied with."""
     inner = {each: each.training for module in modules for each in module.modules()}
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
+        stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
         for each, mode in inner.items():
             stack.callback(setattr, each, "training", mode)
             each.training = False

@@ -22,6 +22,7 @@ from evener.borrowed.layers import AnyBatchNorm
 from evener.borrowed.module_tensors import own_buffers
 from evener.data.batch import MicroBatch
 from evener.errors import EvenerError, TaskError
+from evener.hardware import accelerators
 from evener.nn.scope import scope
 from evener.nn.sequence import DividedSequence
 from evener.strategies.learner import Learner
@@ -91,7 +92,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no parameter of equal elements; afterwards all is as before."""
     modes = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
+        stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
         for buffer in model.buffers():
             stack.callback(buffer.copy_, buffer.clone())
         for module in model.modules():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from evener.data.batch import map_leaves
+from evener.hardware import accelerators
 from evener.nn.scope import outside
 from evener.strategies.model import in_type, settle_on
 from evener.strategies.staged.cutting import crossings
@@ -142,7 +143,7 @@ def measure(
     inputs = [arguments[name] for name in names.values()]
     passes: list[Measuring] = []
     began = time.perf_counter()
-    with outside(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with outside(), accelerators.generators_kept(device):
         while len(passes) < _PASSES and (not passes or time.perf_counter() - began < _PATIENCE):
             passes.append(Measuring(model, graph, device, dtype))
             passes[-1].run(*map_leaves(_kept, inputs))

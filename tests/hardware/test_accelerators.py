@@ -1,0 +1,175 @@
+"""Kinds of devices by what PyTorch has for all of them; a made-up one stands for those that are not here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from evener.errors import ConfigurationError
+from evener.hardware import accelerators, memory
+from evener.memory.gauge import OfCard, gauge_of
+from evener.memory.use import Lap
+from evener.placement import check_kind
+from evener.runtime import session
+from evener.runtime.backends import backend_of
+from evener.runtime.environment import Environment, check_processes, default_processes
+from evener.runtime.session import Session
+from evener.strategies.precision import able
+
+CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
+BYTES = {"allocated": (300, 900), "reserved": (1000, 1000), "inactive_split": (50, 60)}
+
+
+class Module:
+    """In place of ``torch.xpu``."""
+
+    def __init__(self) -> None:
+        self.states = [torch.tensor([n], dtype=torch.uint8) for n in range(2)]
+        self.seeded: list[int] = []
+        self.fractions: list[float] = []
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_device_name(self, device: torch.device) -> str:
+        return f"Ponte Vecchio {device.index}"
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 10, 64
+
+    def get_rng_state(self, device: Any) -> torch.Tensor:
+        return self.states[torch.device(device).index]
+
+    def set_rng_state(self, state: torch.Tensor, device: Any) -> None:
+        self.states[torch.device(device).index] = state
+
+    def manual_seed(self, seed: int) -> None:
+        self.seeded.append(seed)
+
+    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
+        sizes = {f"{k}_bytes": {"all": {"current": c, "peak": p}} for k, (c, p) in BYTES.items()}
+        return {**sizes, "num_alloc_retries": 2, "num_ooms": 1}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    made = Module()
+    original = torch.get_device_module
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda device: made if torch.device(device).type == "xpu" else original(device),
+    )
+    return made
+
+
+def test_a_kind_is_counted_named_and_measured_by_its_own_module(module: Module) -> None:
+    assert (accelerators.count("xpu"), accelerators.count("hpu")) == (2, 0)
+    assert (accelerators.name_of(XPU), accelerators.name_of(CPU)) == ("Ponte Vecchio 1", "")
+    assert accelerators.memory_of(XPU) == (10, 64)
+    assert memory.memory_nbytes(XPU, ranks=4) == 64
+    assert [accelerators.is_accelerator(torch.device(kind)) for kind in ("cpu", "meta", "mps")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_generators_of_every_kind_are_kept(module: Module) -> None:
+    kept = accelerators.generator_states(XPU)
+    assert [len(kept), len(accelerators.generator_states(CPU))] == [2, 1]
+    before = torch.get_rng_state()
+    with accelerators.generators_kept(XPU):
+        torch.rand(1)
+        module.states[1] = torch.tensor([9], dtype=torch.uint8)
+        accelerators.seed(XPU, 7)
+        accelerators.seed(CPU, 8)
+    assert module.states[1].item() == 1
+    assert module.seeded == [7]
+    assert torch.equal(torch.get_rng_state(), before)
+    module.states[1] = torch.tensor([9], dtype=torch.uint8)
+    accelerators.draw_from(kept, XPU)
+    assert module.states[1].item() == 1
+
+
+def test_where_an_allocator_tells_it_is_read(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the nested form where the kind has one, else by the flat one, which says the same."""
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+    flat = {
+        f"{k}_bytes.all.{w}": n
+        for k, both in BYTES.items()
+        for w, n in zip(("current", "peak"), both, strict=True)
+    }
+    flat |= {"num_alloc_retries": 2, "num_ooms": 1}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: flat)
+    for device in (XPU, torch.device("mps")):
+        gauge = gauge_of(device)
+        assert isinstance(gauge, OfCard)
+        assert gauge.lap() == Lap(300, 900, 1000, 50, 2, 1)
+
+
+def test_where_no_allocator_tells_the_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: object) -> None:
+        raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", refuse)
+    assert not isinstance(gauge_of(torch.device("mps")), OfCard)
+    assert type(gauge_of(CPU)) is type(gauge_of(torch.device("mps")))
+
+
+def test_ranks_take_the_devices_of_the_kind_that_was_asked_for(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    monkeypatch.setattr(session, "has_float64", lambda device: device.index == 1)
+    place = SimpleNamespace(local_world_size=2, local_rank=1)
+    assert default_processes("xpu") == 2
+    opened = Session("xpu", environment=Environment())
+    opened.environment = place  # type: ignore[assignment]
+    assert opened._take_device() == XPU
+    assert taken == [XPU]
+    place.local_rank = 0
+    with pytest.raises(ConfigurationError, match="xpu:0 has no float64"):
+        opened._take_device()
+    place.local_world_size = 3
+    with pytest.raises(ConfigurationError, match="asked for 3 processes on xpu, 2 GPUs here"):
+        opened._take_device()
+
+
+def test_a_kind_that_is_not_here_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigurationError, match=r"1 processes on mps, of which torch .* sees none here"):
+        check_processes(1, "mps")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "xpu", "mps", "hpu", None])
+def test_kinds_that_torch_has_may_be_asked_for(name: str | None) -> None:
+    check_kind(name)
+
+
+@pytest.mark.parametrize("name", ["tpu", "meta", "cuda:1", ""])
+def test_what_is_no_kind_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="it must be a kind of device that torch has"):
+        check_kind(name)
+
+
+def test_each_kind_has_the_backend_that_moves_its_tensors() -> None:
+    assert [backend_of(kind) for kind in ("cpu", "cuda", "xpu")] == ["gloo", "nccl", "xccl"]
+    with pytest.raises(
+        ConfigurationError, match=r"of 'mps' between ranks \(its default, gloo, moves those of cpu"
+    ):
+        backend_of("mps")
+    with pytest.raises(ConfigurationError, match="moves tensors of 'mtia' between ranks: use one process"):
+        backend_of("mtia")
+
+
+def test_precision_of_an_unknown_kind_is_what_was_asked_for() -> None:
+    assert able(XPU)[0] == "fp32"
+    assert "tf32" not in able(XPU)
+
+
+def test_a_cpu_has_float64() -> None:
+    assert accelerators.has_float64(CPU)
