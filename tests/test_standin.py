@@ -98,6 +98,21 @@ class Words(nn.Module):
         return scores
 
 
+class Blocks(nn.Module):
+    """Repeats a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(3))
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.last(x)
+        return scores
+
+
 MLP = mlp()
 
 
@@ -146,6 +161,11 @@ TRAITS: dict[str, tuple[Task, dict[str, Any]]] = {
         {},
     ),
     "small buckets": (task(), {"bucket_mb": 1e-5}),
+    "bf16": (task(), {"precision": "bf16", "clip_norm": 0.1}),
+    "bf16-true": (task(), {"precision": "bf16-true"}),
+    "blocks computed again": (task(Blocks), {"recompute": "blocks"}),
+    "pieces": (task(), {"micro_batch": "auto"}),
+    "compiled": (task(Blocks), {"compile": "blocks", "compile_backend": "eager"}),
 }
 WAITS = {("single", "cumulative BatchNorm"), ("dimension", "cumulative BatchNorm")}
 """Where PyTorch's own module waits, as no rank has other samples."""

@@ -66,6 +66,7 @@ def evaluate(
                 # What a placeholder comes to counts for nothing, but other ranks may wait for it.
                 for accumulator in (accumulators if micro.weight else _accumulators(learner)).values():
                     accumulator.update(outputs, micro.targets)
+            del micro, outputs  # not to be there while the next are computed
     own = samples, [accumulator.state() for accumulator in accumulators.values()]
     told = learner.data.of_parts(learner.session.control.gather_objects(own))
     for index, accumulator in enumerate(accumulators.values()):
@@ -96,6 +97,7 @@ def predict(
         for micro, outputs in _forward(learner, dataset, options):
             if micro.weight and _speaks(learner):
                 pieces.append((int(micro.samples[0]), micro.size, map_leaves(_to_cpu, outputs)))
+            del micro, outputs
     control = learner.session.control
     of_ranks = control.gather_objects(pieces) if everywhere else control.gather_to(pieces, 0)
     if of_ranks is None:

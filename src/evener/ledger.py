@@ -141,6 +141,7 @@ class Ledger:
                 unsound=max((place.value() for place in outcome.unsound), default=0.0),
             )
             doubtful = not (math.isfinite(row.total) and math.isfinite(row.soundness))
+        step.batch = step.batch.without_samples()  # the step is told when later ones are computed
         self._in_flight = step, upcoming, self.control.exchange(row_of(row, outcome.memory))
         if outcome.missing or doubtful or self._waits or not self._begun:
             self._begun = True

@@ -38,8 +38,8 @@ def check_kind(name: str | None) -> None:
         found = torch.device("meta")
     if found.type == "meta" or found.index is not None:
         raise ConfigurationError(
-            f"device is {name!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of AMD), "
-            "xpu, mps or another accelerator; ranks take those of their number"
+            f"device is {name!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of "
+            "AMD), xpu, mps or another accelerator; ranks take those of their number"
         )
 
 

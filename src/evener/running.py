@@ -261,7 +261,7 @@ class Run:
             check()
             engine.ledger.wish = saving.wish() if saving else 0.0
             engine.step(batch)
-            last = batch
+            last = batch.without_samples()
             if batch.last:
                 engine.settle()
                 self._clock.stop()

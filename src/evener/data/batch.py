@@ -89,6 +89,10 @@ class Batch:
         """The first part that has samples."""
         return next(part for part, share in enumerate(self.shares) if share)
 
+    def without_samples(self) -> Batch:
+        """What is known of it, when it has been computed: nobody keeps its samples alive."""
+        return dataclasses.replace(self, micro_batches=[], on_host=None)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same with every micro-batch on ``device``."""
         moved = self.map(lambda leaf: move(leaf, device, non_blocking))

@@ -264,7 +264,11 @@ class Learner:
             self.room.allow(self.settings.limits.of(self.session.rank, step))
         if self.may_leave_out:
             self._remember_buffers(step)
-        outcome = self.stepper.run(batch, self._scaled(divisor), step)
+        try:
+            outcome = self.stepper.run(batch, self._scaled(divisor), step)
+        except BaseException:
+            self._clear_gradients()  # of whoever goes on, none would be of his own step
+            raise
         return dataclasses.replace(outcome, unsound=tuple(self.unsound.found), memory=self.watch.end(batch))
 
     def _scaled(self, divisor: Callable[[], float]) -> Callable[[], float]:
