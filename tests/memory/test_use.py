@@ -36,6 +36,8 @@ laps = st.builds(Lap, held=sizes, peak=sizes)
 def test_what_was_freed_and_is_kept_were_activations() -> None:
     parts = use_of(Lap(315, 320), Lap(700, 700), KNOWN, kept=200).by_category()
     assert (parts["activations"], parts["other"]) == (170, 90)
+    hidden = use_of(Lap(315, 720), Lap(700, 700), KNOWN, kept=200).by_category()
+    assert (hidden["activations"], hidden["other"]) == (170, 110)
 
 
 @given(laps, laps, st.dictionaries(st.sampled_from([*KNOWN]), sizes), sizes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -161,3 +162,17 @@ def test_an_emulation_is_noted_at_the_start_and_in_the_summary() -> None:
     assert out.getvalue() == "EMULATION of unequal devices\n"
     assert "\n  EMULATION of" in summary_text(summary(emulation="EMULATION of unequal devices"))
     assert "EMULATION" not in summary_text(summary())
+
+
+def test_memory_is_shown_by_what_it_is_for(clock: Clock) -> None:
+    out = io.StringIO()
+    shown = following(40, out)
+    clock.now += 6
+    parts = {"parameters": (1 << 20, 1 << 20), "activations": (0, 3 << 20)}
+    record = dataclasses.replace(step(0), memory_peak=(2 << 20, 6 << 20), memory_parts=parts)
+    shown.step(record)
+    shown.end(None)
+    assert "memory 6 MiB (3 MiB activations)" in out.getvalue()
+    most = {"peak": 6 << 20, "parameters": 1 << 20, "gradients": 0, "activations": 3 << 20, "other": 2 << 20}
+    text = summary_text(summary(memory=[{"peak": 1 << 20, "other": 1 << 20}, most]))
+    assert "  memory at most 6 MiB on rank 1: parameters 1 MiB, activations 3 MiB, other 2 MiB\n" in text

@@ -93,8 +93,10 @@ def use_of(between: Lap, passes: Lap, known: Mapping[str, int], kept: int = 0) -
         known: Bytes that are held for some categories, and of buckets at most while they run.
         kept: Bytes that were freed and are still counted as held: activations, most likely.
     """
-    peak, named, rest = max(between.peak, passes.peak), dict[str, int](), 0
-    came = max(0, passes.peak - passes.held) + kept if passes.peak >= between.peak else 0
+    peak, named = max(between.peak, passes.peak), dict[str, int]()
+    # What is kept of what was freed hides which of the two was higher.
+    in_passes = passes.peak + kept >= between.peak
+    came = max(0, passes.peak - passes.held) + kept if in_passes else 0
     guesses = {**known, ACTIVATIONS: max(0, came - known.get(BUCKETS, 0))}
     rest = peak
     for category in (*(name for name in guesses if name != ACTIVATIONS), ACTIVATIONS):
