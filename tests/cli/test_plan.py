@@ -26,7 +26,7 @@ def test_a_plan_is_printed_and_written(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr().out
     page = (Path(__file__).parents[2] / "docs/memory.md").read_text()
     assert shown.splitlines()[:-1] == page.partition("```text\n")[2].partition("\n```")[0].splitlines()
-    assert shown.splitlines()[-1].startswith("rank 0 would need 6.1 MiB, and has 1 MiB")
+    assert shown.splitlines()[-1].startswith("rank 0 would need 6.09 MiB, and has 1 MiB")
     plan: dict[str, Any] = json.loads(Path("plan.json").read_text())
     assert plan["limits"] == [2**20, None]
     assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
