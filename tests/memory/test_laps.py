@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from evener.memory.gauge import MemoryUse
 from evener.memory.laps import Laps
+from evener.memory.use import Lap
 
 
 class Told:
-    def __init__(self, *uses: MemoryUse) -> None:
+    def __init__(self, *uses: Lap) -> None:
         self._uses = list(uses)
 
-    def lap(self) -> MemoryUse:
+    def lap(self) -> Lap:
         return self._uses.pop(0)
+
+    def kept(self) -> int:
+        return 3
+
+    def empty(self) -> None:
+        self._uses.clear()
 
 
 def test_the_peak_of_a_lap_is_that_of_its_parts() -> None:
-    uses = [MemoryUse(1, 5), MemoryUse(2, 9), MemoryUse(3, 4, 20), MemoryUse(3, 3), MemoryUse(3, 7)]
+    uses = [Lap(1, 5), Lap(2, 9), Lap(3, 4, 20), Lap(3, 3), Lap(3, 7)]
     laps = Laps(Told(*uses))
     assert [laps.part(), laps.part()] == uses[:2]
-    assert laps.lap() == MemoryUse(3, 9, 20)
+    assert laps.lap() == Lap(3, 9, 20)
     assert laps.part() == uses[3]
-    assert laps.lap() == MemoryUse(3, 7)
+    assert laps.lap() == Lap(3, 7)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from evener.memory.gauge import NOTHING, Gauge, MemoryUse
+from evener.memory.gauge import Gauge
+from evener.memory.use import Lap
 
 
 class Laps:
@@ -13,16 +14,24 @@ class Laps:
     """
 
     def __init__(self, inner: Gauge) -> None:
-        self._inner, self._highest = inner, NOTHING
+        self._inner, self._peak = inner, 0
 
-    def part(self) -> MemoryUse:
+    def part(self) -> Lap:
         """Since the last part or lap."""
         found = self._inner.lap()
-        self._highest = max(self._highest, found, key=lambda use: use.peak)
+        self._peak = max(self._peak, found.peak)
         return found
 
-    def lap(self) -> MemoryUse:
+    def lap(self) -> Lap:
         """Since the last lap."""
         now = self.part()
-        highest, self._highest = self._highest, NOTHING
-        return now._replace(peak=highest.peak)
+        peak, self._peak = self._peak, 0
+        return now._replace(peak=peak)
+
+    def kept(self) -> int:
+        """See :class:`Gauge`."""
+        return self._inner.kept()
+
+    def empty(self) -> None:
+        """See :class:`Gauge`."""
+        self._inner.empty()

@@ -16,7 +16,7 @@ from evener.balance.emulate import Throttle
 from evener.budgets import Recompute
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
-from evener.memory.use import NOTHING, MemoryUse
+from evener.memory.use import NOTHING, Lap, MemoryUse
 from evener.strategies.compiling import Compiling
 from evener.strategies.limits import MemoryLimits
 from evener.strategies.precision import Precision
@@ -114,6 +114,9 @@ class Watch(Protocol):
 
     def begin(self, batch: Batch) -> None:
         """The passes of a step begin."""
+
+    def part(self) -> Lap:
+        """Between two passes: what there is, and was since it was asked last."""
 
     def end(self, batch: Batch) -> MemoryUse:
         """They are over, and gradients are there."""

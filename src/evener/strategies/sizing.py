@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
 from evener.memory.appetite import Appetite
-from evener.memory.laps import Laps
 from evener.memory.tally import GRADIENTS
 from evener.nn.experts import Experts
 from evener.nn.names import clean_name
@@ -29,8 +28,6 @@ class Sizing:
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._appetite = learner, Appetite()
-        self._gauge = Laps(learner.gauge)
-        learner.gauge = self._gauge
         self._gradients = nbytes_of(learner)[GRADIENTS]
         self._room = self._told = math.inf
         self._wanted = 0
@@ -61,9 +58,9 @@ class Sizing:
     @contextmanager
     def measured(self, samples: int, begun: bool) -> Iterator[None]:
         """Around a pass; nothing is learned from one that fails."""
-        before = self._gauge.part().held
+        before = self._learner.watch.part().held
         yield
-        taken = self._gauge.part().peak - before
+        taken = self._learner.watch.part().peak - before
         if begun:
             self._appetite.learn(samples, taken)
         else:  # gradients were made while activations went, so that some of the peak was both

@@ -18,8 +18,9 @@ from evener.hardware.survey.nvml import find_nvml
 from evener.memory import Accounting
 from evener.memory.cache import lost_in_pieces, wanted_by_others, worth_emptying
 from evener.memory.gauge import Gauge, gauge_of
+from evener.memory.laps import Laps
 from evener.memory.tally import BUCKETS, GRADIENTS, INPUTS
-from evener.memory.use import Lap, MemoryUse, News, counted, use_of
+from evener.memory.use import NOTHING, Lap, MemoryUse, News, counted, use_of
 from evener.strategies.holdings import gradients_of, name_inputs, nbytes_of, nbytes_of_inputs
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Watch
@@ -59,16 +60,19 @@ class Read:
         neighbours: Neighbours | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._learner, self._gauge = learner, gauge
+        self._learner, self._gauge = learner, Laps(gauge)
         self._known: dict[str, int] = {}
         self._states = self._age = -1
         self._kept = self._won = self._pid = 0
         self._told: set[str] = set()
         self._neighbours, self._clock, self._looked = neighbours, clock, -math.inf
-        self._before = self._between = gauge.lap()
+        self._before = self._between = self._gauge.lap()
 
     def begin(self, batch: Batch) -> None:
         self._between = self._gauge.lap()
+
+    def part(self) -> Lap:
+        return self._gauge.part()
 
     def end(self, batch: Batch) -> MemoryUse:
         passes = self._gauge.lap()
@@ -136,16 +140,24 @@ class OfAccount:
 
     def __init__(self, learner: Learner, account: Accounting) -> None:
         self._learner, self._account = learner, account
+        self._highest = NOTHING
 
     def begin(self, batch: Batch) -> None:
         name_inputs(self._account, batch)
 
-    def end(self, batch: Batch) -> MemoryUse:
+    def part(self) -> Lap:
         account = self._account
         account.name(GRADIENTS, gradients_of(self._learner))
-        use = counted(Lap(account.held, account.peak), account.peak, account.at_peak())
+        lap = Lap(account.held, account.peak)
+        if lap.peak > self._highest.peak:
+            self._highest = counted(lap, lap.peak, account.at_peak())
         account.reset_peak()
-        return use
+        return lap
+
+    def end(self, batch: Batch) -> MemoryUse:
+        held = self.part().held
+        highest, self._highest = self._highest, NOTHING
+        return highest._replace(held=held)
 
     def relieve(self, asked: int) -> None:
         pass  # what is counted is not cached
