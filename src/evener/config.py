@@ -8,30 +8,37 @@ one name, one default and one explanation wherever it is met. Nothing here impor
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evener.budgets import Recompute
 from evener.errors import ConfigurationError
 from evener.intervals import Interval
 from evener.placement import check_kind
 from evener.plugins import STRATEGIES
 from evener.ranges import processes_of
+from evener.settings_checks import (
+    at_least,
+    check_best,
+    check_compile,
+    check_heal,
+    check_non_finite,
+    check_precision,
+    check_recompute,
+    one_of,
+    positive,
+)
 
 AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""
-REMEMBERING = ("int8", "top-k", "powersgd")
-"""Compressions that keep what they did not send."""
 CHECK_DATA = ("exact", "augmented")
 BAD_SAMPLE = ("stop", "skip")
 FULL_DISK = ("stop", "go-on")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
 COMPILE = ("auto", "blocks", "whole")
-AUTOCASTS = ("fp32", "bf16", "fp16")
-"""Precisions that a single module may have."""
+BACKEND = "inductor"
+"""Of torch.compile, where nothing is said."""
 
 
 def option(
@@ -179,7 +186,7 @@ class RunConfig:
         None, "torch.compile's mode, such as reduce-overhead for CUDA graphs", metavar="MODE"
     )
     compile_backend: str = option(
-        "inductor",
+        BACKEND,
         "torch.compile's backend, such as aot_eager to find what cannot be compiled",
         metavar="NAME",
     )
@@ -261,46 +268,37 @@ class RunConfig:
         if isinstance(self.processes, str):
             object.__setattr__(self, "processes", processes_of(self.processes))
         if not isinstance(self.processes, str):
-            _at_least("processes", self.processes, 1)
+            at_least("processes", self.processes, 1)
         object.__setattr__(self, "micro_batch", _micro_batch(self.micro_batch))
         for name in ("batch_size", "epochs", "steps", "quantum"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("workers", "evaluate_every", "seed", "check_replicas"):
-            _at_least(name, getattr(self, name), 0)
-        _positive("clip_norm", self.clip_norm)
-        _positive("bucket_mb", self.bucket_mb)
-        _positive("timeout_seconds", self.timeout_seconds)
-        _positive("grace_seconds", self.grace_seconds)
-        _at_least("keep", self.keep, 1)
+            at_least(name, getattr(self, name), 0)
+        positive("clip_norm", self.clip_norm)
+        positive("bucket_mb", self.bucket_mb)
+        positive("timeout_seconds", self.timeout_seconds)
+        positive("grace_seconds", self.grace_seconds)
+        at_least("keep", self.keep, 1)
         Interval.of(self.save_every)
-        _check_best(self.keep_best)
+        check_best(self.keep_best)
         if str(self.resume) == AUTO and self.run_dir is None:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("precision", self.precision, PRECISIONS)
-        _check_precision(self)
-        _one_of("compile", self.compile, COMPILE)
-        if self.compile is None and (self.compile_mode or self.compile_backend != "inductor"):
-            words = "compile_mode and compile_backend would do nothing"
-            raise ConfigurationError(f"{words}: set compile too, or leave them out")
-        _check_recompute(self)
-        _one_of("save_mode", self.save_mode, ("async", "blocking"))
-        _one_of("recover", self.recover, ("memory", "file"))
-        _one_of("on_full_disk", self.on_full_disk, FULL_DISK)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("precision", self.precision, PRECISIONS)
+        check_precision(self.dtype, self.precision, self.precision_of, self.compress)
+        one_of("compile", self.compile, COMPILE)
+        check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
+        check_recompute(self.recompute, self.compile)
+        one_of("save_mode", self.save_mode, ("async", "blocking"))
+        one_of("recover", self.recover, ("memory", "file"))
+        one_of("on_full_disk", self.on_full_disk, FULL_DISK)
         check_kind(self.device)
-        _one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
-        _one_of("heal", self.heal, ("majority", "rank0"))
-        if self.heal and self.check_replicas == 0:
-            raise ConfigurationError(
-                f"heal={self.heal} would do nothing with check_replicas=0; leave one out"
-            )
-        if self.non_finite != "stop" and self.compress in REMEMBERING:
-            raise ConfigurationError(
-                f"compress {self.compress!r} sends in later steps what it could not send in a step, and after one that "
-                f"is not finite never sends a number again: non_finite={self.non_finite} goes with none, fp16 or bf16"
-            )
-        _one_of("check_data", self.check_data, CHECK_DATA)
-        _one_of("on_bad_sample", self.on_bad_sample, BAD_SAMPLE)
+        one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
+        one_of("heal", self.heal, ("majority", "rank0"))
+        check_heal(self.heal, self.check_replicas)
+        check_non_finite(self.non_finite, self.compress)
+        one_of("check_data", self.check_data, CHECK_DATA)
+        one_of("on_bad_sample", self.on_bad_sample, BAD_SAMPLE)
         if self.weights is not None and self.resume is not None and str(self.resume) != AUTO:
             raise ConfigurationError(
                 "weights and resume exclude each other: a run that goes on has the weights of its checkpoint"
@@ -335,66 +333,10 @@ def _as_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path | Recipe) else value
 
 
-def _check_precision(config: RunConfig) -> None:
-    if config.dtype and (config.precision or config.precision_of):
-        words = f"dtype {config.dtype} and precision both say what the model computes in"
-        raise ConfigurationError(f"{words}: leave one out (bf16-true and fp16-true cast the weights too)")
-    for text in config.precision_of:
-        pattern, _, kind = text.rpartition("=")
-        if not pattern or kind not in AUTOCASTS:
-            raise ConfigurationError(
-                f"precision_of {text!r} is not PATTERN=PRECISION, with one of {', '.join(AUTOCASTS)}"
-            )
-    if config.precision_of and str(config.precision).endswith("-true"):
-        raise ConfigurationError(
-            f"precision {config.precision} casts the whole model, so that precision_of would do nothing: with "
-            f"precision {str(config.precision).removesuffix('-true')} modules may have one of their own"
-        )
-    scaled = config.precision == "fp16" or any(text.endswith("=fp16") for text in config.precision_of)
-    if (scaled or config.precision == "auto") and config.compress in REMEMBERING:
-        raise ConfigurationError(
-            f"compress {config.compress!r} adds what it could not send to later steps, for which fp16 may have another "
-            "scale: use precision bf16, or compress with fp16 or bf16"
-        )
-
-
 def _micro_batch(given: int | str | None) -> int | str | None:
     """A number that the command line has brought as text is one."""
     number = int(given) if isinstance(given, str) and given.isdecimal() else given
     if isinstance(number, str) and number != AUTO:
         raise ConfigurationError(f"micro_batch is {given!r}; it must be a number of samples, or auto")
-    _at_least("micro_batch", None if isinstance(number, str) else number, 1)
+    at_least("micro_batch", None if isinstance(number, str) else number, 1)
     return number
-
-
-def _check_recompute(config: RunConfig) -> None:
-    if config.recompute is None or not Recompute.of(config.recompute).is_budget:
-        return
-    if config.compile is not None:
-        raise ConfigurationError(
-            f"recompute={config.recompute} is a budget, which is measured operator by operator, and compile hides "
-            "these: compute all blocks again with recompute=blocks, or leave compile out"
-        )
-
-
-def _check_best(metric: str | None) -> None:
-    name, _, direction = (metric or "x").partition(":")
-    if not name or direction not in ("", "min", "max"):
-        raise ConfigurationError(f"keep_best is {metric!r}; write METRIC, METRIC:min or METRIC:max")
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
-
-
-def _one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise ConfigurationError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")

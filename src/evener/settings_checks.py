@@ -1,0 +1,97 @@
+"""What settings may be, alone and together: checks of values, which the record of a run's settings makes at once."""
+
+from __future__ import annotations
+
+import math
+
+from evener.budgets import Recompute
+from evener.errors import ConfigurationError
+
+REMEMBERING = ("int8", "top-k", "powersgd")
+"""Compressions that keep what they did not send."""
+AUTOCASTS = ("fp32", "bf16", "fp16")
+"""Precisions that a single module may have."""
+
+
+def at_least(name: str, value: int | None, least: int) -> None:
+    """Raises ConfigurationError for what is no whole number from ``least`` on; None is none."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def positive(name: str, value: float | None) -> None:
+    """Raises ConfigurationError for what is no finite number above 0; None is none."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Raises ConfigurationError for what is no choice; None is none."""
+    if value is not None and value not in choices:
+        raise ConfigurationError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def check_best(metric: str | None) -> None:
+    """Raises ConfigurationError if ``keep_best`` names no metric, or another direction than there is."""
+    name, _, direction = (metric or "x").partition(":")
+    if not name or direction not in ("", "min", "max"):
+        raise ConfigurationError(f"keep_best is {metric!r}; write METRIC, METRIC:min or METRIC:max")
+
+
+def check_precision(
+    dtype: str | None, precision: str | None, precision_of: tuple[str, ...], compress: str | None
+) -> None:
+    """Raises ConfigurationError for a precision that something else contradicts."""
+    if dtype and (precision or precision_of):
+        words = f"dtype {dtype} and precision both say what the model computes in"
+        raise ConfigurationError(f"{words}: leave one out (bf16-true and fp16-true cast the weights too)")
+    for text in precision_of:
+        pattern, _, kind = text.rpartition("=")
+        if not pattern or kind not in AUTOCASTS:
+            raise ConfigurationError(
+                f"precision_of {text!r} is not PATTERN=PRECISION, with one of {', '.join(AUTOCASTS)}"
+            )
+    if precision_of and str(precision).endswith("-true"):
+        raise ConfigurationError(
+            f"precision {precision} casts the whole model, so that precision_of would do nothing: with "
+            f"precision {str(precision).removesuffix('-true')} modules may have one of their own"
+        )
+    scaled = precision == "fp16" or any(text.endswith("=fp16") for text in precision_of)
+    if (scaled or precision == "auto") and compress in REMEMBERING:
+        raise ConfigurationError(
+            f"compress {compress!r} adds what it could not send to later steps, for which fp16 may have another "
+            "scale: use precision bf16, or compress with fp16 or bf16"
+        )
+
+
+def check_recompute(recompute: str | None, compile: str | None) -> None:
+    """Raises ConfigurationError for a budget that cannot be measured."""
+    if recompute is not None and Recompute.of(recompute).is_budget and compile is not None:
+        raise ConfigurationError(
+            f"recompute={recompute} is a budget, which is measured operator by operator, and compile hides these: "
+            "compute all blocks again with recompute=blocks, or leave compile out"
+        )
+
+
+def check_compile(compile: str | None, mode: str | None, backend: str, usual_backend: str) -> None:
+    """Raises ConfigurationError if something is said of compiling where nothing is compiled."""
+    if compile is None and (mode or backend != usual_backend):
+        words = "compile_mode and compile_backend would do nothing"
+        raise ConfigurationError(f"{words}: set compile too, or leave them out")
+
+
+def check_heal(heal: str | None, check_replicas: int | None) -> None:
+    """Raises ConfigurationError if nobody would find what is to be healed."""
+    if heal and check_replicas == 0:
+        raise ConfigurationError(f"heal={heal} would do nothing with check_replicas=0; leave one out")
+
+
+def check_non_finite(non_finite: str, compress: str | None) -> None:
+    """Raises ConfigurationError for a compression that does not get over a step that is not finite."""
+    if non_finite != "stop" and compress in REMEMBERING:
+        raise ConfigurationError(
+            f"compress {compress!r} sends in later steps what it could not send in a step, and after one that "
+            f"is not finite never sends a number again: non_finite={non_finite} goes with none, fp16 or bf16"
+        )
