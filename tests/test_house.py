@@ -21,6 +21,7 @@ COLUMNS = (
             "halves",
             "sizes",
             "budgets",
+            "offload",
             "ranges",
             "settings_checks",
             "config",

@@ -88,6 +88,19 @@ def test_a_view_is_known() -> None:
         assert names.is_view((weight * 2).T)
         assert not names.is_view(weight * 2)
         assert not names.is_view((weight * 2).T.clone())
+        assert names.base_of(weight.T[0]) is weight
+        assert names.base_of(weight) is None
+
+
+def test_hooks_on_steps_are_known() -> None:
+    with borrowed("step_hooks") as names:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        assert not names.has_step_hooks(optimizer)
+        hook = optimizer.register_step_pre_hook(lambda *_: None)
+        assert names.has_step_hooks(optimizer)
+        hook.remove()
+        optimizer.register_step_post_hook(lambda *_: None)
+        assert names.has_step_hooks(optimizer)
 
 
 @pytest.mark.usefixtures("group")

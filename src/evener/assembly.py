@@ -15,6 +15,7 @@ from evener.budgets import Recompute
 from evener.collectives.registry import COMPRESSIONS, find
 from evener.config import AUTO, RunConfig
 from evener.errors import ConfigurationError
+from evener.offload import Offload
 from evener.runtime.mesh import DataAxis
 from evener.strategies.base import Strategy
 from evener.strategies.compiling import Compiling
@@ -102,6 +103,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         limits=MemoryLimits.parse(config.memory_limit, config.memory_limit_at, world_size),
         precision=Precision.of(config.precision, config.precision_of),
         recompute=Recompute.of(config.recompute) if config.recompute else None,
+        offload=Offload.of(config.offload, config.offload_to),
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,
         compression=config.compress,
@@ -111,6 +113,11 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
     if settings.recompute is not None:
         settings.recompute.sizes(world_size)
         strategy.check_recompute(settings.recompute)
+    if settings.offload.kinds and strategy.one_process:
+        raise ConfigurationError(
+            f"offload {settings.offload.words} goes with one device for each rank, and strategy {strategy.label!r} has "
+            "several in one process: use ddp, sharded or pipeline, or leave it out"
+        )
     data = strategy.layout(world_size, settings).data_axis(0)
     if strategy.one_process and config.balance != "equal":
         raise ConfigurationError(

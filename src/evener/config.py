@@ -14,6 +14,7 @@ from typing import Any
 
 from evener.errors import ConfigurationError
 from evener.intervals import Interval
+from evener.offload import Offload
 from evener.placement import check_kind
 from evener.plugins import STRATEGIES
 from evener.ranges import processes_of
@@ -23,6 +24,7 @@ from evener.settings_checks import (
     check_compile,
     check_heal,
     check_non_finite,
+    check_offload,
     check_precision,
     check_recompute,
     one_of,
@@ -196,6 +198,17 @@ class RunConfig:
         "budget: as few as 60% of the peak, 8GB, or 8GB,4GB by rank, allow",
         metavar="HOW",
     )
+    offload: str | None = option(
+        None,
+        "keep outside of the device's memory, until it is needed: optimizer (its state), activations (what forward "
+        "saves for backward), or both with a comma",
+        metavar="WHAT",
+    )
+    offload_to: Path | None = option(
+        None,
+        "where --offload keeps it: files in DIR (default: the host's memory, for ranks on a GPU)",
+        metavar="DIR",
+    )
     evaluate_every: int = option(
         1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
     )
@@ -259,7 +272,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("run_dir", "resume", "weights"):
+        for name in ("run_dir", "resume", "weights", "offload_to"):
             if getattr(self, name) == "":
                 kind = "file" if name == "weights" else "directory"
                 raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
@@ -289,6 +302,7 @@ class RunConfig:
         one_of("compile", self.compile, COMPILE)
         check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
         check_recompute(self.recompute, self.compile)
+        check_offload(Offload.of(self.offload, self.offload_to), self.recompute, self.compile_mode)
         one_of("save_mode", self.save_mode, ("async", "blocking"))
         one_of("recover", self.recover, ("memory", "file"))
         one_of("on_full_disk", self.on_full_disk, FULL_DISK)

@@ -28,7 +28,7 @@ from evener.task import Task
 Facts = Mapping[str, Any]
 """What a rank is about to do, in words that the error can use."""
 
-_OWN = {"run_dir", "resume", "weights", "overwrite", "device", "processes", "workers"}
+_OWN = {"run_dir", "resume", "weights", "overwrite", "device", "processes", "workers", "offload_to"}
 """Settings that a machine may have of its own."""
 
 

@@ -16,6 +16,7 @@ from evener.config import AUTO, RunConfig
 from evener.elastic import headcount_of, restarting
 from evener.inheritance import HandedOnError, Heir, made_anew, succeeds
 from evener.observer import Observer
+from evener.offload import Offload
 from evener.ranges import one_number
 from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
 from evener.running import Run, Trained
@@ -27,6 +28,7 @@ from evener.runtime.launch import is_launched, launch
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.session import RUN_DIR, Session, rejoin
 from evener.runtime.worker import Call, job_in
+from evener.strategies.offloaded.outside import check_outside
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
 
@@ -88,6 +90,7 @@ def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
     suggested = given or suggested_processes(config) or default_processes(device)
     processes = launched.local_world_size if is_launched() else suggested
     check_processes(processes, device)
+    check_outside(device, Offload.of(config.offload, config.offload_to))
     if rendezvous is None:
         check_division(config, launched.world_size if is_launched() else processes)
     return processes

@@ -152,6 +152,8 @@ class RunSummary:
     as in the records."""
     recompute: str = ""
     """What was computed again in backward to take less memory, in words; empty if nothing was."""
+    offload: str = ""
+    """What was kept outside of the device's memory, where, and how much at most, in words; empty if nothing was."""
     graphs: list[int] = field(default_factory=list)
     """Graphs that each rank has compiled in this run; empty if nothing was to be compiled."""
     graph_breaks: int = 0

@@ -93,7 +93,7 @@ class RunState:
         progress = self._feed.sample_order().resumed(found.rest["progress"])
         self._check_data(found)
         pieces = found.read(state.held(learner.model, learner.optimizer))
-        state.take(learner.model, learner.optimizer, pieces, None)
+        state.take(learner.model, learner.optimizer, pieces, None, learner.offloaded.load)
         self._go_on(progress, found.rest)
         if self._feed.rewind():
             learner.start_afresh()

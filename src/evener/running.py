@@ -206,8 +206,15 @@ class Run:
             if precision
             else ""
         )
-        limits = self._engine.learner.settings.limits
-        return chosen, limits.words if limits else "", self._engine.recomputing.words, self._emulation
+        learner = self._engine.learner
+        limits, offloaded = learner.settings.limits, learner.offloaded.words
+        return (
+            chosen,
+            limits.words if limits else "",
+            self._engine.recomputing.words,
+            offloaded,
+            self._emulation,
+        )
 
     def _staying(self) -> AbstractContextManager[None]:
         """Where this rank goes on in another start if others die."""
@@ -302,6 +309,7 @@ class Run:
         device = self._session.device
         return {
             "device": f"{device} {accelerators.name_of(device)}".strip(),
+            "offloaded": engine.learner.offloaded.peaks,
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
             "times": {
                 "compute_seconds": times.compute,
@@ -339,6 +347,7 @@ class Run:
             precision=engine.learner.settings.precision.words,
             memory=tally.memory,
             recompute=engine.recomputing.words,
+            offload=engine.learner.offloaded.said([part["offloaded"] for part in parts]),
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
             graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,

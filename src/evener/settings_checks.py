@@ -6,9 +6,12 @@ import math
 
 from evener.budgets import Recompute
 from evener.errors import ConfigurationError
+from evener.offload import Offload
 
 REMEMBERING = ("int8", "top-k", "powersgd")
 """Compressions that keep what they did not send."""
+GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that make CUDA graphs."""
 AUTOCASTS = ("fp32", "bf16", "fp16")
 """Precisions that a single module may have."""
 
@@ -72,6 +75,21 @@ def check_recompute(recompute: str | None, compile: str | None) -> None:
         raise ConfigurationError(
             f"recompute={recompute} is a budget, which is measured operator by operator, and compile hides these: "
             "compute all blocks again with recompute=blocks, or leave compile out"
+        )
+
+
+def check_offload(offload: Offload, recompute: str | None, compile_mode: str | None) -> None:
+    """Raises ConfigurationError for a budget that would not know of what is kept outside, and for CUDA graphs, which
+    find what was saved where it was."""
+    if offload.activations and compile_mode in GRAPHS:
+        raise ConfigurationError(
+            f"compile_mode {compile_mode} makes CUDA graphs, which know activations by their place: leave activations "
+            "out of offload, or leave compile_mode out"
+        )
+    if offload.activations and recompute is not None and Recompute.of(recompute).is_budget:
+        raise ConfigurationError(
+            f"recompute={recompute} is a budget, for which each block's memory is measured as if nothing were kept "
+            "outside: compute all blocks again with recompute=blocks, or leave activations out of offload"
         )
 
 

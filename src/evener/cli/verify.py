@@ -30,6 +30,8 @@ SETTINGS = (
     "compile_mode",
     "compile_backend",
     "recompute",
+    "offload",
+    "offload_to",
     "seed",
     "clip_norm",
     "allreduce",

@@ -34,6 +34,7 @@ from evener.estimation.steps import STEPS, CountedEngine, count_steps
 from evener.estimation.world import World
 from evener.hardware import accelerators
 from evener.memory import Accounting
+from evener.strategies.offloaded import outside
 from evener.task import Task
 
 
@@ -87,6 +88,9 @@ def estimate_rank(
         stack.enter_context(exchangeable())
         stack.enter_context(buckets_kept())
         stack.enter_context(_meshes_of_numbers())
+        stack.enter_context(
+            mock.patch.dict(outside.OUTSIDES, {device.type: outside.pretended(place.rounding)})
+        )
         stack.enter_context(mode)
         stack.enter_context(answers)
         account = stack.enter_context(Accounting(device_type=device.type, rounding=place.rounding))

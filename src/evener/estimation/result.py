@@ -26,6 +26,8 @@ class RankMemory:
     """The most that they take while model and optimizer are built."""
     shared: int = 0
     """Shared memory that the rank makes besides for sums over ranks of one host."""
+    outside: int = 0
+    """The most that is kept outside of the device's memory: of the host's, or in files."""
 
     @property
     def needed(self) -> int:
@@ -74,6 +76,8 @@ class MemoryEstimate:
             ("shared memory, besides", [rank.shared for rank in self.ranks]),
             ("needed", [rank.needed for rank in self.ranks]),
         ]
+        outside = [rank.outside for rank in self.ranks]
+        rows += [("outside of the device", outside)] if any(outside) else []
         head = f"{'':<24}" + "".join(f"{f'rank {rank.rank}':>12}" for rank in self.ranks)
         lines = [f"{name:<24}" + "".join(f"{size_words(size):>12}" for size in sizes) for name, sizes in rows]
         said = f"{self.task}: strategy {self.strategy}, batches of {self.batch_size} in parts of "

@@ -67,4 +67,5 @@ def count_steps(engine: CountedEngine, account: Accounting, shared: int = 0) -> 
             account.reset_peak()
             engine.step(batch)
     rank, peak, at_peak = engine.session.rank, account.peak, account.at_peak()
-    return RankMemory(rank, peak, at_peak, account.held, setup_peak, shared), batch
+    outside = sum(engine.learner.offloaded.peaks.values())
+    return RankMemory(rank, peak, at_peak, account.held, setup_peak, shared, outside), batch

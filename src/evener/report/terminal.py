@@ -139,6 +139,7 @@ def summary_text(summary: RunSummary) -> str:
         lines += [f"  {summary.skipped:,} samples could not be read and count for nothing"]
     lines += [f"  computed in {summary.precision}"] if summary.precision else []
     lines += [f"  {summary.recompute}"] if summary.recompute else []
+    lines += [f"  {summary.offload}"] if summary.offload else []
     lines += [_graphs_line(summary)] if summary.graphs else []
     if summary.emulation:
         lines += [f"  {summary.emulation}"]

@@ -42,6 +42,7 @@ from evener.strategies.holdings import name_model, updates_named
 from evener.strategies.hooks import refuse_hooks
 from evener.strategies.learner import Learner
 from evener.strategies.limits import room_on
+from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.precision import Precision, able, agreed, products_of
 from evener.strategies.recomputed.forward import recompute_blocks
@@ -191,9 +192,13 @@ def set_up(
             placed, session.device.type, learner.mesh.degree("pipeline") > 1
         )
         learner.recomputed = recompute_blocks(settings.recompute, placed)
+        learner.offloaded = Offloaded(settings.offload, session.device)
+        owned.callback(learner.offloaded.close)
+        learner.offloaded.apply(placed)
         learner.precision_of = settings.precision.apply(placed, caches)
         learner.optimizer = build_optimizer(task, placed)
         strategy.check_optimizer(learner.optimizer)
+        learner.offloaded.take(learner.optimizer)
         owned.enter_context(_memory_watched(learner, strategy))
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = fitted(strategy.stepper(learner), learner, strategy.one_process)

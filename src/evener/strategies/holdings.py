@@ -21,7 +21,7 @@ def name_model(account: Accounting, learner: Learner) -> None:
     """Parameters, buffers and what the optimizer holds for them, as they are now."""
     account.name(PARAMETERS, learner.model.parameters())
     account.name(BUFFERS, (b for m in learner.model.modules() for b in own_buffers(m).values()))
-    account.name(OPTIMIZER, _tensors_of(list(learner.optimizer.state.values())))
+    account.name(OPTIMIZER, _state_of(learner))
 
 
 def name_inputs(account: Accounting, batch: Batch) -> None:
@@ -67,7 +67,7 @@ def nbytes_of(learner: Learner) -> dict[str, int]:
     held: dict[str, Iterable[Tensor | None]] = {
         PARAMETERS: model.parameters(),
         BUFFERS: (b for m in model.modules() for b in own_buffers(m).values()),
-        OPTIMIZER: _tensors_of(list(learner.optimizer.state.values())),
+        OPTIMIZER: _state_of(learner),
         GRADIENTS: gradients_of(learner),
     }
     seen: set[int] = set()
@@ -89,6 +89,12 @@ def _storages(tensors: Iterable[Tensor | None], device: torch.device, seen: set[
                 seen.add(address(storage))
                 nbytes += storage.nbytes()
     return nbytes
+
+
+def _state_of(learner: Learner) -> list[Tensor]:
+    """Of the optimizer, but for what is outside."""
+    found = _tensors_of(list(learner.optimizer.state.values()))
+    return [tensor for tensor in found if not learner.offloaded.holds(tensor)]
 
 
 def _is_on(device: torch.device, tensor: Tensor) -> bool:

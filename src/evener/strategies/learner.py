@@ -34,6 +34,7 @@ from evener.strategies import gradients, model, state
 from evener.strategies.compiling import Graphs
 from evener.strategies.limits import Room
 from evener.strategies.local import as_held, local
+from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
 from evener.strategies.precision import Named
@@ -68,6 +69,8 @@ class Learner:
     """The memory of its device."""
     recomputed: Blocks
     """Blocks of the model that are computed again in backward."""
+    offloaded: Offloaded
+    """What is outside of the device's memory, and the updates of what may be."""
     precision_of: Named
     """Modules with a precision of their own."""
 
@@ -123,6 +126,7 @@ class Learner:
         DDP, neither would ever be freed.
         """
         self._portions.clear()
+        self.offloaded.close()
         del self.task
         self.synchronizer.let_go()
         replica: nn.Module = self.__dict__.pop("replica", self.model)
@@ -183,13 +187,14 @@ class Learner:
         if passes():
             self.updating = step
             self.clip(self.model.parameters())
-            self.optimizer.step()
+            self.offloaded.update()
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self._leave_out()
         self.synchronizer.updated(step)
         self.room.over()
         self.precision_of.check(self.session.control.gather_objects)
+        self.offloaded.check(self.session.control.gather_objects)
         self.graphs.check(self.session.control.gather_objects)
 
     def _remember_buffers(self, step: int) -> None:
@@ -376,7 +381,9 @@ class Learner:
         Raises:
             ConfigurationError: If it is of another model or optimizer.
         """
-        state.take(self.model, self.optimizer, found, lambda value, piece: piece.part(value))
+        state.take(
+            self.model, self.optimizer, found, lambda value, piece: piece.part(value), self.offloaded.load
+        )
 
     def close(self) -> None:
         """Gives back what the strategy owns."""

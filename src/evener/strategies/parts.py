@@ -17,6 +17,7 @@ from evener.budgets import Recompute
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.readout import Readout
 from evener.memory.use import NOTHING, Lap, MemoryUse
+from evener.offload import Offload
 from evener.strategies.compiling import Compiling
 from evener.strategies.limits import MemoryLimits
 from evener.strategies.precision import Precision
@@ -40,6 +41,8 @@ class Settings:
     """What the ranks may use of their memory; None for all of it."""
     recompute: Recompute | None = None
     """Which blocks of the model are computed again in backward; None for none."""
+    offload: Offload = field(default_factory=Offload)
+    """What is kept outside of the device's memory."""
     clip_norm: float | None = None
     """Largest global norm of the gradients of one step."""
     all_reduce: str | None = None

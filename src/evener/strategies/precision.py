@@ -37,6 +37,7 @@ from evener.errors import ConfigurationError
 from evener.halves import widened
 from evener.nn.names import clean_name
 from evener.strategies.model import in_type
+from evener.strategies.offloaded.saved import Forward as SavingForward
 from evener.types import Forward, Tree
 
 _COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -215,8 +216,11 @@ class _Forward:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The ``forward`` of a module without the policy in its place."""
-    return module.forward.inner if isinstance(module.forward, _Forward) else module.forward
+    """The ``forward`` of a module without what is around it."""
+    found = module.forward
+    while isinstance(found, _Forward | SavingForward):
+        found = found.inner
+    return found
 
 
 class Named:

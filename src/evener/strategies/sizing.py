@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
 from evener.memory.appetite import Appetite
-from evener.memory.tally import GRADIENTS
 from evener.nn.experts import Experts
 from evener.nn.names import clean_name
-from evener.strategies.holdings import nbytes_of
 from evener.strategies.learner import Learner
+from evener.strategies.local import local
 
 _GROWTH = 1.25
 """What was told to fit is told anew when so many times as much does, lest small changes be told in every step."""
@@ -28,7 +27,8 @@ class Sizing:
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._appetite = learner, Appetite()
-        self._gradients = nbytes_of(learner)[GRADIENTS]
+        trained = (local(p) for p in learner.model.parameters() if p.requires_grad)
+        self._gradients = sum(parameter.nbytes for parameter in trained)
         self._room = self._told = math.inf
         self._wanted = 0
 

@@ -17,8 +17,9 @@ in Adam's bias correction, fails in SparseAdam, and moves weights where a learni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ from evener.texts import few
 
 Cut = Callable[[Tensor, Slice], Tensor]
 """This rank's piece of what was saved of a divided tensor."""
+Load = Callable[[dict[str, Any]], None]
+"""An optimizer's ``load_state_dict``."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,17 @@ def _copy(value: Any) -> Any:
 
 
 def take(
-    model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Any], cut: Cut | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    found: Mapping[str, Any],
+    cut: Cut | None,
+    load: Load | None = None,
 ) -> None:
     """Takes up a state, of which the tensors given stay the giver's own.
 
     Args:
         cut: Makes this rank's piece of what was saved whole; None where pieces are given.
+        load: Takes up the optimizer's; None is its own ``load_state_dict``.
 
     Raises:
         ConfigurationError: If it is of another model or optimizer; nothing has changed then.
@@ -159,17 +167,39 @@ def take(
     weights = {name: taken(name, value) for name, value in found["model"].items()}
     with outside():
         set_model_state_dict(model, weights)
-    state = {
-        name: {key: taken(name, value) for key, value in entries.items()}
-        for name, entries in found["optimizer"]["state"].items()
-    }
-    _load_optimizer(optimizer, _names(model), state, found["optimizer"]["groups"])
+    state = found["optimizer"]["state"]
+
+    def entries_of(name: str) -> dict[str, Any]:
+        return {key: map_leaves(_own, taken(name, value)) for key, value in state[name].items()}
+
+    groups = found["optimizer"]["groups"]
+    _load_optimizer(
+        optimizer, load or optimizer.load_state_dict, _names(model), list(state), entries_of, groups
+    )
+
+
+class _Made(Mapping[int, Any]):
+    """By number, and made when it is asked for, so that not all of it need be there at once."""
+
+    def __init__(self, makers: Mapping[int, Callable[[], Any]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, number: int) -> Any:
+        return self._makers[number]()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 def _load_optimizer(
     optimizer: torch.optim.Optimizer,
+    load: Load,
     names: Mapping[Tensor, str],
-    state: Mapping[str, Mapping[str, Any]],
+    saved_names: Sequence[str],
+    entries_of: Callable[[str], dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
     """Through the optimizer's own ``load_state_dict``, which wants numbers and keeps the tensors it is given."""
@@ -179,12 +209,8 @@ def _load_optimizer(
         # In the order that they have here: what was saved may list them in another.
         own = [numbers.setdefault(names[parameter], len(numbers)) for parameter in group["params"]]
         listed.append({**map_leaves(_own, saved), "params": own})
-    optimizer.load_state_dict(
-        {
-            "state": {numbers[name]: map_leaves(_own, dict(entries)) for name, entries in state.items()},
-            "param_groups": listed,
-        }
-    )
+    state = _Made({numbers[name]: partial(entries_of, name) for name in saved_names})
+    load({"state": state, "param_groups": listed})
 
 
 def _own(value: Any) -> Any:

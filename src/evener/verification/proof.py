@@ -109,6 +109,7 @@ def alone(config: RunConfig) -> RunConfig:
     alike: dict[str, Any] = {"balance": "equal", "caps": None, "quantum": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
+    alike |= {"offload": None, "offload_to": None}
     return config.replace(strategy="single", processes=1, **alike)
 
 
