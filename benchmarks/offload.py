@@ -1,0 +1,111 @@
+"""What offload saves and costs: a step's peak and its time with state and activations in files, beside all in memory.
+
+    python -m benchmarks.offload [--models NAME;NAME] [--to DIR] [--turns N] [--steps N]
+
+One rank, one thread, AdamW. All take turns, steps each, and ratios are those of turns next to each other. Peaks are
+counted in a further step of each, by an accounting that sees all tensors but those in mapped files, which the system
+writes to the disk when memory is short. Here it is not: times are those of copies into the system's cache.
+``recompute=blocks`` is what can be done instead of keeping activations in files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.interleaved import Timing, machine, ratio
+from benchmarks.recompute import gpt, resnet
+from evener.engine import Engine
+from evener.memory import Accounting
+from evener.sizes import size_words
+from evener.strategies.holdings import name_inputs, name_model
+from evener.task import Task
+
+MODELS = {"GPT": gpt, "ResNet": lambda: resnet(32, 8)}
+WAYS: dict[str, dict[str, str]] = {
+    "kept": {},
+    "optimizer": {"offload": "optimizer"},
+    "activations": {"offload": "activations"},
+    "both": {"offload": "optimizer,activations"},
+    "recompute blocks": {"recompute": "blocks"},
+}
+WARM_UP = 2
+
+
+class Contender:
+    """An engine that takes steps when it is its turn."""
+
+    def __init__(self, task: Task, settings: dict[str, Any]) -> None:
+        self.engine = Engine(task, device="cpu", strategy="single", epochs=10**6, **settings)
+        self._batches = self.engine.batches()
+        self.seconds(WARM_UP)
+
+    def seconds(self, steps: int) -> float:
+        """Of a step."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.engine.step(next(self._batches))
+        return (time.perf_counter() - began) / steps
+
+    def peak(self) -> int:
+        """Bytes, in one further step."""
+        batch = next(self._batches)
+        with Accounting() as account:
+            name_model(account, self.engine.learner)
+            name_inputs(account, batch)
+            account.reset_peak()
+            self.engine.step(batch)
+        return account.peak
+
+    def close(self) -> None:
+        self._batches.close()
+        self.engine.close()
+
+
+def compared(task: Task, directory: Path, turns: int, steps: int) -> dict[str, tuple[Timing, int, int]]:
+    """Of each way its times, its peak, and the bytes in files."""
+    contenders = {
+        name: Contender(task, settings | ({"offload_to": directory} if "offload" in settings else {}))
+        for name, settings in WAYS.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(turns):
+        for name, each in contenders.items():
+            seconds[name].append(each.seconds(steps))
+    found = {}
+    for name, each in contenders.items():
+        outside = sum(each.engine.learner.offloaded.peaks.values())
+        found[name] = Timing(seconds[name]), each.peak(), outside
+        each.close()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--models", type=lambda text: text.split(";"), default=list(MODELS), metavar="NAME;NAME"
+    )
+    parser.add_argument("--to", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR")
+    parser.add_argument("--turns", type=int, default=5, metavar="N")
+    parser.add_argument("--steps", type=int, default=1, metavar="N")
+    given: Any = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print(machine())
+    print("| model | offload | peak | in files | a step | times |", "|---" * 6 + "|", sep="\n")
+    for name in given.models:
+        found = compared(MODELS[name](), given.to, given.turns, given.steps)
+        base = found["kept"][0]
+        for way, (times, peak, outside) in found.items():
+            milliseconds = statistics.median(times.turns) * 1e3
+            sizes = f"{size_words(peak)} | {size_words(outside) if outside else '-'}"
+            print(f"| {name} | {way} | {sizes} | {milliseconds:.0f} ms | {ratio(times, base):.2f}x |")
+
+
+if __name__ == "__main__":
+    main()
