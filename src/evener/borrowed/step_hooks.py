@@ -1,6 +1,6 @@
 """Whether somebody has put hooks on the steps of an optimizer, which has a public way to put and none to see them.
 
-Tested with torch 2.11, 2.13.
+Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
