@@ -75,6 +75,32 @@ def test_hooks_on_accumulated_gradients_are_known() -> None:
         assert names.has_accumulation_hooks(weight)
 
 
+def test_hooks_on_an_optimizer_are_known() -> None:
+    with borrowed("optimizer_hooks") as names:
+        for register in ("register_step_pre_hook", "register_step_post_hook"):
+            optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)])
+            assert not names.has_step_hooks(optimizer)
+            getattr(optimizer, register)(lambda *_: None)
+            assert names.has_step_hooks(optimizer)
+
+
+def test_state_in_codes_is_known() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        optim = pytest.importorskip("torchao.optim")
+    with borrowed("quantized_state") as names:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        optimizer = optim.AdamW8bit([weight], bf16_stochastic_round=True)
+        state = names.new_state(optimizer, weight, True)
+        assert names.is_quantized(state)
+        assert names.makes_quantized(optimizer)
+        assert names.rounds_by_chance(optimizer)
+        assert not names.makes_quantized(torch.optim.AdamW([weight]))
+        assert names.codes_of(state).keys() == {"codes", "scale"}
+        assert names.block_size(state) == 256
+        assert -1 < names.lowest_code(state) < -0.9
+        assert not names.is_quantized(weight)
+
+
 @pytest.mark.usefixtures("group")
 def test_the_default_store_is_that_of_the_group() -> None:
     with borrowed("default_store") as names:

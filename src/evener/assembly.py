@@ -104,6 +104,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         precision=Precision.of(config.precision, config.precision_of),
         recompute=Recompute.of(config.recompute) if config.recompute else None,
         offload=Offload.of(config.offload, config.offload_to),
+        optimizer_state=config.optimizer_state,
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,
         compression=config.compress,

@@ -38,6 +38,7 @@ BAD_SAMPLE = ("stop", "skip")
 FULL_DISK = ("stop", "go-on")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
+OPTIMIZER_STATES = ("8bit",)
 COMPILE = ("auto", "blocks", "whole")
 BACKEND = "inductor"
 """Of torch.compile, where nothing is said."""
@@ -209,6 +210,11 @@ class RunConfig:
         "where --offload keeps it: files in DIR (default: the host's memory, for ranks on a GPU)",
         metavar="DIR",
     )
+    optimizer_state: str | None = option(
+        None,
+        "keep what the task's Adam or AdamW remembers in 8 bits, by torchao: less memory, other numbers",
+        choices=OPTIMIZER_STATES,
+    )
     evaluate_every: int = option(
         1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
     )
@@ -303,6 +309,7 @@ class RunConfig:
         check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
         check_recompute(self.recompute, self.compile)
         check_offload(Offload.of(self.offload, self.offload_to), self.recompute, self.compile_mode)
+        one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         one_of("save_mode", self.save_mode, ("async", "blocking"))
         one_of("recover", self.recover, ("memory", "file"))
         one_of("on_full_disk", self.on_full_disk, FULL_DISK)

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.borrowed.module_tensors import own_buffers
+from evener.borrowed.quantized_state import codes_of, is_quantized
 from evener.config import RunConfig
 from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.readout import read
@@ -98,7 +99,17 @@ def parts_of(learner: Learner, everything: bool) -> Iterator[Part]:
     for parameter, entries in learner.optimizer.state.items() if everything else ():
         for key, value in entries.items():
             if isinstance(value, Tensor) and parameter in names:
-                yield _part(f"the optimizer's {key} of {names[parameter]}", value, parameter)
+                yield from _parts(f"the optimizer's {key} of {names[parameter]}", value, parameter)
+
+
+def _parts(name: str, value: Tensor, owner: Tensor) -> Iterator[Part]:
+    """Of what lies in codes: these and their scales, which are what is held, and can be healed."""
+    held = local(value.detach())
+    if not is_quantized(held):
+        yield _part(name, value, owner)
+        return
+    for kind, numbers in codes_of(held).items():
+        yield _part(f"{name}, {kind}", numbers, owner)
 
 
 def _part(name: str, value: Tensor, owner: Tensor) -> Part:

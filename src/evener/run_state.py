@@ -18,7 +18,7 @@ from evener.progress import Progress
 from evener.strategies import state
 from evener.strategies.learner import Learner
 
-_SAID = ("dtype", "precision", "precision_of", "clip_norm", "compress", "micro_batch")
+_SAID = ("dtype", "precision", "precision_of", "optimizer_state", "clip_norm", "compress", "micro_batch")
 """Settings that a run may go on with others of, but is not the same training then."""
 
 
@@ -69,7 +69,7 @@ class RunState:
 
     def _go_on(self, progress: Progress, rest: Mapping[str, Any]) -> None:
         if self._scheduler is not None and rest["scheduler"] is not None:
-            self._scheduler.load_state_dict(rest["scheduler"])
+            self._scheduler.load_state_dict(state.rates_as_in(self._learner.optimizer, rest["scheduler"]))
         if self._learner.scale is not None and rest.get("loss_scale") is not None:
             self._learner.scale.load_state_dict(rest["loss_scale"])
         self.progress = progress

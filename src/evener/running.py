@@ -35,6 +35,7 @@ from evener.runtime.interrupt import Deferral, asked, check, deferring, last_wor
 from evener.runtime.session import Session
 from evener.saving import Saving
 from evener.strategies.model import named_tensors
+from evener.strategies.quantized import words_of
 from evener.surveying import head_line
 from evener.task import Task
 
@@ -213,6 +214,7 @@ class Run:
             limits.words if limits else "",
             self._engine.recomputing.words,
             offloaded,
+            words_of(learner.optimizer),
             self._emulation,
         )
 
@@ -348,6 +350,7 @@ class Run:
             memory=tally.memory,
             recompute=engine.recomputing.words,
             offload=engine.learner.offloaded.said([part["offloaded"] for part in parts]),
+            optimizer_state=words_of(engine.learner.optimizer),
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
             graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,

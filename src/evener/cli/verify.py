@@ -32,6 +32,7 @@ SETTINGS = (
     "recompute",
     "offload",
     "offload_to",
+    "optimizer_state",
     "seed",
     "clip_norm",
     "allreduce",

@@ -45,8 +45,10 @@ from evener.strategies.limits import room_on
 from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.precision import Precision, able, agreed, products_of
+from evener.strategies.quantized import check_state, in_eight_bits
 from evener.strategies.recomputed.forward import recompute_blocks
 from evener.strategies.room import check_room
+from evener.strategies.slices import divided
 from evener.strategies.watching import watching
 from evener.task import Task
 
@@ -197,6 +199,10 @@ def set_up(
         learner.offloaded.apply(placed)
         learner.precision_of = settings.precision.apply(placed, caches)
         learner.optimizer = build_optimizer(task, placed)
+        if settings.optimizer_state is not None:
+            learner.optimizer = in_eight_bits(learner.optimizer)
+        pieces = any(True for _ in divided(placed))
+        check_state(learner.optimizer, session.device, pieces, session.world_size)
         strategy.check_optimizer(learner.optimizer)
         learner.offloaded.take(learner.optimizer)
         owned.enter_context(_memory_watched(learner, strategy))

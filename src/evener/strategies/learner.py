@@ -38,6 +38,7 @@ from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
 from evener.strategies.precision import Named
+from evener.strategies.quantized import stepping
 from evener.strategies.recomputed.forward import Blocks
 from evener.strategies.replica import Replica
 from evener.strategies.scale import LossScale
@@ -187,7 +188,8 @@ class Learner:
         if passes():
             self.updating = step
             self.clip(self.model.parameters())
-            self.offloaded.update()
+            with stepping(self.optimizer, self.session.device):
+                self.offloaded.update()
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self._leave_out()

@@ -43,6 +43,8 @@ class Settings:
     """Which blocks of the model are computed again in backward; None for none."""
     offload: Offload = field(default_factory=Offload)
     """What is kept outside of the device's memory."""
+    optimizer_state: str | None = None
+    """``8bit`` for the task's Adam with state in codes; None leaves the optimizer as it is made."""
     clip_norm: float | None = None
     """Largest global norm of the gradients of one step."""
     all_reduce: str | None = None

@@ -35,6 +35,7 @@ from evener.nn.scope import outside
 from evener.runtime.mesh import Mesh
 from evener.strategies.local import as_held, local
 from evener.strategies.model import named_tensors
+from evener.strategies.quantized import kept_as, name_of, plain
 from evener.strategies.slices import Slice, slice_of
 from evener.texts import few
 
@@ -61,14 +62,15 @@ class Held:
         return piece if alike else None
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Every dense tensor: its key, the parameter or buffer it belongs to, itself."""
+        """Every dense tensor: its key, the parameter or buffer it belongs to, itself, or the numbers that its codes
+        stand for."""
         for name, value in self.model.items():
             if _is_dense(value):
                 yield f"model/{name}", name, value
         for name, entries in self.optimizer["state"].items():
             for key, value in entries.items():
                 if _is_dense(value):
-                    yield f"optimizer/{name}/{key}", name, value
+                    yield f"optimizer/{name}/{key}", name, plain(value)
 
 
 def _is_dense(value: Any) -> bool:
@@ -90,7 +92,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
         for group in optimizer.param_groups
     ]
     slices = {name: piece for name, tensor in named_tensors(model).items() if (piece := slice_of(tensor))}
-    return Held(of_model, {"class": type(optimizer).__name__, "state": state, "groups": groups}, slices)
+    return Held(of_model, {"class": name_of(optimizer), "state": state, "groups": groups}, slices)
 
 
 def _held(value: Any) -> Any:
@@ -110,7 +112,7 @@ def whole(found: Held, mesh: Mesh) -> dict[str, Any]:
 
     def copied(name: str, value: Any) -> Any:
         piece = found.slice_of(name, value)
-        return _copy(piece.gather(value, mesh)) if piece else map_leaves(_copy, value)
+        return _copy(piece.gather(plain(value), mesh)) if piece else map_leaves(_copy, plain(value))
 
     return {
         "model": {name: copied(name, value) for name, value in found.model.items()},
@@ -170,7 +172,10 @@ def take(
     state = found["optimizer"]["state"]
 
     def entries_of(name: str) -> dict[str, Any]:
-        return {key: map_leaves(_own, taken(name, value)) for key, value in state[name].items()}
+        return {
+            key: kept_as(optimizer, tensors[name], key, map_leaves(_own, taken(name, value)))
+            for key, value in state[name].items()
+        }
 
     groups = found["optimizer"]["groups"]
     _load_optimizer(
@@ -202,19 +207,27 @@ def _load_optimizer(
     entries_of: Callable[[str], dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Through the optimizer's own ``load_state_dict``, which wants numbers and keeps the tensors it is given."""
+    """Through the optimizer's own ``load_state_dict``, which wants numbers and keeps the tensors of ``state``."""
     numbers: dict[str, int] = {}
     listed = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         # In the order that they have here: what was saved may list them in another.
         own = [numbers.setdefault(names[parameter], len(numbers)) for parameter in group["params"]]
-        listed.append({**map_leaves(_own, saved), "params": own})
+        kept = {key: _alike(value, group.get(key)) for key, value in saved.items()}
+        listed.append({**group, **map_leaves(_own, kept), "params": own})
     state = _Made({numbers[name]: partial(entries_of, name) for name in saved_names})
     load({"state": state, "param_groups": listed})
 
 
 def _own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _alike(value: Any, like: Any) -> Any:
+    """An option of a group as a tensor where the optimizer has it so, and as a number where it has not."""
+    if isinstance(like, Tensor) and isinstance(value, float | int):
+        return torch.full_like(like, value)
+    return value.item() if isinstance(value, Tensor) and isinstance(like, float | int) else value
 
 
 def _check_model(own: Held, saved: Mapping[str, Any], cut: Cut | None) -> None:
@@ -246,6 +259,18 @@ def _check_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             f"the checkpoint's optimizer has groups of {[len(names) for names in theirs]} parameters, the task's of "
             f"{[len(names) for names in ours]}, or of others: go on with the same groups"
         )
+
+
+def rates_as_in(optimizer: torch.optim.Optimizer, scheduler: dict[str, Any]) -> dict[str, Any]:
+    """What a scheduler has saved, with rates as numbers unless the optimizer has them as tensors."""
+    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        return scheduler
+    found: dict[str, Any] = map_leaves(_as_number, scheduler)
+    return found
+
+
+def _as_number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and not value.dim() else value
 
 
 def check_form(found: Mapping[str, Any]) -> None:

@@ -72,6 +72,12 @@ def hint(evidence: Evidence) -> str:
     first = evidence.first
     if not first:
         return "rounding explains the difference, but the tolerance that was given is smaller"
+    if divided.other_blocks and first[0].step:
+        return (
+            "the optimizer keeps its state in few bits, with a scale for so many numbers in a row, and ranks that hold "
+            "pieces of a weight have other rows than one device: the numbers differ by that much. Where a piece is a "
+            "multiple of 256 numbers they do not; else say what may pass with tolerance"
+        )
     explain = {Kind.LOSS: _forward, Kind.STATISTIC: _forward, Kind.GRADIENT: _exchange}.get(
         first[0].kind, _end
     )

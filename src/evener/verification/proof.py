@@ -97,11 +97,12 @@ def verify(
 
 
 def _in_numbers(config: RunConfig) -> RunConfig:
-    """The settings with a type: what is given, what the device of ``precision=auto`` is best at, or float64."""
+    """The settings with a type: what is given, what the device of ``precision=auto`` is best at, or float64; where the
+    optimizer's update is in float32 whatever the weights are, that."""
     if config.precision == "auto":
         return config.replace(precision=able(torch.device(config.device or default_device()))[0])
     given = config.dtype or config.precision or config.precision_of
-    return config if given else config.replace(dtype="float64")
+    return config if given else config.replace(dtype="float32" if config.optimizer_state else "float64")
 
 
 def alone(config: RunConfig) -> RunConfig:

@@ -25,6 +25,7 @@ from evener.nn.names import clean_name
 from evener.runtime.environment import Environment
 from evener.runtime.session import Session
 from evener.step import Step
+from evener.strategies.quantized import has_other_blocks
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
 
@@ -56,6 +57,8 @@ class Trajectory:
     penalty need not be a function."""
     buffers: Sketches = field(default_factory=dict)
     """As the first step left them."""
+    other_blocks: bool = False
+    """Whether the optimizer keeps a scale for every so many numbers of what may be a piece of a weight."""
 
 
 Batches = Callable[[Engine], Iterator[Batch]]
@@ -166,6 +169,7 @@ class Recorder:
             {name: float((weights[name].double() - self._start[name].double()).norm()) for name in shapes},
             self._penalty,
             self._buffers,
+            has_other_blocks(self._learner.optimizer, self._engine.model),
         )
 
 
