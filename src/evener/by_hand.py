@@ -47,6 +47,11 @@ class ByHand:
                 f"recompute={recompute.text} is a budget, which is measured in engine.step(batch); in a loop of your "
                 "own compute all blocks again with recompute=blocks"
             )
+        if self._learner.settings.update_in_backward:
+            raise ConfigurationError(
+                "update_in_backward goes with engine.step(batch), whose backward updates; in a loop of your own the "
+                "update is engine.update(): leave it out"
+            )
         if self._learner.scale is not None:
             raise ConfigurationError(
                 "precision fp16 goes with engine.step(batch), which scales the loss and leaves updates out whose "

@@ -27,6 +27,7 @@ from evener.settings_checks import (
     check_offload,
     check_precision,
     check_recompute,
+    check_update_in_backward,
     one_of,
     positive,
 )
@@ -215,6 +216,11 @@ class RunConfig:
         "keep what the task's Adam or AdamW remembers in 8 bits, by torchao: less memory, other numbers",
         choices=OPTIMIZER_STATES,
     )
+    update_in_backward: bool = option(
+        False,
+        "take less memory: update each parameter as soon as backward has its gradient, which is freed then (the "
+        "optimizer's step fused into backward)",
+    )
     evaluate_every: int = option(
         1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
     )
@@ -310,6 +316,9 @@ class RunConfig:
         check_recompute(self.recompute, self.compile)
         check_offload(Offload.of(self.offload, self.offload_to), self.recompute, self.compile_mode)
         one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        if self.update_in_backward:
+            limit = self.memory_limit or (", ".join(self.memory_limit_at) or None)
+            check_update_in_backward(self.clip_norm, self.non_finite, self.micro_batch, limit)
         one_of("save_mode", self.save_mode, ("async", "blocking"))
         one_of("recover", self.recover, ("memory", "file"))
         one_of("on_full_disk", self.on_full_disk, FULL_DISK)

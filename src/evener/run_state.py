@@ -12,7 +12,7 @@ from evener import checkpoint
 from evener.checkpoint.randomness import draw_on
 from evener.config import RunConfig
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
-from evener.errors import ConfigurationError
+from evener.errors import CheckpointError, ConfigurationError
 from evener.feed import Feed
 from evener.progress import Progress
 from evener.strategies import state
@@ -50,7 +50,16 @@ class RunState:
 
     def own(self) -> dict[str, Any]:
         """As :meth:`whole` and alike, where each rank holds all: what this one has, and nobody else is asked."""
+        self._check_between_steps()
         return {**self._learner.state_dict(), **self._rest()}
+
+    def _check_between_steps(self) -> None:
+        learner, steps = self._learner, self.progress.steps
+        if learner.updated_early and learner.updating == steps:
+            raise CheckpointError(
+                f"step {steps} ended in the midst of its backward pass, in which {len(learner.updated_early)} "
+                "parameters were updated, and others were not: this is no state to go on from. Load the last checkpoint"
+            )
 
     def take(self, found: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`whole` gave."""
@@ -73,6 +82,7 @@ class RunState:
         if self._learner.scale is not None and rest.get("loss_scale") is not None:
             self._learner.scale.load_state_dict(rest["loss_scale"])
         self.progress = progress
+        self._learner.updated_early.clear()
         self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
 
     # In checkpoints
@@ -80,6 +90,7 @@ class RunState:
     def save(self, directory: Path, keep: checkpoint.Keep, wait: bool) -> Path:
         """Writes a checkpoint. A collective call."""
         learner, steps = self._learner, self.progress.steps
+        self._check_between_steps()
         learner.check_weights(steps)
         held = state.held(learner.model, learner.optimizer)
         more = {"data": self._data(), "settings": self._config.as_dict()}

@@ -93,6 +93,30 @@ def check_offload(offload: Offload, recompute: str | None, compile_mode: str | N
         )
 
 
+def check_update_in_backward(
+    clip_norm: float | None, non_finite: str, micro_batch: int | str | None, memory_limit: str | None
+) -> None:
+    """Raises ConfigurationError if something asks for all gradients, or for a step that can be taken back."""
+    against = {
+        "clip_norm": (clip_norm, "the norm is that of all gradients"),
+        "non_finite": (
+            non_finite if non_finite != "stop" else None,
+            "no update may be made before all are known",
+        ),
+        "micro_batch": (micro_batch, "the gradients of micro-batches add up, and are there between them"),
+        "memory_limit": (
+            memory_limit,
+            "a step that runs out of memory is taken again, from the weights before it",
+        ),
+    }
+    for name, (value, why) in against.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"update_in_backward frees a gradient before the next is there, and {name}={value} cannot be so: "
+                f"{why}; leave one out"
+            )
+
+
 def check_compile(compile: str | None, mode: str | None, backend: str, usual_backend: str) -> None:
     """Raises ConfigurationError if something is said of compiling where nothing is compiled."""
     if compile is None and (mode or backend != usual_backend):

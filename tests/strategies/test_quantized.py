@@ -239,7 +239,7 @@ def test_it_takes_the_memory_that_is_estimated() -> None:
 def test_the_run_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     result = evener.fit(eight.task, processes=1, steps=1, device="cpu", show=False, **EIGHT)
     words = "optimizer state in few bits: AdamW8bit of torchao, in the place of AdamW"
-    assert result.summary.optimizer_state == words
+    assert result.summary.optimizer_state == f"{words}, for 2 of 6 parameters"
 
 
 # On several ranks

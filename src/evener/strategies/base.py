@@ -40,6 +40,7 @@ from evener.strategies.agreed_pieces import fitted
 from evener.strategies.build import build_optimizer, check_trainable
 from evener.strategies.holdings import name_model, updates_named
 from evener.strategies.hooks import refuse_hooks
+from evener.strategies.in_backward import in_backward
 from evener.strategies.learner import Learner
 from evener.strategies.limits import room_on
 from evener.strategies.offloaded.offloaded import Offloaded
@@ -208,6 +209,8 @@ def set_up(
         owned.enter_context(_memory_watched(learner, strategy))
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = fitted(strategy.stepper(learner), learner, strategy.one_process)
+        if settings.update_in_backward:
+            learner.stepper = in_backward(learner, strategy.one_process)
         learner.cut = strategy.pieces(learner)
         undo.pop_all()
     return learner

@@ -35,15 +35,21 @@ def updates_named(account: Accounting, learner: Learner) -> Iterator[None]:
     """In the block every update says what are gradients, which are there then, and what the optimizer keeps."""
     making = ExitStack()
 
-    def before(*_: Any) -> None:
-        account.name(GRADIENTS, (p.grad for p in learner.model.parameters()))
+    optimizer = learner.optimizer
+
+    def before(updating: torch.optim.Optimizer, *_: Any) -> None:
+        # In backward it is one parameter's.
+        named = learner.model.parameters() if updating is optimizer else _updated(updating)
+        account.name(GRADIENTS, (p.grad for p in named))
         making.enter_context(made_as(OTHER))
 
-    def after(*_: Any) -> None:
+    def after(updating: torch.optim.Optimizer, *_: Any) -> None:
         making.close()
-        name_model(account, learner)
+        if updating is optimizer:
+            name_model(account, learner)
+        else:
+            account.name(OPTIMIZER, _tensors_of([optimizer.state.get(p) for p in _updated(updating)]))
 
-    optimizer = learner.optimizer
     hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
     try:
         yield
@@ -51,6 +57,10 @@ def updates_named(account: Accounting, learner: Learner) -> Iterator[None]:
         making.close()
         for hook in hooks:
             hook.remove()
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradients_of(learner: Learner) -> Iterator[Tensor]:

@@ -92,6 +92,8 @@ class Learner:
         self._remembered_of: int | None = None
         self.updating: int | None = None
         """The last step whose update was begun."""
+        self.updated_early: set[Tensor] = set()
+        """Parameters that were updated before the backward pass of the last step was over."""
         self.when_drawn: Callable[[int], None] = lambda step: None
         """Called with each step when this rank has drawn all its random numbers, before it gives its last gradients to
         others; by a synchronizer that can tell."""

@@ -45,6 +45,8 @@ class Settings:
     """What is kept outside of the device's memory."""
     optimizer_state: str | None = None
     """``8bit`` for the task's Adam with state in codes; None leaves the optimizer as it is made."""
+    update_in_backward: bool = False
+    """Whether parameters are updated while backward runs."""
     clip_norm: float | None = None
     """Largest global norm of the gradients of one step."""
     all_reduce: str | None = None
@@ -184,6 +186,15 @@ class Synchronizer:
     def complete(self) -> tuple[str, ...]:
         """Ends the rank's own work and the exchange of gradients; names the parameters that it gave none."""
         return ()
+
+    def completes_in_backward(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of ``parameter`` is summed over the ranks, and in no bucket with others, when backward
+        calls the hooks on it."""
+        return False
+
+    def gave(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has added to the gradient of one that is complete, asked in backward."""
+        return True
 
     def soundness(self) -> tuple[Readout, ...]:
         """See :class:`StepOutcome`."""

@@ -41,6 +41,7 @@ from evener.strategies.slices import slice_of
 EIGHT_BITS = "8bit"
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 """What an optimizer keeps of a parameter in codes, and whether it may be negative."""
+_FIRST = "exp_avg"
 _STANDS_FOR = "evener_stands_for"
 _KEPT = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 """Options of a group that the optimizer with fewer bits has too."""
@@ -110,7 +111,9 @@ def words_of(optimizer: torch.optim.Optimizer) -> str:
         return ""
     instead = getattr(optimizer, _STANDS_FOR, "")
     whose = f", in the place of {instead}" if instead else ""
-    return f"optimizer state in few bits: {type(optimizer).__name__} of torchao{whose}"
+    kept = [local(entries[_FIRST]) for entries in optimizer.state.values() if _FIRST in entries]
+    how_many = f", for {sum(map(is_quantized, kept))} of {len(kept)} parameters" if kept else ""
+    return f"optimizer state in few bits: {type(optimizer).__name__} of torchao{whose}{how_many}"
 
 
 def has_other_blocks(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

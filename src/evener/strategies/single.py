@@ -28,6 +28,9 @@ class Alone(Synchronizer):
         self._learner.pace.work_done()
         return ()
 
+    def completes_in_backward(self, parameter: nn.Parameter) -> bool:
+        return True
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Those of the same samples on other ranks, as of a model that is divided, may not be finite."""
         self._learner.look_at(p for p in parameters if p in self._learner.names)

@@ -106,6 +106,7 @@ class Recorder:
         self._start = _copies(start) if self._leads else {}
         self._sketch = Sketch()
         self._gradients: list[Sketches] = []
+        self._early: dict[Tensor, Tensor] = {}  # gradients of a step whose backward is not over
         self._penalty: Sketches = {}
         self._buffers: Sketches = {}
         self._learner.optimizer.register_step_pre_hook(self._before_update)
@@ -121,16 +122,18 @@ class Recorder:
                 }
             yield step
 
-    def _before_update(self, *_: object) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is not self._learner.optimizer:  # some parameters, in the midst of backward
+            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._early.update((p, p.grad.detach().clone()) for p in held)
+            return
         if not self._gradients:
             self._at_first_update()
+        pairs = [(name, p, self._early.get(p, p.grad)) for name, p in self._parameters()]
         self._gradients.append(
-            {
-                name: self._sketch(name, self._learner.whole(p.grad, p))
-                for name, p in self._parameters()
-                if p.grad is not None
-            }
+            {name: self._sketch(name, self._learner.whole(g, p)) for name, p, g in pairs if g is not None}
         )
+        self._early.clear()
 
     def _at_first_update(self) -> None:
         if self._engine.task.penalty is not None and self._engine.session.world_size == 1:

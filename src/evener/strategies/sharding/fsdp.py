@@ -52,6 +52,7 @@ from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.sharding.ownership import chunks
+from evener.strategies.sharding.refused import check_layers, check_types
 from evener.strategies.sharding.turns import Gather, Scatter, Turns
 from evener.strategies.sharding.units import fills_unused, nbytes_of_units, units_of
 from evener.strategies.single import Alone
@@ -103,11 +104,11 @@ class Fsdp(Strategy):
         if group is None:
             return normalize_together(model, mesh)
         model = normalize_together(model, mesh)
-        _check_layers(model)
+        check_layers(model)
         if settings.weight_type is not None:
             with marks_kept(model):
                 model.to(settings.weight_type)
-        _check_types(model)
+        check_types(model)
         before = {name: slice_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -166,30 +167,6 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
         for parameter in own_parameters(module).values():
             if parameter is not None and not is_divided(parameter):
                 parameter.data = parameter.data.to(device)
-
-
-def _check_layers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise TaskError(
-                f"{name or 'the model'} has sparse gradients, which PyTorch's FSDP2 does not sum: make it "
-                "sparse=False, or use strategy 'ddp'"
-            )
-    found = next((name for name, p in model.named_parameters() if p.is_complex()), None)
-    if found is not None:
-        raise TaskError(f"{found} is complex, which PyTorch's FSDP2 does not shard: use strategy 'ddp'")
-
-
-def _check_types(model: nn.Module) -> None:
-    types: dict[torch.dtype, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            types.setdefault(parameter.dtype, name)
-    if len(types) > 1:
-        words = ", ".join(f"{name} of {dtype}" for dtype, name in types.items())
-        raise TaskError(
-            f"PyTorch's FSDP2 shards parameters of one type, the model has {words}: set dtype, or use strategy 'ddp'"
-        )
 
 
 def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
@@ -361,9 +338,16 @@ class FsdpSum(Afterwards):
     def _unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """Names of those to which this rank gave no gradient, once."""
         names = {p: self._learner.names[p] for p in parameters if p.numel()}
-        absent = [n for p, n in names.items() if p.grad is None or (is_apart(p) and n not in self._used)]
+        present = self._learner.updated_early | {p for p in names if p.grad is not None}
+        absent = [n for p, n in names.items() if p not in present or (is_apart(p) and n not in self._used)]
         self._used -= set(names.values())
         return absent
+
+    def completes_in_backward(self, parameter: nn.Parameter) -> bool:
+        return is_apart(parameter)
+
+    def gave(self, parameter: nn.Parameter) -> bool:
+        return self._learner.names[parameter] in self._used
 
     def soundness(self) -> tuple[Readout, ...]:
         found = tuple(self._sound)
