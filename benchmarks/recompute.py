@@ -62,8 +62,8 @@ MODELS = {"GPT": gpt, "ResNet": resnet}
 class Contender:
     """An engine that takes steps when it is its turn."""
 
-    def __init__(self, task: Task, recompute: str | None) -> None:
-        self.engine = Engine(task, device="cpu", strategy="single", recompute=recompute, epochs=10**6)
+    def __init__(self, task: Task, **settings: Any) -> None:
+        self.engine = Engine(task, device="cpu", strategy="single", epochs=10**6, **settings)
         self._batches = self.engine.batches()
         self._steps(WARM_UP)
 
@@ -96,7 +96,7 @@ def compared(
 ) -> tuple[dict[str, Timing], dict[str, int], str]:
     """Times and peaks of each, and what the budget's engine says."""
     ways = {"all kept": None, budget: budget, "all again": "blocks"}
-    contenders = {name: Contender(task, how) for name, how in ways.items()}
+    contenders = {name: Contender(task, recompute=how) for name, how in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, each in contenders.items():

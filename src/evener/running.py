@@ -34,6 +34,7 @@ from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
 from evener.saving import Saving
+from evener.strategies.in_backward import updates_of
 from evener.strategies.model import named_tensors
 from evener.strategies.quantized import words_of
 from evener.surveying import head_line
@@ -215,6 +216,7 @@ class Run:
             self._engine.recomputing.words,
             offloaded,
             words_of(learner.optimizer),
+            updates_of(learner),
             self._emulation,
         )
 
@@ -351,6 +353,7 @@ class Run:
             recompute=engine.recomputing.words,
             offload=engine.learner.offloaded.said([part["offloaded"] for part in parts]),
             optimizer_state=words_of(engine.learner.optimizer),
+            updates=updates_of(engine.learner),
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
             graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,

@@ -130,6 +130,11 @@ def test_it_is_verified_against_a_usual_update() -> None:
     assert verify(eight.task, processes=2, strategy="sharded", steps=4, device="cpu", **EARLY).passed
 
 
+def test_the_run_says_it() -> None:
+    result = evener.fit(tasks.plain, processes=1, steps=1, device="cpu", show=False, **EARLY)
+    assert result.summary.updates == "updated in backward, 4 of 4 parameters"
+
+
 # Less memory
 
 

@@ -83,6 +83,8 @@ class InBackward(Plain):
             )
         self._one, self._running = OneByOne(learner.optimizer), False
         self._step, self._sound = 0, list[Readout]()
+        self.early = len(early)
+        """Parameters that are updated in backward if they get a gradient."""
         for parameter in early:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
@@ -134,6 +136,13 @@ def in_backward(learner: Learner, one_process: bool) -> InBackward:
             "uses several devices: leave it out, or use sharded with zero=3, or single"
         )
     return InBackward(learner)
+
+
+def updates_of(learner: Learner) -> str:
+    """When parameters are updated, for the record; empty if as usual."""
+    if not isinstance(learner.stepper, InBackward):
+        return ""
+    return f"updated in backward, {learner.stepper.early} of {len(learner.names)} parameters"
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

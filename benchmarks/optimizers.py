@@ -1,0 +1,54 @@
+"""What an optimizer's state in 8 bits and updates in backward win of a step's peak, and what they cost of its time.
+
+    python -m benchmarks.optimizers [--turns N] [--steps N]
+
+One rank, one thread, AdamW. The contenders take turns, steps each, and ratios are those of turns next to each other.
+Peaks are counted in a further step of each, by an accounting that sees all tensors. Twelve layers of a transformer,
+with few samples, so that weights and what belongs to them are most of the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from benchmarks.interleaved import Timing, machine, ratio
+from benchmarks.recompute import Contender, gpt
+from evener.sizes import size_words
+
+WAYS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "update in backward": {"update_in_backward": True},
+    "8 bits": {"optimizer_state": "8bit"},
+    "both": {"update_in_backward": True, "optimizer_state": "8bit"},
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--turns", type=int, default=10, metavar="N")
+    parser.add_argument("--steps", type=int, default=1, metavar="N")
+    given: Any = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    running = {name: Contender(gpt(256, 16, 4), **settings) for name, settings in WAYS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(given.turns):
+        for name, each in running.items():
+            seconds[name].append(each.seconds(given.steps))
+    times = {name: Timing(found) for name, found in seconds.items()}
+    peaks = {name: each.peak() for name, each in running.items()}
+    for each in running.values():
+        each.close()
+    print(machine(), "| | peak | of the usual | time of a step |", "|---" * 4 + "|", sep="\n")
+    for name, taken in times.items():
+        share = peaks[name] / peaks["usual"]
+        print(
+            f"| {name} | {size_words(peaks[name])} | {share:.3f} | {taken.median * 1e3:.0f} ms "
+            f"({ratio(taken, times['usual']):.2f}x) |"
+        )
+
+
+if __name__ == "__main__":
+    main()
