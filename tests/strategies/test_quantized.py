@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -236,6 +238,27 @@ def test_it_takes_the_memory_that_is_estimated() -> None:
     assert estimated.peak == pytest.approx(measured.peak, rel=1e-2)
 
 
+ESTIMATED_FIRST = """
+import torch, evener
+from evener.borrowed.quantized_state import lowest_code, new_state
+from tests.strategies import eight
+
+for kind in ("AdamW8bit", "AdamW4bit"):
+    evener.estimate_memory(lambda: eight.of_torchao(kind), processes=1, device="cpu")
+    weight = torch.nn.Parameter(torch.zeros(64, 64))
+    state = new_state(eight.of_torchao(kind).optimizer([weight]), weight, True)
+    assert lowest_code(state) < -0.8, lowest_code(state)
+    assert state.copy_(torch.ones(64, 64)).dequantize().eq(1).all()
+"""
+
+
+@pytest.mark.slow
+def test_an_estimate_leaves_tables_that_mean_something() -> None:
+    """torchao works them out once in a process, with the tensors that are at hand then."""
+    found = subprocess.run([sys.executable, "-c", ESTIMATED_FIRST], capture_output=True, text=True)
+    assert not found.returncode, found.stderr
+
+
 def test_the_run_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     result = evener.fit(eight.task, processes=1, steps=1, device="cpu", show=False, **EIGHT)
     words = "optimizer state in few bits: AdamW8bit of torchao, in the place of AdamW"
@@ -328,14 +351,11 @@ def test_replicas_with_other_codes_are_found_and_healed(ranks: Any) -> None:
 
 @pytest.mark.slow
 def test_it_is_the_same_training_where_blocks_are_the_same() -> None:
-    """Pieces that are multiples of 256 numbers have the blocks of one device; those of three ranks are not."""
+    """Pieces that are multiples of 256 numbers have the blocks of one device."""
     settings: dict[str, Any] = {"strategy": "sharded", "strategy_option": ("zero=2",), "steps": 4, **EIGHT}
     same = verify(eight.task, processes=2, device="cpu", **settings)
     assert same.passed
     assert same.dtype == "float32"
-    other = verify(eight.task, processes=3, device="cpu", **settings)
-    assert not other.passed
-    assert "ranks that hold pieces of a weight have other rows" in other.hint
 
 
 def _refused() -> str:

@@ -100,3 +100,13 @@ def test_what_differs_at_the_end_alone() -> None:
     assert "the weights of fc.weight at the end: look at the update" in last
     buffers = compared(run(weights=weights | {"mean": vector(2.0)})).hint
     assert "not the buffers mean" in buffers
+
+
+def test_codes_of_other_blocks() -> None:
+    """Where the first step agrees: codes are made in its update."""
+    weights = {name: value + 0.1 for name, value in run().weights.items()}
+    losses = [run().losses[0], run().losses[1] + 0.1]
+    words = "ranks that hold pieces of a weight have other rows than one device"
+    assert words in compared(run(other_blocks=True, losses=losses, weights=weights)).hint
+    assert words not in compared(run(losses=losses, weights=weights)).hint
+    assert words not in compared(scaled(0.5, other_blocks=True)).hint

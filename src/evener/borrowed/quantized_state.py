@@ -40,6 +40,15 @@ def new_state(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
     return found
 
 
+def make_tables(optimizer: Any) -> None:
+    """What codes mean, which is worked out once in a process, and kept."""
+    size = optimizer.block_size
+    if isinstance(size, int):  # one without codes has none
+        numbers = torch.zeros(size * -(-4096 // size))
+        for signed in (True, False):
+            new_state(optimizer, numbers, signed)
+
+
 def rounds_by_chance(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its updates draw random numbers."""
     return bool(getattr(optimizer, "bf16_stochastic_round", False))

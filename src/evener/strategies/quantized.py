@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.borrowed.fake_tensors import active_fake_mode
+from evener.borrowed.fake_tensors import active_fake_mode, without_fakes
 from evener.borrowed.optimizer_hooks import has_step_hooks
 from evener.borrowed.quantized_state import (
     block_size,
     is_quantized,
     lowest_code,
+    make_tables,
     makes_quantized,
     new_state,
     rounds_by_chance,
@@ -176,7 +177,8 @@ def _check_can_be(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_state(optimizer: torch.optim.Optimizer, device: torch.device, divides: bool, ranks: int) -> None:
-    """Looks at optimizers that keep their state in few bits, whoever made them.
+    """Looks at optimizers that keep their state in few bits, whoever made them, and has the tables of their codes made:
+    by tensors without numbers, as those of an estimate are, they would be wrong in all that follows in the process.
 
     Args:
         device: Of the rank.
@@ -190,6 +192,9 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device, divides:
             f"{type(optimizer).__name__} of bitsandbytes keeps scales of which nobody knows to which rows they belong, "
             "so that its state cannot be divided: use torchao's, as optimizer_state=8bit does, or strategy 'ddp'"
         )
+    if makes_quantized(optimizer):
+        with without_fakes():
+            make_tables(optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     odd = [p.dtype for p in held if is_divided(p) and p.dtype is not torch.float32]
     if odd and makes_quantized(optimizer) and not _compiles(device):
