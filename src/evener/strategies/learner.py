@@ -7,8 +7,8 @@ tensors of a divided model, and its state by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from evener.borrowed.module_tensors import own_buffers, own_parameters
+from evener.borrowed.module_tensors import own_buffers
 from evener.borrowed.version import version
 from evener.collectives.execute.subgroup import subgroup
 from evener.data.batch import Batch, MicroBatch
@@ -33,7 +33,7 @@ from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
 from evener.strategies.compiling import Graphs
 from evener.strategies.limits import Room
-from evener.strategies.local import as_held, local
+from evener.strategies.local import local
 from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
@@ -42,7 +42,8 @@ from evener.strategies.quantized import stepping
 from evener.strategies.recomputed.forward import Blocks
 from evener.strategies.replica import Replica
 from evener.strategies.scale import LossScale
-from evener.strategies.slices import divided, slice_of
+from evener.strategies.slices import slice_of
+from evener.strategies.undivided import undivided
 from evener.task import Task
 from evener.types import Tree
 
@@ -287,30 +288,12 @@ class Learner:
     def _add_penalty(self) -> None:
         """Adds the gradient of the task's penalty: after the exchange, alike on all ranks, so that it counts once."""
         if self.task.penalty is not None:
-            with self._undivided():
+            with undivided(self.model, self.mesh):
                 term = self.task.penalty(self.model)
                 self.penalty = read(term)
                 term.backward()  # type: ignore[no-untyped-call]
                 found = [(clean_name(name), p) for name, p in self.model.named_parameters()]
                 self.penalty_soundness = self.unsound.of(gradients.named(found))
-
-    @contextmanager
-    def _undivided(self) -> Iterator[None]:
-        """The model holds its whole weights, of which a penalty may be any function and not only a sum over elements;
-        afterwards the slices again, and their part of the gradients."""
-        held, wholes = list(divided(self.model)), dict[nn.Parameter, nn.Parameter]()
-        for module, name, part, piece in held:
-            if part not in wholes:  # else one weight under several names
-                wholes[part] = nn.Parameter(piece.gather(part, self.mesh), part.requires_grad)
-            own_parameters(module)[name] = wholes[part]
-        try:
-            yield
-        finally:
-            for module, name, part, piece in held:
-                own_parameters(module)[name] = part
-                whole = wholes.pop(part, None)
-                if whole is not None and whole.grad is not None:
-                    _add_gradient(part, as_held(piece.part(whole.grad), part))
 
     def check_weights(self, steps: int) -> None:
         """Raises DivergenceError on all ranks alike if a trained weight of one is not finite: such weights are never
@@ -400,7 +383,3 @@ class Learner:
 
 def _as_floating(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(model.in_type(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
-
-
-def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
