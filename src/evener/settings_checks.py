@@ -94,7 +94,11 @@ def check_offload(offload: Offload, recompute: str | None, compile_mode: str | N
 
 
 def check_update_in_backward(
-    clip_norm: float | None, non_finite: str, micro_batch: int | str | None, memory_limit: str | None
+    clip_norm: float | None,
+    non_finite: str,
+    micro_batch: int | str | None,
+    memory_limit: str | None,
+    offload: Offload,
 ) -> None:
     """Raises ConfigurationError if something asks for all gradients, or for a step that can be taken back."""
     against = {
@@ -107,6 +111,10 @@ def check_update_in_backward(
         "memory_limit": (
             memory_limit,
             "a step that runs out of memory is taken again, from the weights before it",
+        ),
+        "offload": (
+            offload.words if offload.optimizer else None,
+            "the optimizer's state comes back for many parameters at a time, when backward is over",
         ),
     }
     for name, (value, why) in against.items():

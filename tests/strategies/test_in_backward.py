@@ -254,6 +254,10 @@ def test_a_gradient_that_comes_in_parts_is_seen() -> None:
             "memory_limit=1GB cannot be so: a step that runs out of memory is taken again",
         ),
         ({"memory_limit_at": ("3:0:1GB",)}, "memory_limit=3:0:1GB cannot be so"),
+        (
+            {"offload": "optimizer", "offload_to": Path()},
+            "offload=optimizer cannot be so: the optimizer's state comes back for many parameters at a time",
+        ),
     ],
     ids=str,
 )
