@@ -32,7 +32,7 @@ from evener.strategies.names import strategy_called
         ("clip_norm", float("nan")),
         ("timeout_seconds", float("inf")),
         ("dtype", "int8"),
-        ("device", "tpu"),
+        ("device", "cuda:1"),
     ],
 )
 def test_values_that_cannot_work_are_named(name: str, value: Any) -> None:

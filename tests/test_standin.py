@@ -222,8 +222,14 @@ class Narrow(nn.Module):
 
 @pytest.mark.parametrize("kind", ["single", "ddp"])
 def test_a_step_that_is_taken_again_in_pieces_does_not_wait(kind: str) -> None:
-    _, _, told = trained(task(Narrow), *STRATEGIES[kind], micro_batch="auto")
+    _, _, told = trained(task(Narrow), *STRATEGIES[kind], memory_limit="1GB")
     assert [set(record.pieces) for record in told.steps] == [{2 if kind == "single" else 1}] * STEPS
+
+
+@pytest.mark.parametrize("kind", ["single", "ddp"])
+def test_pieces_of_a_size_that_fits_do_not_wait(kind: str) -> None:
+    _, steps, _ = trained(task(), *STRATEGIES[kind], micro_batch="auto")
+    assert len(steps) == STEPS
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8", "top-k", "powersgd"])

@@ -15,13 +15,13 @@ from typing import Any
 from evener.errors import ConfigurationError
 from evener.intervals import Interval
 from evener.offload import Offload
-from evener.placement import check_kind
 from evener.plugins import STRATEGIES
 from evener.ranges import processes_of
 from evener.settings_checks import (
     at_least,
     check_best,
     check_compile,
+    check_device,
     check_heal,
     check_non_finite,
     check_offload,
@@ -323,7 +323,7 @@ class RunConfig:
         one_of("save_mode", self.save_mode, ("async", "blocking"))
         one_of("recover", self.recover, ("memory", "file"))
         one_of("on_full_disk", self.on_full_disk, FULL_DISK)
-        check_kind(self.device)
+        check_device(self.device)
         one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
         one_of("heal", self.heal, ("majority", "rank0"))
         check_heal(self.heal, self.check_replicas)

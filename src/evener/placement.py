@@ -1,4 +1,4 @@
-"""Kinds of devices by name, and code of the user's that asks for a GPU by itself, told from other errors.
+"""Code of the user's that asks for a GPU by itself, told from other errors.
 
 Models and data are placed by Evener, so ``.cuda()`` is never needed in them. Where there is no GPU it ends in an error
 of PyTorch's that says nothing of that.
@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from evener.errors import ConfigurationError, TaskError
+from evener.errors import TaskError
 
 _PHRASES = (
     "Torch not compiled with",
@@ -22,25 +20,6 @@ _PHRASES = (
     "invalid device ordinal",
     "Cannot re-initialize CUDA in forked subprocess",
 )
-
-
-def check_kind(name: str | None) -> None:
-    """Whether this machine has such a device is not asked here.
-
-    Raises:
-        ConfigurationError: If it is no kind of device that torch knows, or one of it in particular.
-    """
-    if name is None:
-        return
-    try:
-        found = torch.device(name)
-    except RuntimeError:
-        found = torch.device("meta")
-    if found.type == "meta" or found.index is not None:
-        raise ConfigurationError(
-            f"device is {name!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of "
-            "AMD), xpu, mps or another accelerator; ranks take those of their number"
-        )
 
 
 def asks_for_device(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from evener.budgets import Recompute
 from evener.errors import ConfigurationError
@@ -66,6 +67,16 @@ def check_precision(
         raise ConfigurationError(
             f"compress {compress!r} adds what it could not send to later steps, for which fp16 may have another "
             "scale: use precision bf16, or compress with fp16 or bf16"
+        )
+
+
+def check_device(kind: str | None) -> None:
+    """Raises ConfigurationError for what can be no kind of device. Whether PyTorch knows it, and this machine has one,
+    is seen when it is taken: to ask here would import PyTorch."""
+    if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
+        raise ConfigurationError(
+            f"device is {kind!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of "
+            "AMD), xpu, mps or another accelerator; ranks take those of their number"
         )
 
 

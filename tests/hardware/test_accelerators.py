@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.hardware import accelerators, memory
 from evener.memory.gauge import OfCard, gauge_of
 from evener.memory.use import Lap
-from evener.placement import check_kind
 from evener.runtime import session
 from evener.runtime.backends import backend_of
 from evener.runtime.environment import Environment, check_processes, default_processes
@@ -147,13 +147,20 @@ def test_a_kind_that_is_not_here_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "xpu", "mps", "hpu", None])
 def test_kinds_that_torch_has_may_be_asked_for(name: str | None) -> None:
-    check_kind(name)
+    assert RunConfig(device=name).device == name
+    assert name is None or accelerators.kind_of(name) == name
 
 
-@pytest.mark.parametrize("name", ["tpu", "meta", "cuda:1", ""])
+@pytest.mark.parametrize("name", ["Cuda", "meta", "cuda:1", ""])
 def test_what_is_no_kind_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="it must be a kind of device that torch has"):
-        check_kind(name)
+        RunConfig(device=name)
+
+
+def test_what_torch_does_not_know_is_refused_when_it_is_taken() -> None:
+    for take in (default_processes, lambda kind: check_processes(1, kind), Session):
+        with pytest.raises(ConfigurationError, match="knows no device of kind 'tpu': ask for cpu"):
+            take(RunConfig(device="tpu").device)
 
 
 def test_each_kind_has_the_backend_that_moves_its_tensors() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evener.errors import ConfigurationError
+
 WITH_STREAMS = ("cuda", "xpu")
 """Kinds whose work is queued in streams with events that tell time, and that read pinned memory by themselves."""
 
@@ -21,6 +23,21 @@ WITH_STREAMS = ("cuda", "xpu")
 def is_accelerator(device: torch.device) -> bool:
     """Whether it is a device beside the CPU; ``meta`` is none."""
     return device.type not in ("cpu", "meta")
+
+
+def kind_of(name: str) -> str:
+    """The kind of device that ``name`` names.
+
+    Raises:
+        ConfigurationError: If torch knows none of it.
+    """
+    try:
+        return torch.device(name).type
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"torch {torch.__version__} knows no device of kind {name!r}: ask for cpu, cuda (also for AMD's), xpu, mps "
+            "or another accelerator of PyTorch's"
+        ) from error
 
 
 def count(kind: str) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from evener.errors import ConfigurationError
-from evener.hardware.accelerators import count
+from evener.hardware.accelerators import count, kind_of
 from evener.hardware.cgroups import cpu_quota
 from evener.hardware.survey.host import allowed_cores
 
@@ -114,7 +114,7 @@ def default_device() -> str:
 
 def default_processes(device: str | None = None) -> int:
     """One process per accelerator, or on the CPU one per usable core up to `CPU_PROCESSES`."""
-    kind = torch.device(device or default_device()).type
+    kind = kind_of(device or default_device())
     if kind != "cpu":
         return max(1, count(kind))
     return min(CPU_PROCESSES, usable_cores())
@@ -129,7 +129,7 @@ def check_processes(processes: int, device: str) -> None:
     """
     if processes < 1:
         raise ConfigurationError(f"asked for {processes} processes; at least 1 is needed")
-    kind = torch.device(device).type
+    kind = kind_of(device)
     if kind != "cpu":
         most = count(kind)
         what, way_out = f"on {kind}, {most} GPUs here", f"ask for at most {most}, or for the cpu device"

@@ -25,7 +25,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
-from evener.hardware.accelerators import has_float64
+from evener.hardware.accelerators import has_float64, kind_of
 from evener.runtime.agreement import Terms, agree, evener_version
 from evener.runtime.backends import backend_of
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
@@ -140,7 +140,7 @@ class Session:
         self._apart = environment is not None and environment.world_size == 1
         self.timeout_seconds = timeout_seconds
         self.rank, self.world_size = self.environment.rank, self.environment.world_size
-        self._kind = torch.device(device or default_device()).type
+        self._kind = kind_of(device or default_device())
         self._named = device is not None
         self._patient: dist.ProcessGroup | None = None
         self._stack = ExitStack()
