@@ -1,20 +1,22 @@
-"""How much memory a pass over so many samples takes, learned from passes that had enough.
+"""How much memory a pass over so many samples takes at most, known from passes that had enough.
 
-What a pass makes grows along a line with its samples: activations of each, and what does not depend on them. Two sizes
-tell the line. Beyond what has been seen it is trusted for twice as many samples, no further::
+At every moment of a pass there is something that does not depend on its samples, and something for each of them; the
+peak is that of the hungriest moment. It grows with the samples, ever faster, but never faster than they do::
 
-    bytes │                ·  may be tried next: twice as many, if the line says that there is room
-          │            ·
-          │        ●
-          │    ●
+    bytes │            ╱ ·        beyond what has been passed: in proportion, for all moments grow less
+          │        ●╱
+          │     ─╱                between two sizes: their chord, for the peak bends upwards
+          │ ●─╱
           └──────────────── samples
 
-So the largest pass is found from below, and memory does not run out in finding it.
+A line through two sizes would promise too much: another moment may be the hungriest beyond them. So the largest pass is
+found from below, and memory does not run out in finding it.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import accumulate, pairwise
 
 SPARE = 0.05
 """Part of the room that is left free: an allocator cannot use all of it."""
@@ -35,33 +37,31 @@ class Appetite:
         """A pass over so many samples took so much; of several of one size the hungriest counts.
 
         Args:
-            at_least: It took more, which was not to be told apart: this counts where it is beyond the line.
+            at_least: It took more, which was not to be told apart: this counts where so much was not thought possible.
         """
-        if at_least and not (self._taken and nbytes > self._expected(samples)):
+        expected = not self._taken or self.capacity(nbytes / (1 - SPARE)) < samples
+        if at_least and expected:
             return
         self._taken[samples] = max(nbytes, self._taken.get(samples, 0))
 
     def capacity(self, room: float) -> float:
-        """How many samples at once the line finds room for, at least one; infinite if nothing speaks against any."""
+        """How many samples at once are sure to have room, at least one; infinite if nothing speaks against any."""
         if not self._taken or math.isinf(room):
             return math.inf
-        fixed, slope = self._line()
-        usable = room * (1 - SPARE)
-        if slope == 0:
-            return math.inf if fixed <= usable else 1
-        return max(1, math.floor((usable - fixed) / slope))
+        usable, known = room * (1 - SPARE), self._known()
+        most, hungriest = known[-1]
+        if hungriest <= usable:
+            return most * usable // hungriest if hungriest else math.inf
+        for (fewer, less), (more, much) in pairwise(known):
+            if less <= usable < much:
+                return fewer + (usable - less) * (more - fewer) // (much - less)
+        return 1
 
     def most(self, room: float) -> int:
         """The most samples that may be passed at once, at least one: up to twice as many as ever were."""
         return int(min(self.capacity(room), 2 * max(self._taken, default=0.5)))
 
-    def _expected(self, samples: int) -> float:
-        fixed, slope = self._line()
-        return fixed + slope * samples
-
-    def _line(self) -> tuple[float, float]:
-        """Bytes without samples, and for each, through the largest size and one of half of it or less."""
-        more = max(self._taken)
-        fewer = max((samples for samples in self._taken if 2 * samples <= more), default=0)
-        slope = max(0.0, (self._taken[more] - self._taken.get(fewer, 0)) / (more - fewer))
-        return self._taken[more] - slope * more, slope
+    def _known(self) -> list[tuple[int, int]]:
+        """Sizes and their bytes, of which no smaller one takes more."""
+        sizes = sorted(self._taken)
+        return list(zip(sizes, accumulate((self._taken[size] for size in sizes), max), strict=True))

@@ -2,8 +2,8 @@
 
 A sharded model gathers its weights in every pass, so that a rank with less memory cannot take one more than the others.
 Before a step every rank tells how many pieces it needs, and the neediest is followed; one with more memory, or fewer
-samples, has smaller ones then. In the first step, while sizes are still
-learned, the ranks tell each other before every piece::
+samples, has smaller ones then. In the first step, while sizes are still learned, the ranks tell each other before every
+piece::
 
     rank 0, 24 GB, 12 samples    1 │ 2 │ 4 │ 5
     rank 1, 12 GB,  6 samples    1 │ 2 │ 2 │ 1      placeholders where it has none left
