@@ -13,75 +13,38 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.engines import Contender, in_turns
 from benchmarks.interleaved import Timing, machine, ratio
 from benchmarks.recompute import gpt, resnet
-from evener.engine import Engine
-from evener.memory import Accounting
 from evener.sizes import size_words
-from evener.strategies.holdings import name_inputs, name_model
 from evener.task import Task
 
 MODELS = {"GPT": gpt, "ResNet": lambda: resnet(32, 8)}
-WAYS: dict[str, dict[str, str]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "kept": {},
     "optimizer": {"offload": "optimizer"},
     "activations": {"offload": "activations"},
     "both": {"offload": "optimizer,activations"},
     "recompute blocks": {"recompute": "blocks"},
 }
-WARM_UP = 2
-
-
-class Contender:
-    """An engine that takes steps when it is its turn."""
-
-    def __init__(self, task: Task, settings: dict[str, Any]) -> None:
-        self.engine = Engine(task, device="cpu", strategy="single", epochs=10**6, **settings)
-        self._batches = self.engine.batches()
-        self.seconds(WARM_UP)
-
-    def seconds(self, steps: int) -> float:
-        """Of a step."""
-        began = time.perf_counter()
-        for _ in range(steps):
-            self.engine.step(next(self._batches))
-        return (time.perf_counter() - began) / steps
-
-    def peak(self) -> int:
-        """Bytes, in one further step."""
-        batch = next(self._batches)
-        with Accounting() as account:
-            name_model(account, self.engine.learner)
-            name_inputs(account, batch)
-            account.reset_peak()
-            self.engine.step(batch)
-        return account.peak
-
-    def close(self) -> None:
-        self._batches.close()
-        self.engine.close()
 
 
 def compared(task: Task, directory: Path, turns: int, steps: int) -> dict[str, tuple[Timing, int, int]]:
     """Of each way its times, its peak, and the bytes in files."""
     contenders = {
-        name: Contender(task, settings | ({"offload_to": directory} if "offload" in settings else {}))
+        name: Contender(task, **settings, **({"offload_to": directory} if "offload" in settings else {}))
         for name, settings in WAYS.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(turns):
-        for name, each in contenders.items():
-            seconds[name].append(each.seconds(steps))
+    times = in_turns(contenders, turns, steps)
     found = {}
     for name, each in contenders.items():
         outside = sum(each.engine.learner.offloaded.peaks.values())
-        found[name] = Timing(seconds[name]), each.peak(), outside
+        found[name] = times[name], each.peak(), outside
         each.close()
     return found
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.interleaved import Timing, machine, ratio
-from benchmarks.recompute import Contender, gpt
+from benchmarks.engines import Contender, in_turns
+from benchmarks.interleaved import machine, ratio
+from benchmarks.recompute import gpt
 from evener.sizes import size_words
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -33,11 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     given: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
     running = {name: Contender(gpt(256, 16, 4), **settings) for name, settings in WAYS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(given.turns):
-        for name, each in running.items():
-            seconds[name].append(each.seconds(given.steps))
-    times = {name: Timing(found) for name, found in seconds.items()}
+    times = in_turns(running, given.turns, given.steps)
     peaks = {name: each.peak() for name, each in running.items()}
     for each in running.values():
         each.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,16 +19,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.engines import Contender, in_turns
 from benchmarks.interleaved import Timing, machine, ratio
 from benchmarks.memory_models import WORDS, Attention, Block, Words
-from evener.data.batch import Batch
-from evener.engine import Engine
-from evener.memory import Accounting
 from evener.sizes import size_words
-from evener.strategies.holdings import name_inputs, name_model
 from evener.task import Task
 
-BLOCKS, KINDS, WARM_UP = 12, 10, 5
+BLOCKS, KINDS = 12, 10
 
 
 def gpt(width: int = 128, length: int = 64, batch_size: int = 16) -> Task:
@@ -59,53 +55,18 @@ def _task(name: str, model: Callable[[], nn.Module], data: TensorDataset, batch_
 MODELS = {"GPT": gpt, "ResNet": resnet}
 
 
-class Contender:
-    """An engine that takes steps when it is its turn."""
-
-    def __init__(self, task: Task, **settings: Any) -> None:
-        self.engine = Engine(task, device="cpu", strategy="single", epochs=10**6, **settings)
-        self._batches = self.engine.batches()
-        self._steps(WARM_UP)
-
-    def seconds(self, steps: int) -> float:
-        began = time.perf_counter()
-        self._steps(steps)
-        return (time.perf_counter() - began) / steps
-
-    def _steps(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.step(next(self._batches))
-
-    def peak(self) -> int:
-        """Bytes, in one further step."""
-        batch: Batch = next(self._batches)
-        with Accounting() as account:
-            name_model(account, self.engine.learner)
-            name_inputs(account, batch)
-            account.reset_peak()
-            self.engine.step(batch)
-        return account.peak
-
-    def close(self) -> None:
-        self._batches.close()
-        self.engine.close()
-
-
 def compared(
     task: Task, budget: str, turns: int, steps: int
 ) -> tuple[dict[str, Timing], dict[str, int], str]:
     """Times and peaks of each, and what the budget's engine says."""
     ways = {"all kept": None, budget: budget, "all again": "blocks"}
     contenders = {name: Contender(task, recompute=how) for name, how in ways.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(turns):
-        for name, each in contenders.items():
-            seconds[name].append(each.seconds(steps))
+    times = in_turns(contenders, turns, steps)
     peaks = {name: each.peak() for name, each in contenders.items()}
     said = contenders[budget].engine.recomputing.words
     for each in contenders.values():
         each.close()
-    return {name: Timing(found) for name, found in seconds.items()}, peaks, said
+    return times, peaks, said
 
 
 def main(arguments: list[str] | None = None) -> None:
