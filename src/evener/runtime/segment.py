@@ -20,6 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from evener.runtime.futex import address
 from evener.runtime.processes import find, state_of
 
 HEADER_NBYTES = mmap.PAGESIZE
@@ -92,6 +93,10 @@ class Segment:
         # One aligned 64-bit store or load each: a reader sees the old number or the new one, never half of each.
         at = (index + 1) * _LINE
         return self._words[at : at + 1]
+
+    def address(self, index: int) -> int:
+        """Where counter ``index`` lies in this process, for as long as the segment is kept."""
+        return address(self._map, 8 * (index + 1) * _LINE)
 
     def view(self, dtype: torch.dtype, offset: int, count: int) -> Tensor:
         """``count`` elements from byte ``offset`` of the data; shape (count,)."""

@@ -1,9 +1,10 @@
 """The slots that ranks of one host share, and waiting for each other's progress through them.
 
 Progress is a number that only grows: a rank stores how many chunks it has brought to a stage, and the
-others wait for that number. Waiting is polling, a few times at once, then giving way to whoever shares the
-core (there may be more ranks than cores), and after two milliseconds asleep between looks, so that a late
-rank costs no one a core.
+others wait for that number: they look for a moment, give way while nobody else wants the core, and then sleep
+in the kernel (:mod:`evener.runtime.patience` says why). Who sleeps says so in a word of its own and looks once more
+before it does; who publishes looks at these words afterwards. Between their store and their look both have a fence, so
+that one of the two sees the other.
 
 *Ordering*. A counter is stored after the data that it announces, and loaded before that data. x86 keeps
 stores in order, and loads too, so plain stores are enough; the streaming stores that a large ``memcpy`` may use
@@ -26,7 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
+from evener.runtime.environment import usable_cores
+from evener.runtime.futex import fence, sleep, wake
 from evener.runtime.hosts import all_gather
+from evener.runtime.patience import CROWD, give_way
 from evener.runtime.segment import Announcement, Segment, describe, has_died
 from evener.runtime.succession import check_recall
 from evener.runtime.watchdog import backstop, departed, marked, standings
@@ -34,12 +38,14 @@ from evener.runtime.watchdog import backstop, departed, marked, standings
 ENTERED, REDUCED, LEFT = range(3)
 """Stages of a chunk: its owner has copied it in, has added up its slice, needs nothing of it any more."""
 _CALLS = 3
-_TAGS = 4
+_ASLEEP = 4
+"""Not 0 while the rank sleeps, or is about to: which counter of which rank it waits for."""
+_TAGS = 5
+_STAGES = 3
 
-_ORDERED_MACHINES = ("x86_64", "amd64", "i386", "i686")
-_POLLS = 30
+_ORDERED_MACHINES = ("x86_64", "amd64")
+_SPIN_SECONDS = 20e-6
 _YIELD_SECONDS = 2e-3
-_SLEEP_SECONDS = 50e-6
 _LOOK_SECONDS = 0.05
 
 
@@ -76,6 +82,9 @@ class Slots:
         self._mine = [counters[self._rank] for counters in self._counters]
         others = [rank for rank in range(len(self._segments)) if rank != self._rank]
         self._awaited = [[counters[rank] for rank in others] for counters in self._counters]
+        self._words = [[segment.address(n) for segment in self._segments] for n in range(_STAGES)]
+        self._bells = [self._bell(stage, self._rank) for stage in range(_STAGES)]
+        self._crowded = len(self._segments) > usable_cores()
 
     def view(self, rank: int, slot: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """``count`` elements from element ``start`` of a slot of ``rank``; shape (count,)."""
@@ -102,6 +111,11 @@ class Slots:
     def publish(self, stage: int, chunks: int) -> None:
         """Says that this rank has brought ``chunks`` chunks to the stage; data are to be written first."""
         self._mine[stage][0] = chunks
+        fence()
+        for asleep in self._awaited[_ASLEEP]:
+            if asleep[0] == self._bells[stage]:
+                wake(self._words[stage][self._rank])
+                return
 
     def wait(self, stage: int, chunks: int) -> None:
         """Returns when every other rank has published at least ``chunks``.
@@ -123,26 +137,53 @@ class Slots:
         return all(counter[0] >= chunks for counter in self._awaited[stage])
 
     def _poll(self, stage: int, chunks: int) -> None:
-        for _ in range(_POLLS):
+        start = now = time.monotonic()
+        while now - start < _SPIN_SECONDS:
             if self._all_came(stage, chunks):
                 return
-        start = time.monotonic()
-        while time.monotonic() - start < _YIELD_SECONDS:
-            os.sched_yield()
+            now = time.monotonic()
+        while now - start < _YIELD_SECONDS and not self._crowded and CROWD.may_give_way(now):
+            give_way()
             if self._all_came(stage, chunks):
                 return
+            now = time.monotonic()
         self._sleep(stage, chunks, start)
 
     def _sleep(self, stage: int, chunks: int, start: float) -> None:
-        # Polling looks like computing to whoever looks at this thread from outside, so the wait has to be marked.
+        # A sleep as short as most waits are is not worth a mark.
+        self._sleep_until(start + _YIELD_SECONDS, stage, chunks)
+        if self._all_came(stage, chunks):
+            return
         with marked(self._what):
-            look = start + _LOOK_SECONDS
-            while not self._all_came(stage, chunks):
-                time.sleep(_SLEEP_SECONDS)
-                now = time.monotonic()
-                if now > look:
-                    look = now + _LOOK_SECONDS
-                    self._look(stage, chunks, now - start)
+            while True:
+                self._sleep_until(time.monotonic() + _LOOK_SECONDS, stage, chunks)
+                if self._all_came(stage, chunks):
+                    return
+                self._look(stage, chunks, time.monotonic() - start)
+
+    def _sleep_until(self, end: float, stage: int, chunks: int) -> None:
+        """Returns when all came, or at ``end``."""
+        asleep = self._mine[_ASLEEP]
+        while (late := self._first_late(stage, chunks)) is not None:
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            asleep[0] = self._bell(stage, late)
+            fence()
+            seen = self._counters[stage][late][0]
+            if seen < chunks:
+                sleep(self._words[stage][late], seen, left)
+            asleep[0] = 0
+
+    def _first_late(self, stage: int, chunks: int) -> int | None:
+        for rank, counter in enumerate(self._counters[stage]):
+            if counter[0] < chunks and rank != self._rank:
+                return rank
+        return None
+
+    def _bell(self, stage: int, rank: int) -> int:
+        """The number of a counter, from 1."""
+        return 1 + stage * len(self._segments) + rank
 
     def _look(self, stage: int, chunks: int, waited_seconds: float) -> None:
         """Raises if a late rank is dead, or any is late for too long, or this one is called away from all."""
