@@ -6,7 +6,9 @@ Nothing of Evener is imported at the top, so that a name that is gone fails its 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import struct
 import subprocess
 import sys
 import tomllib
@@ -440,6 +442,20 @@ def test_operators_are_seen_and_known_to_be_of_backward() -> None:
             assert names.may_resize(grown)
         assert not names.may_resize(torch.ops.aten.view.default)
         assert not names.may_resize(torch.ops.aten.copy_.default)
+
+
+def test_a_storage_moves_to_a_file_and_its_views_with_it() -> None:
+    with borrowed("shared_storage") as names:
+        tensor = torch.arange(5000.0)
+        view, kept = tensor[7:9], names.StorageWeakRef(tensor.untyped_storage())
+        descriptor, nbytes = names.shared_file(tensor.untyped_storage())
+        assert names.shared_file(tensor.untyped_storage()) == (descriptor, nbytes)
+        assert nbytes >= tensor.nbytes
+        os.pwrite(descriptor, struct.pack("f", -1), 8 * 4)
+        assert view.tolist() == [7, -1]
+        assert not kept.expired()
+        del tensor, view
+        assert kept.expired()
 
 
 def test_storages_have_an_address_and_say_when_they_are_resized() -> None:

@@ -83,7 +83,7 @@ class Late(Work):
 
 
 class IgnoresStrides(Gloo):
-    def __call__(self, tensor: torch.Tensor, key: Any = None) -> Work:
+    def __call__(self, tensor: torch.Tensor, key: Any = None, *, lasting: bool = False) -> Work:
         return self.start(tensor.contiguous()) if tensor.layout is torch.strided else super().__call__(tensor)
 
 

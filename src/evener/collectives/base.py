@@ -213,7 +213,7 @@ class AllReduce(ABC):
         """How long a tensor of ``nbytes`` is expected to take, the same on all ranks; None if that was not measured."""
         return None
 
-    def __call__(self, tensor: Tensor, key: Key = None) -> Work:
+    def __call__(self, tensor: Tensor, key: Key = None, *, lasting: bool = False) -> Work:
         """Starts to replace ``tensor`` by its sum over the ranks.
 
         Args:
@@ -221,6 +221,8 @@ class AllReduce(ABC):
                 contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collective. float16
                 and bfloat16 are added in float32, and the sum is rounded once.
             key: Which tensor this is, for an all-reduce that ``remembers``; with None nothing of it is remembered.
+            lasting: This very memory will come again, call after call, alike on all ranks, and only torch refers to it:
+                an all-reduce may move it, in place, to where it is summed faster.
         """
         if tensor.layout is not torch.strided:
             return NativeWork(tensor, start_native(tensor, self.group), self.roll_call)
@@ -230,13 +232,17 @@ class AllReduce(ABC):
             wide = tensor.float().contiguous()
             return After(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))
         if tensor.is_contiguous() and not tensor.is_conj():
-            return self.start_for(tensor, key)
+            return self.start_lasting(tensor, key) if lasting else self.start_for(tensor, key)
         flat = tensor.contiguous().resolve_conj()
         return After(self.start_for(flat, key), lambda: tensor.copy_(flat), (tensor, flat))
 
     def start_for(self, tensor: Tensor, key: Key) -> Work:
         """As ``start``; what an all-reduce overrides that remembers something, or hands the key on."""
         return self.start(tensor)
+
+    def start_lasting(self, tensor: Tensor, key: Key) -> Work:
+        """As ``start_for``, for a tensor that may be moved; what an all-reduce overrides that gains by that."""
+        return self.start_for(tensor, key)
 
     @abstractmethod
     def start(self, tensor: Tensor) -> Work:

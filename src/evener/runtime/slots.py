@@ -108,6 +108,17 @@ class Slots:
             if counter[0] != tag:
                 self._differ(chunk)
 
+    def extras(self, chunk: int, tag: int) -> set[int]:
+        """What the ranks, which have entered ``chunk``, said there beside the tensor of the ``tag``; none says nothing.
+
+        Raises:
+            ConfigurationError: They said it of different tensors.
+        """
+        found = [counter[0] for counter in self._counters[_TAGS + chunk % self.count]]
+        if any(each & _TENSOR != tag & _TENSOR or each <= _TENSOR for each in found):
+            self._differ(chunk)
+        return {each >> _EXTRA_BIT for each in found}
+
     def publish(self, stage: int, chunks: int) -> None:
         """Says that this rank has brought ``chunks`` chunks to the stage; data are to be written first."""
         self._mine[stage][0] = chunks
@@ -224,14 +235,20 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 """The dtypes that torch adds, as numbers for :func:`tag_of`."""
 
 
-def tag_of(tensor: Tensor) -> int:
-    """Number of elements and dtype in one word."""
-    return tensor.numel() << 8 | DTYPE_CODES[tensor.dtype]
+_EXTRA_BIT = 48
+_TENSOR = 2**_EXTRA_BIT - 1
+MOST_EXTRA = 2**16 - 1
+
+
+def tag_of(tensor: Tensor, extra: int = 0) -> int:
+    """Number of elements, dtype, and something else, up to ``MOST_EXTRA``, in one word."""
+    return extra << _EXTRA_BIT | tensor.numel() << 8 | DTYPE_CODES[tensor.dtype]
 
 
 def untag(tag: int) -> str:
     """A tag for people: ``10 x float32``."""
-    return f"{tag >> 8} x {str(_DTYPES[tag & 0xFF]).removeprefix('torch.')}"
+    words = f"{(tag & _TENSOR) >> 8} x {str(_DTYPES[tag & 0xFF]).removeprefix('torch.')}"
+    return f"{words} in lasting memory" if tag > _TENSOR else words
 
 
 def map_segments(group: dist.ProcessGroup, nbytes: int, what: str) -> list[Segment]:

@@ -81,7 +81,7 @@ class Fails:
 
     remembers = False
 
-    def __call__(self, tensor: torch.Tensor, key: Any = None) -> Any:
+    def __call__(self, tensor: torch.Tensor, key: Any = None, *, lasting: bool = False) -> Any:
         from evener.collectives.base import Promised
         from evener.collectives.execute.worker import Worker
 

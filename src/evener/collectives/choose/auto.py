@@ -75,6 +75,9 @@ class Fastest(AllReduce):
     def start_for(self, tensor: Tensor, key: Key) -> Work:
         return self.fastest_for(tensor.nbytes).start_for(tensor, key)
 
+    def start_lasting(self, tensor: Tensor, key: Key) -> Work:
+        return self.fastest_for(tensor.nbytes).start_lasting(tensor, key)
+
     def close(self) -> None:
         for each in self._all_reduces.values():
             each.close()

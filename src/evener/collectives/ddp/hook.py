@@ -30,7 +30,7 @@ from evener.collectives.base import AllReduce, key_of, only
 def hook(all_reduce: AllReduce, bucket: GradBucket) -> Future[Tensor]:
     """Sums the gradients of ``bucket`` over the ranks of ``all_reduce``."""
     key = key_of(bucket.parameters()) if all_reduce.remembers else None
-    return all_reduce(bucket.buffer(), key).future()
+    return all_reduce(bucket.buffer(), key, lasting=True).future()
 
 
 def power_sgd_state(group: dist.ProcessGroup | None = None, rank: int = 1, **options: Any) -> PowerSGDState:

@@ -25,6 +25,8 @@ always in the order of ranks 0, 1, 2, ...; float16 and bfloat16 are added in flo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.base import AllReduce, Done, Work
+from evener.collectives.base import AllReduce, Done, Key, Work
+from evener.collectives.shared_memory.in_place import InPlace, add_terms
 from evener.errors import ConfigurationError, EvenerError, RankError
-from evener.halves import is_half
 from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, tag_of
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 
@@ -99,8 +101,10 @@ class SharedMemory(AllReduce):
         self.held_nbytes = self.world_size * shared_nbytes(self.world_size)  # each maps those of all
         self._one_shot_nbytes = _ONE_SHOT_NBYTES // self.world_size
         self._slots: Slots | None = None
+        self._in_place: InPlace | None = None
         if self.world_size > 1:
             self._slots = Slots(self.group, _SLOTS, self._slot_nbytes, timeout_seconds)
+            self._in_place = InPlace(self._slots, self.group)
         self._closed = False
         self._views: dict[tuple[torch.dtype, int], _Views] = {}
         self._others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -108,33 +112,50 @@ class SharedMemory(AllReduce):
         self._failure: EvenerError | None = None
 
     def start(self, tensor: Tensor) -> Work:
+        self._sum(tensor, lasting=False)
+        return Done(tensor)
+
+    def start_lasting(self, tensor: Tensor, key: Key) -> Work:
+        self._sum(tensor, lasting=True)
+        return Done(tensor)
+
+    def _sum(self, tensor: Tensor, lasting: bool) -> None:
         slots = self._ready(tensor)
         if slots is None:
-            return Done(tensor)
-        try:
+            return
+        with self._failing():
             if tensor.nbytes <= self._one_shot_nbytes:
                 self._one_shot(slots, tensor.view(-1))
-            else:
+            elif not (lasting and self._summed_in_place(tensor)):
                 self._two_shots(slots, tensor.view(-1))
+
+    def _summed_in_place(self, tensor: Tensor) -> bool:
+        assert self._in_place is not None
+        chunk, self._chunks = self._chunks, self._chunks + 1
+        return self._in_place.sum(tensor, chunk)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After an error the ranks are out of step: others may still write where this one would go on."""
+        try:
+            yield
         except BaseException as error:
             self._failure = _failed(error)
+            if self._in_place is not None:
+                self._in_place.leave()
             raise
-        return Done(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copies a contiguous ``tensor`` of rank ``source`` (counted in the group) to all others."""
         slots = self._ready(tensor)
         if slots is None:
             return
-        try:
+        with self._failing():
             for piece in torch.split(tensor.view(-1), self._slot_nbytes // tensor.element_size()):
                 self._broadcast(slots, piece, source)
-        except BaseException as error:
-            self._failure = _failed(error)
-            raise
 
     def close(self) -> None:
-        self._closed, self._slots, self._views = True, None, {}
+        self._closed, self._slots, self._views, self._in_place = True, None, {}, None
 
     def _ready(self, tensor: Tensor) -> Slots | None:
         """None if there is nothing to do."""
@@ -265,16 +286,3 @@ def _make_views(slots: Slots, rank: int, world_size: int, dtype: torch.dtype, co
         give=[[piece(slot, rank, r) for r in ranks] for slot in range(_SLOTS)],
         take=[[piece(slot, r, r) for r in ranks] for slot in range(_SLOTS)],
     )
-
-
-def add_terms(terms: list[Tensor], out: Tensor) -> None:
-    """``out`` = the sum of two or more terms from left to right; ``out`` may be none behind the second."""
-    if len(terms) > 2 and is_half(out):
-        total = terms[0].float()
-        for term in terms[1:]:
-            total += term.float()
-        out.copy_(total)
-        return
-    torch.add(terms[0], terms[1], out=out)
-    for term in terms[2:]:
-        out.add_(term)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.collectives.owners import Owners, Pending
-from evener.collectives.shared_memory.all_reduce import add_terms
+from evener.collectives.shared_memory.in_place import add_terms
 from evener.errors import ConfigurationError
 from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, Slots
 

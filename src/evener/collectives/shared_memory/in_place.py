@@ -1,0 +1,131 @@
+"""Sums tensors where they lie, if all ranks of the host see them there.
+
+::
+
+    rank r                                                     says when done
+    its tensor is filled                                       entered[r] = c + 1, with the number of its home
+    adds slice r of all ranks, in their order, a chunk at a    left[r] = c + 1
+    time, and writes each sum into the tensor of every rank
+    has the whole sum when all others have done so
+
+Slice r of any rank is read and written by rank r alone until all are done; so a chunk c of :mod:`.all_reduce`, in which
+nothing is copied, is all that the ranks need to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.collectives.shared_memory.homes import STRANGE, WANTED, Home, Homes
+from evener.halves import is_half
+from evener.runtime.slots import ENTERED, LEFT, Slots, tag_of
+
+_CHUNK_NBYTES = 256 * 1024  # of a slice: stays in a core's cache from the addition to the last copy
+_LINE_NBYTES = 64
+
+
+class InPlace:
+    """Sums in homes. All ranks make the same calls.
+
+    Args:
+        slots: Where ranks say how far they are.
+        group: Ranks of one host.
+    """
+
+    def __init__(self, slots: Slots, group: dist.ProcessGroup) -> None:
+        self._slots, self._homes = slots, Homes(group)
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._slices: dict[int, Slice] = {}
+
+    def sum(self, tensor: Tensor, chunk: int) -> bool:
+        """Sums a tensor, if it has a home or gets one. Takes the number of one chunk.
+
+        Raises:
+            ConfigurationError: The ranks came with different tensors.
+        """
+        said = self._agreed(tensor, chunk)
+        home = self._home(tensor, said)
+        if home is not None:
+            self._slice(home).sum()
+        self._slots.publish(LEFT, chunk + 1)
+        if home is not None:
+            self._slots.wait(LEFT, chunk + 1)
+        return home is not None
+
+    def leave(self) -> None:
+        """Lets go of the memory of all others, who may go on without this rank."""
+        self._slices.clear()
+        self._homes.leave()
+
+    def _agreed(self, tensor: Tensor, chunk: int) -> set[int]:
+        """What the ranks say of their tensors, when all are here."""
+        tag = tag_of(tensor, self._homes.look(tensor))
+        self._slots.begin(chunk, tag)
+        self._slots.publish(ENTERED, chunk + 1)
+        self._slots.wait(ENTERED, chunk + 1)
+        return self._slots.extras(chunk, tag)
+
+    def _home(self, tensor: Tensor, said: set[int]) -> Home | None:
+        if STRANGE in said:
+            return None
+        if len(said) == 1 and WANTED not in said:
+            return self._homes.of(tensor)
+        return self._homes.settle(tensor)
+
+    def _slice(self, home: Home) -> Slice:
+        if home.number not in self._slices:
+            kept = self._homes.numbers
+            self._slices = {number: each for number, each in self._slices.items() if number in kept}
+            self._slices[home.number] = Slice(home.flats, self._rank)
+        return self._slices[home.number]
+
+
+class Slice:
+    """What one rank adds of tensors of all ranks that it sees.
+
+    Args:
+        flats: The tensors, in order of rank; each of shape (elements,).
+        rank: Who adds.
+    """
+
+    def __init__(self, flats: Sequence[Tensor], rank: int) -> None:
+        start, stop = slice_of(flats[0], len(flats), rank)
+        length = _CHUNK_NBYTES // flats[0].element_size()
+        borders = [*range(start, stop, length), stop]
+        self._chunks = [[flat[begin:end] for flat in flats] for begin, end in pairwise(borders)]
+        self._total = flats[0].new_empty(min(length, stop - start)) if len(flats) > 2 else None
+        self._rank = rank
+
+    def sum(self) -> None:
+        """Writes the sum into the slice of every tensor."""
+        for terms in self._chunks:
+            total = terms[self._rank] if self._total is None else self._total[: terms[0].numel()]
+            add_terms(terms, total)
+            for term in terms:
+                if term is not total:
+                    term.copy_(total)
+
+
+def slice_of(flat: Tensor, world_size: int, rank: int) -> tuple[int, int]:
+    """The first element of a rank's slice and the one behind it: equal slices of whole cache lines."""
+    line = max(1, _LINE_NBYTES // flat.element_size())
+    length = -(-flat.numel() // (world_size * line)) * line
+    return min(rank * length, flat.numel()), min((rank + 1) * length, flat.numel())
+
+
+def add_terms(terms: Sequence[Tensor], out: Tensor) -> None:
+    """``out`` = the sum of two or more terms from left to right; ``out`` may be none behind the second."""
+    if len(terms) > 2 and is_half(out):
+        total = terms[0].float()
+        for term in terms[1:]:
+            total += term.float()
+        out.copy_(total)
+        return
+    torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)
