@@ -138,6 +138,7 @@ class Run:
             if show:
                 told.append(Terminal())
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
+            self._engine.learner.synchronizer.alone()
             self._tally = Tally(self._engine.learner.data.degree)
             self._engine.observers.add(self._tally)
             self._notes: list[str] = []

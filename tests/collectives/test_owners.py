@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,3 +80,49 @@ def test_memory_is_shared_where_it_can_be(ranks: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_ranges_of_any_lengths(ranks: Any, kind: str, dtype: torch.dtype) -> None:
     assert all(ranks(3).run(summed_and_gathered, kind, dtype))
+
+
+def copied_of_what_was_summed() -> int:
+    """How many of many sums went through slots."""
+    rank, sizes = dist.get_rank(), [300, 70_000, 5]
+    with (
+        closing(opened("shared")) as owners,
+        mock.patch.object(
+            SharedOwners,
+            "_summed_through_slots",
+            autospec=True,
+            side_effect=SharedOwners._summed_through_slots,
+        ) as through_slots,
+    ):
+        owners.prepare(8 * sum(sizes))
+        for turn in range(12):
+            terms = [term(of + turn, sizes, torch.float64) for of in range(3)]
+            own_memory = turn == 3 and rank == 2
+            flat = torch.empty_like(terms[0]) if own_memory else owners.room(terms[0], sum(sizes))
+            own = owners.summed(flat.copy_(terms[rank]), sizes)()
+            assert torch.equal(own, torch.stack(terms).sum(0).split(sizes)[rank])
+        return through_slots.call_count
+
+
+def test_terms_in_rooms_are_added_where_they_lie(ranks: Any) -> None:
+    assert (
+        ranks(3).run(copied_of_what_was_summed) == [1] * 3
+    )  # of the turn in which one rank had memory of its own
+
+
+def more_rooms_than_there_are() -> None:
+    with closing(opened("shared")) as owners:
+        owners.prepare(800)
+        like = torch.empty(0, dtype=torch.float64)
+        flats = [owners.room(like, 100) for _ in range(4)] + [owners.room(like, 101)]
+        assert len({flat.data_ptr() for flat in flats}) == 5
+        for number, flat in enumerate(flats):
+            flat.fill_(number + dist.get_rank())
+        for number, flat in enumerate(flats):
+            own = owners.summed(flat, [len(flat) - 40, 40])()
+            assert (own == 2 * number + 1).all()
+        assert owners.room(like, 100).data_ptr() in {flat.data_ptr() for flat in flats[:2]}
+
+
+def test_what_finds_no_room_is_copied(ranks: Any) -> None:
+    ranks(2).run(more_rooms_than_there_are)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,11 @@ from torch.utils.data import TensorDataset
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, EvenerError
+from evener.running import Run
 from evener.runtime.environment import Environment
+from evener.runtime.session import Session
 from evener.strategies import Settings
+from evener.strategies.sharding import summing
 from evener.strategies.sharding.zero import Zero
 from evener.strategies.slices import slice_of
 from evener.task import Task
@@ -133,6 +137,9 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
         ("another_method", {"balance": "5,1,2"}),
         ("behind_its_back", {"balance": "5,1,2"}),
         ("penalised", {"strategy": Zero(owns="1,0,2"), "balance": "5,1,2", "clip_norm": 0.2}),
+        ("recurrent", {"strategy": Zero(in_common=True), "balance": "5,1,2", "bucket_mb": 1e-3}),
+        ("behind_its_back", {"strategy": Zero(1, "3,1,0", in_common=True), "micro_batch": 4}),
+        ("penalised", {"strategy": Zero(2, "1,0,2", in_common=True), "balance": "5,0,2", "clip_norm": 0.2}),
     ],
     ids=str,
 )
@@ -144,6 +151,7 @@ def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[s
     ("name", "settings"),
     [
         ("recurrent", {"strategy": Zero(owns="2,1"), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
+        ("recurrent", {"strategy": Zero(in_common=True), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
         (
             "recurrent",
             {"strategy": Zero(stage=1), "mesh": "data=2,shard=2", "micro_batch": 4, "clip_norm": 0.05},
@@ -362,12 +370,13 @@ def test_gradients_are_not_changed_before_they_are_summed(ranks: Any, how: str) 
 # What a model is outside of its forward
 
 
-def looked_at() -> None:
-    config = RunConfig(strategy=Zero(owns="1,2"), device="cpu", dtype="float64", steps=3)
+def looked_at(in_common: bool) -> None:
+    config = RunConfig(strategy=Zero(2, "1,2", in_common), device="cpu", dtype="float64", steps=3)
     engine = Engine(recurrent(), config)
     for batch in engine.batches():
         engine.step(batch)
-    whole, words = engine.learner.tensors(), torch.zeros(2, 5, dtype=torch.int64)
+    whole = {name: tensor.clone() for name, tensor in engine.learner.tensors().items()}
+    words = torch.zeros(2, 5, dtype=torch.int64)
     pieces = dict(engine.model.named_parameters())
     assert all(slice_of(p) for name, p in pieces.items() if name not in ("scale", "frozen"))
     if dist.get_rank() == 0:  # no other rank need take part
@@ -385,17 +394,25 @@ def looked_at() -> None:
     engine.close()
     left = dict(engine.model.named_parameters())
     assert all(torch.equal(left[name], whole[name]) for name in left)
+    dist.barrier()
+    for parameter in left.values():  # its own now
+        parameter.data.add_(dist.get_rank())
+    dist.barrier()
+    assert all(torch.equal(left[name], whole[name] + dist.get_rank()) for name in left)
+    for parameter in left.values():
+        parameter.data.sub_(dist.get_rank())
     if dist.get_rank() == 0:
         assert torch.equal(engine.model(words), outputs)
 
 
-def test_pieces_are_seen_between_steps_and_wholes_when_all_is_over(ranks: Any) -> None:
-    ranks(2).run(looked_at)
+@pytest.mark.parametrize("in_common", [False, True])
+def test_pieces_are_seen_between_steps_and_wholes_when_all_is_over(ranks: Any, in_common: bool) -> None:
+    ranks(2).run(looked_at, in_common)
 
 
-def unequal_replicas() -> bool:
+def unequal_replicas(in_common: bool) -> bool:
     """Whether rank 1 has rank 0's rows after a checkpoint was loaded that no step has followed."""
-    config = RunConfig(strategy=Zero(), device="cpu", dtype="float64", steps=2)
+    config = RunConfig(strategy=Zero(in_common=in_common), device="cpu", dtype="float64", steps=2)
     with tempfile.TemporaryDirectory() as made, Engine(recurrent(), config) as engine:
         state = engine.state_dict()
         for batch in engine.batches():
@@ -407,8 +424,87 @@ def unequal_replicas() -> bool:
         return relative_error(trained, found) > 1e-3
 
 
-def test_a_state_that_is_taken_up_is_seen_in_the_next_forward(ranks: Any) -> None:
-    assert all(ranks(2).run(unequal_replicas))
+@pytest.mark.parametrize("in_common", [False, True])
+def test_a_state_that_is_taken_up_is_seen_in_the_next_forward(ranks: Any, in_common: bool) -> None:
+    assert all(ranks(2).run(unequal_replicas, in_common))
+
+
+# Whole weights in common
+
+
+class Late(torch.autograd.Function):
+    """Backward, of rank 1 alone, waits a while behind all gradients, and looks then at a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[bool]) -> Tensor:
+        ctx.weight, ctx.before, ctx.seen = weight, weight.detach().clone(), seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        time.sleep(0.3 * dist.get_rank())
+        ctx.seen.append(torch.equal(ctx.weight, ctx.before))
+        return dy, None, None
+
+
+def weights_in_a_late_backward() -> list[bool]:
+    seen: list[bool] = []
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        late: Tensor = Late.apply(x.clone().requires_grad_(), model.weight, seen)  # type: ignore[no-untyped-call]
+        scores: Tensor = model(late)
+        return scores
+
+    data = TensorDataset(torch.rand(12, 4), torch.randint(3, (12,)))
+    task = Task(
+        model=lambda: nn.Linear(4, 3),
+        loss=nn.CrossEntropyLoss(),
+        train=data,
+        forward=forward,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0),
+    )
+    with Engine(
+        task, RunConfig(strategy=Zero(in_common=True), batch_size=4, epochs=1, device="cpu")
+    ) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+    return seen
+
+
+def test_no_rank_updates_while_another_is_in_backward(ranks: Any) -> None:
+    assert ranks(2).run(weights_in_a_late_backward) == [[True] * 3] * 2
+
+
+def words_of_a_run() -> str:
+    config = RunConfig(strategy=Zero(), device="cpu", steps=2)
+    with Session(device="cpu") as session:
+        done = Run(recurrent(), config, session, show=False).execute()
+    assert done is not None
+    return done.summary.allreduce
+
+
+def test_a_whole_run_has_weights_in_common(ranks: Any) -> None:
+    assert ranks(2).run(words_of_a_run) == ["to owners by shared-memory, weights in common"] * 2
+
+
+def where_there_is_no_room() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summing, "Common", without_memory)
+        with Engine(recurrent(), RunConfig(strategy=Zero(in_common=True), device="cpu", steps=1)) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+            return engine.learner.synchronizer.words
+
+
+def without_memory(*args: Any) -> None:
+    raise ConfigurationError("no memory")
+
+
+def test_where_there_is_none_every_rank_has_whole_weights(ranks: Any) -> None:
+    assert (
+        ranks(2).run(where_there_is_no_room)
+        == ["to owners by shared-memory, weights on every rank: no memory"] * 2
+    )
 
 
 # What is refused

@@ -37,6 +37,14 @@ class Owners(ABC):
     words: str
     """What records call it."""
 
+    def prepare(self, nbytes: int) -> None:  # noqa: B027 (most need nothing)
+        """Says how large the tensors are that will be summed, the same on all ranks. A collective call."""
+
+    def room(self, like: Tensor, count: int) -> Tensor:
+        """Memory for ``count`` elements that are to be summed, of the type and device of ``like``: where it is summed
+        fastest, and one's own until then."""
+        return like.new_empty(count)
+
     @abstractmethod
     def summed(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
         """Starts to sum ``flat`` over the ranks.

@@ -108,8 +108,8 @@ class Slots:
             if counter[0] != tag:
                 self._differ(chunk)
 
-    def extras(self, chunk: int, tag: int) -> set[int]:
-        """What the ranks, which have entered ``chunk``, said there beside the tensor of the ``tag``; none says nothing.
+    def extras(self, chunk: int, tag: int) -> list[int]:
+        """What each rank, which has entered ``chunk``, said there beside the tensor of the ``tag``; none says nothing.
 
         Raises:
             ConfigurationError: They said it of different tensors.
@@ -117,7 +117,7 @@ class Slots:
         found = [counter[0] for counter in self._counters[_TAGS + chunk % self.count]]
         if any(each & _TENSOR != tag & _TENSOR or each <= _TENSOR for each in found):
             self._differ(chunk)
-        return {each >> _EXTRA_BIT for each in found}
+        return [each >> _EXTRA_BIT for each in found]
 
     def publish(self, stage: int, chunks: int) -> None:
         """Says that this rank has brought ``chunks`` chunks to the stage; data are to be written first."""

@@ -166,6 +166,9 @@ class Synchronizer:
     """Whether each rank holds all that the training goes on from, so that one that stays can give it to a new one.
     It then tells the learner before it gives its last gradients (`Learner.has_drawn`)."""
 
+    def alone(self) -> None:
+        """From here on nobody but updates writes to weights, as in a whole run. A collective call."""
+
     def wrap(self, replica: nn.Module) -> nn.Module:
         """What is called in place of ``replica``, which goes from a micro-batch to the total of its terms."""
         return replica

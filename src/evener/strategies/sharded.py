@@ -48,6 +48,8 @@ class Sharded(Strategy):
     """1: what the optimizer remembers; 2: gradients too; 3: weights too."""
     owns: str | None = None
     """With 1 and 2, the part of each rank, such as ``2,1``; equal parts if None."""
+    in_common: bool = False
+    """With 1 and 2, as :class:`~evener.strategies.sharding.zero.Zero`."""
     wrap: str | None = None
     """With 3, as :class:`~evener.strategies.sharding.fsdp.Fsdp`."""
     reshard: bool = True
@@ -72,11 +74,19 @@ class Sharded(Strategy):
                 f"owns={self.owns} goes with zero=1 and zero=2; with zero=3 PyTorch's FSDP2 has equal parts: say "
                 "zero=2, or leave it out"
             )
+        if self.zero == 3 and self.in_common:
+            raise ConfigurationError(
+                "in_common goes with zero=1 and zero=2, where every rank has whole weights: say zero=2, or leave it out"
+            )
         self._depth  # noqa: B018 (which checks its options)
 
     @cached_property
     def _depth(self) -> Fsdp | Zero:
-        return Fsdp(self.wrap, self.reshard, self.offload) if self.zero == 3 else Zero(self.zero, self.owns)
+        return (
+            Fsdp(self.wrap, self.reshard, self.offload)
+            if self.zero == 3
+            else Zero(self.zero, self.owns, self.in_common)
+        )
 
     @property
     def combines(self) -> tuple[str, ...]:  # type: ignore[override]

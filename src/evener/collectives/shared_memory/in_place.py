@@ -68,7 +68,7 @@ class InPlace:
         self._slots.begin(chunk, tag)
         self._slots.publish(ENTERED, chunk + 1)
         self._slots.wait(ENTERED, chunk + 1)
-        return self._slots.extras(chunk, tag)
+        return set(self._slots.extras(chunk, tag))
 
     def _home(self, tensor: Tensor, said: set[int]) -> Home | None:
         if STRANGE in said:
@@ -116,6 +116,16 @@ def slice_of(flat: Tensor, world_size: int, rank: int) -> tuple[int, int]:
     line = max(1, _LINE_NBYTES // flat.element_size())
     length = -(-flat.numel() // (world_size * line)) * line
     return min(rank * length, flat.numel()), min((rank + 1) * length, flat.numel())
+
+
+def add_chunks(terms: Sequence[Tensor], out: Tensor) -> None:
+    """As :func:`add_terms`, in chunks that stay in a core's cache until their last term is added."""
+    if len(terms) == 2:
+        add_terms(terms, out)
+        return
+    length = _CHUNK_NBYTES // out.element_size()
+    for *parts, into in zip(*(torch.split(each, length) for each in (*terms, out)), strict=True):
+        add_terms(parts, into)
 
 
 def add_terms(terms: Sequence[Tensor], out: Tensor) -> None:

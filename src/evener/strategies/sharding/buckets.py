@@ -102,10 +102,10 @@ Look = Callable[[Tensor, gradients.Named], Readout]
 
 
 class Filling:
-    """A bucket while backward fills it."""
+    """A bucket while backward fills it, in the memory of ``flat``."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self.flat = bucket.room()
+    def __init__(self, bucket: Bucket, flat: Tensor) -> None:
+        self.flat = flat
         self._bucket, self._views = bucket, bucket.views(self.flat)
         self._filled: set[int] = set()
 
@@ -157,11 +157,18 @@ class Round:
         start: Sums one.
         last_one: Called before the last bucket is sent.
         look: Called with what this rank adds, before it is lost in the sum of all.
+        room: Gives memory for a bucket that is to be summed.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], start: Start, last_one: Callable[[], None], look: Look
+        self,
+        buckets: Sequence[Bucket],
+        start: Start,
+        last_one: Callable[[], None],
+        look: Look,
+        room: Callable[[Bucket], Tensor] = Bucket.room,
     ) -> None:
+        self._room = room
         self.buckets, self._start, self._last_one, self._look = buckets, start, last_one, look
         self._places = {
             weight: (number, place)
@@ -213,7 +220,7 @@ class Round:
 
     def _filling(self, number: int) -> Filling:
         if number not in self._open:
-            self._open[number] = Filling(self.buckets[number])
+            self._open[number] = Filling(self.buckets[number], self._room(self.buckets[number]))
         return self._open[number]
 
     def _take(self, filling: Filling, number: int, place: int) -> None:

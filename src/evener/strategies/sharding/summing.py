@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
+from evener.collectives.shared_memory.common import Common
+from evener.collectives.shared_memory.owners import SharedOwners
 from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
@@ -38,7 +40,7 @@ from evener.strategies.slices import slice_of
 class ZeroSum(Synchronizer):
     """Sums to owners in the way of ``stage`` 1 or 2, and gathers from them."""
 
-    def __init__(self, learner: Learner, stage: int) -> None:
+    def __init__(self, learner: Learner, stage: int, in_common: bool = False) -> None:
         self._learner, mesh = learner, learner.mesh
         everyone = mesh.group(*DIVIDING_TERMS)
         assert everyone is not None
@@ -47,6 +49,7 @@ class ZeroSum(Synchronizer):
         self._way: Way = (ToAll if stage == 1 else ToOwners)(learner)
         self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
         self._round = self._round_of(self._all)
+        self._way.prepare(max((bucket.nbytes for bucket in self._round.buckets), default=0))
         self._wholes = Wholes(learner.model, self._all, self._buckets(self._all), self._way.owners)
         self._sound: list[Readout] = []
         self._stepping = self._sending = self._last = False
@@ -54,10 +57,28 @@ class ZeroSum(Synchronizer):
         for weight in self._all:
             weight.watch(self._arrived)
         self._wholes.refresh()
+        self._common = ""
+        if in_common:
+            self.alone()
+
+    def alone(self) -> None:
+        """Keeps whole weights once for all owners of a host, where the owners have one."""
+        cut = [weight for weight in self._all if weight.cut is not None]
+        if self._common or not cut or not isinstance(self._way.owners, SharedOwners):
+            return
+        group, seconds = self._learner.mesh.group(AXIS), self._learner.session.timeout_seconds
+        assert group is not None
+        try:
+            common = Common(group, [(w.whole.shape, w.whole.dtype) for w in cut], seconds, "weights")
+        except ConfigurationError as error:  # raised on every rank alike
+            self._common = f"weights on every rank: {error}"
+            return
+        self._common = "weights in common"
+        self._wholes.move(common, cut, self._buckets(weight for weight in self._all if weight.cut is None))
 
     @property
     def words(self) -> str:  # type: ignore[override]
-        return self._way.words
+        return ", ".join(filter(None, (self._way.words, self._common)))
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
@@ -74,7 +95,9 @@ class ZeroSum(Synchronizer):
 
     def _round_of(self, weights: Iterable[Weight]) -> Round:
         look = self._learner.unsound.of_flat
-        return Round(self._buckets(self._dense(weights)), self._way.start, self._work_done, look)
+        return Round(
+            self._buckets(self._dense(weights)), self._way.start, self._work_done, look, self._way.room
+        )
 
     def _buckets(self, weights: Iterable[Weight]) -> list[Bucket]:
         mesh, nbytes = self._learner.mesh, self._learner.settings.bucket_bytes
@@ -142,6 +165,7 @@ class ZeroSum(Synchronizer):
         if not self._round.buckets:
             self._work_done()
         told = [*self._hand_out(self._round), *self._sum_sparse(sparse)]
+        self._wholes.meet()  # others may still be in backward, which reads what this rank is about to update
         self._over = True
         if not self._all_sound(told):
             return tuple(
@@ -210,6 +234,7 @@ class ZeroSum(Synchronizer):
         done.finish()
         list(self._hand_out(done))
         list(self._sum_sparse(weight for weight in found if weight.sparse))
+        self._wholes.meet()
         self._wholes.expire()
 
     def _present(self, weights: Sequence[Weight]) -> list[Weight]:

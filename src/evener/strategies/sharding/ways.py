@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 from evener.collectives.base import AllReduce, key_of
 from evener.collectives.owners import Owners, Pending
 from evener.collectives.registry import make, make_owners
+from evener.memory import made_as
+from evener.memory.tally import BUCKETS
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies.learner import Learner
 from evener.strategies.sharding.buckets import Bucket
@@ -50,6 +52,13 @@ class Way(ABC):
     @abstractmethod
     def words(self) -> str:
         """For the record."""
+
+    def prepare(self, nbytes: int) -> None:  # noqa: B027 (most need nothing)
+        """Says how large the largest bucket is. A collective call."""
+
+    def room(self, bucket: Bucket) -> Tensor:
+        """Memory for a bucket that is to be summed."""
+        return bucket.room()
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: Tensor) -> Pending:
@@ -119,6 +128,13 @@ class ToOwners(Way):
     def words(self) -> str:
         further = f", then {self._sum.words}" if self._sum else ""
         return f"to owners by {self.owners.words}{further}"
+
+    def prepare(self, nbytes: int) -> None:
+        self.owners.prepare(nbytes)
+
+    def room(self, bucket: Bucket) -> Tensor:
+        with made_as(BUCKETS):
+            return self.owners.room(bucket.weights[0].whole, sum(bucket.sizes))
 
     def start(self, bucket: Bucket, flat: Tensor) -> Pending:
         return self.owners.summed(flat, bucket.sizes)

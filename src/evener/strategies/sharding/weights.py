@@ -56,6 +56,13 @@ class Weight:
             place.copy_(self.piece.detach())
             self.piece.data = place
 
+    def move(self, place: Tensor) -> None:
+        """Makes ``place``, of the whole's shape, the memory of both; it gets this rank's rows."""
+        assert self.cut is not None
+        self.rows(place, self.cut.index).copy_(self.piece.detach())
+        self.whole.data = place
+        self.piece.data = self.rows(place, self.cut.index)
+
     def watch(self, arrived: Callable[[Weight], None]) -> None:
         """Has ``arrived`` called when backward has given the whole a gradient."""
         self._hooks = [

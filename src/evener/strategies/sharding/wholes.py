@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from evener.borrowed.module_tensors import own_parameters
 from evener.borrowed.version import version
 from evener.collectives.owners import Owners
+from evener.collectives.shared_memory.common import Common
 from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
 from evener.nn.shared import Shared
@@ -37,7 +38,8 @@ class Wholes:
         self, model: nn.Module, weights: Sequence[Weight], buckets: Sequence[Bucket], owners: Owners
     ) -> None:
         self._model, self._depth = model, 0
-        self._weights, self._buckets, self._owners = list(weights), buckets, owners
+        self._weights, self._buckets, self._owners = list(weights), list(buckets), owners
+        self._common: Common | None = None
         self._seen: list[int] | None = None
         self._places = list(_places(model, weights))
         shared = Shared(self)
@@ -52,10 +54,41 @@ class Wholes:
         Args:
             always: Also if that was not seen, for there are optimizers that write behind PyTorch's back.
         """
-        if always or self._is_stale:
-            for bucket in self._buckets:
-                self._gather(bucket)
-            self._seen = self._versions
+        if not always and not self._is_stale:
+            return
+        for weight in self._weights:
+            weight.join()
+        for bucket in self._buckets:
+            self._gather(bucket)
+        self.meet()
+        self._seen = self._versions
+
+    def move(self, common: Common, weights: Sequence[Weight], others: Sequence[Bucket]) -> None:
+        """Keeps whole weights in memory that their owners have in common, from now on: what an owner writes is there.
+
+        Args:
+            common: Has a tensor for each of ``weights``.
+            weights: Those that are divided, on all ranks alike.
+            others: Buckets of the weights that are not.
+        """
+        self.meet()
+        for weight, place in zip(weights, common.tensors, strict=True):
+            weight.move(place)
+        self._common, self._buckets = common, list(others)
+        self.refresh(always=True)
+
+    def meet(self) -> None:
+        """Where whole weights are in common: no rank computes with them until all have come here."""
+        if self._common is not None:
+            with waiting():
+                self._common.meet()
+
+    def _part(self) -> None:
+        """Takes whole weights out of memory that others may write to."""
+        self._common = None
+        for weight in self._weights:
+            if weight.cut is not None:
+                weight.move(weight.whole.detach().clone())
 
     def expire(self) -> None:
         """An update follows of which nobody tells."""
@@ -74,7 +107,6 @@ class Wholes:
         flat = bucket.room()
         views = bucket.views(flat)
         for weight, rows in zip(bucket.weights, views[bucket.rank][:-1], strict=True):
-            weight.join()
             rows.copy_(weight.piece)
         with waiting():
             self._owners.gather(flat, bucket.sizes)
@@ -129,7 +161,10 @@ class Wholes:
         """Leaves the model alone, with whole weights if these are up to date."""
         for hook in self._hooks:
             hook.remove()
-        if not self._is_stale:
+        is_stale = self._is_stale
+        if self._common is not None:
+            self._part()
+        if not is_stale:
             for replace, weight in self._places:
                 replace(weight.piece, weight.whole)
 

@@ -54,6 +54,9 @@ class Zero(Strategy):
     """1 divides the optimizer's state, 2 the sum of the gradients too."""
     owns: str | None = None
     """The part of each rank, such as ``2,1``; equal parts if None."""
+    in_common: bool = False
+    """Whether the ranks of a host keep whole weights once, also in a loop of the user's own: what one writes to its
+    weights outside of ``engine.update()`` the others then see at once, even in the midst of a pass."""
 
     name: ClassVar[str] = "sharded"
     axis: ClassVar[str] = AXIS
@@ -83,7 +86,11 @@ class Zero(Strategy):
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return ZeroSum(learner, self.stage) if learner.mesh.degree(AXIS) > 1 else summing(learner)
+        return (
+            ZeroSum(learner, self.stage, self.in_common)
+            if learner.mesh.degree(AXIS) > 1
+            else summing(learner)
+        )
 
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
