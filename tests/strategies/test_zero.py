@@ -432,32 +432,34 @@ def test_a_state_that_is_taken_up_is_seen_in_the_next_forward(ranks: Any, in_com
 # Whole weights in common
 
 
-class Late(torch.autograd.Function):
-    """Backward, of rank 1 alone, waits a while behind all gradients, and looks then at a weight."""
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[bool]) -> Tensor:
-        ctx.weight, ctx.before, ctx.seen = weight, weight.detach().clone(), seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        time.sleep(0.3 * dist.get_rank())
-        ctx.seen.append(torch.equal(ctx.weight, ctx.before))
-        return dy, None, None
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
 
 
 def weights_in_a_late_backward() -> list[bool]:
+    """Whether they are what they were in forward, when rank 1 waits in backward behind its last gradient."""
     seen: list[bool] = []
+    weights: list[Tensor] = []
 
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        late: Tensor = Late.apply(x.clone().requires_grad_(), model.weight, seen)  # type: ignore[no-untyped-call]
-        scores: Tensor = model(late)
-        return scores
+    def look(weight: Tensor) -> None:
+        time.sleep(0.3 * dist.get_rank())
+        seen.append(torch.equal(weight, weights[-1]))
 
-    data = TensorDataset(torch.rand(12, 4), torch.randint(3, (12,)))
+    def forward(model: Shift, x: Tensor) -> Tensor:
+        if not weights:
+            model.bias.register_post_accumulate_grad_hook(look)
+        weights.append(model.bias.detach().clone())
+        shifted: Tensor = model(x)
+        return shifted
+
+    data = TensorDataset(torch.rand(12, 4), torch.randint(4, (12,)))
     task = Task(
-        model=lambda: nn.Linear(4, 3),
+        model=Shift,
         loss=nn.CrossEntropyLoss(),
         train=data,
         forward=forward,
