@@ -29,6 +29,7 @@ import argparse
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from pathlib import Path
 from benchmarks.interleaved import machine
 from benchmarks.namespaces import Hosts, NoNamespacesError, Program
 from evener.benching import parse_sizes
-from evener.collectives.choose.bench import bench
+from evener.collectives.choose.bench import Row, bench
 from evener.collectives.choose.cost import Link
 from evener.collectives.choose.measure import measure_network
 from evener.collectives.choose.simulate import Network, simulate
@@ -48,7 +49,7 @@ from evener.report.chart import size_text
 from evener.runtime.hosts import hosts_of
 from evener.runtime.session import Session
 
-NAMES = ("native", "ring", "tree", "ring-tree", "two-level")
+NAMES = ("native", "ring", "tree", "halving", "ring-tree", "direct", "two-level", "auto")
 PEER = "ring"
 PORT = 29400
 TIMEOUT_SECONDS = 120.0
@@ -112,14 +113,20 @@ def run_rank(sizes: Sequence[int]) -> None:
         network = measure_network(topology, session.world)
         all_reduces = {name: make(name, session.world, TIMEOUT_SECONDS) for name in NAMES}
         rows = bench(all_reduces, sizes, session.world)
+        words = all_reduces["auto"].words
         for each in all_reduces.values():
             each.close()
     if session.rank == 0:
-        simulated = [simulate(schedule(row.algorithm, topology, row.size), row.size, network) for row in rows]
+        simulated = [row.predicted or expected(row, topology, network) for row in rows]
         cells = [
             Cell(r.algorithm, r.size, r.time, s, r.wrong or 0) for r, s in zip(rows, simulated, strict=True)
         ]
-        print(json.dumps({"links": links(network), "cells": [asdict(cell) for cell in cells]}))
+        print(json.dumps({"links": links(network), "cells": [asdict(cell) for cell in cells], "auto": words}))
+
+
+def expected(row: Row, topology: Topology, network: Network) -> float:
+    """Seconds, by the simulation."""
+    return simulate(schedule(row.algorithm, topology, row.size), row.size, network)
 
 
 def schedule(name: str, topology: Topology, nbytes: int) -> Schedule:
@@ -149,9 +156,10 @@ def measure(layout: Layout, mbit_per_second: float, sizes: str) -> str:
         for place in range(layout.ranks)
     )
     command = [sys.executable, "-m", "benchmarks.hosts", "--as-rank", "--sizes", sizes]
-    with Hosts(layout.hosts, mbit_per_second) as hosts:
+    with Hosts(layout.hosts, mbit_per_second) as hosts, tempfile.TemporaryDirectory() as cache:
+        environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "XDG_CACHE_HOME": cache}
         programs = [
-            Program(host, command, {**layout.environment(host, place), "PYTHONPATH": str(ROOT)})
+            Program(host, command, {**layout.environment(host, place), **environment})
             for _, host, place in order
         ]
         outputs = hosts.run(programs, 4 * TIMEOUT_SECONDS)
@@ -159,20 +167,23 @@ def measure(layout: Layout, mbit_per_second: float, sizes: str) -> str:
     cells = [Cell(**cell) for cell in found["cells"]]
     wrong = sum(cell.wrong for cell in cells)
     title = f"{layout.hosts} hosts x {layout.ranks} ranks, {layout.placement}, uplinks of {mbit_per_second:g} Mbit/s"
-    return f"**{title}** ({found['links']}; wrong elements: {wrong})\n\n{table(cells)}\n"
+    return f"**{title}** ({found['links']}; wrong elements: {wrong})\n\n{table(cells)}\n\n{found['auto']}\n"
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """A row a size: measured ms, how many times as fast as the ring, and in brackets ms as simulated."""
+    """A row a size: measured ms, how many times as fast as the ring, and in brackets ms as simulated, or for ``auto``
+    as measured before; and the time of ``auto`` over that of the best."""
     names = list(dict.fromkeys(cell.name for cell in cells))
-    lines = ["| size | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines = ["| size | " + " | ".join(names) + " | auto / best |", "|---" * (len(names) + 2) + "|"]
     for nbytes in dict.fromkeys(cell.nbytes for cell in cells):
         row = {cell.name: cell for cell in cells if cell.nbytes == nbytes}
         texts = [
             f"{cell.seconds * 1e3:.1f} ms, {row[PEER].seconds / cell.seconds:.2f}x ({cell.simulated * 1e3:.1f} ms)"
             for cell in row.values()
         ]
-        lines.append(f"| {size_text(nbytes)} | " + " | ".join(texts) + " |")
+        best = min(cell.seconds for cell in row.values() if cell.name != "auto")
+        ratio = f"{row['auto'].seconds / best:.2f}" if "auto" in row else ""
+        lines.append(f"| {size_text(nbytes)} | " + " | ".join(texts) + f" | {ratio} |")
     return "\n".join(lines)
 
 

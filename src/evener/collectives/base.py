@@ -244,6 +244,10 @@ class AllReduce(ABC):
         """As ``start_for``, for a tensor that may be moved; what an all-reduce overrides that gains by that."""
         return self.start_for(tensor, key)
 
+    def start_in(self, tensor: Tensor, segments: int, key: Key = None) -> Work:
+        """As ``start_for``, in ``segments`` parts that follow each other where it can be cut so."""
+        return self.start_for(tensor, key)
+
     @abstractmethod
     def start(self, tensor: Tensor) -> Work:
         """The one method to write: as ``__call__``, for a dense, contiguous tensor that needs no gradient."""

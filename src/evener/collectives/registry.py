@@ -35,6 +35,8 @@ from evener.runtime.hosts import all_gather, hosts_of
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 _TREE_NBYTES = 512 * 1024
+_DIRECT_RANKS = 8
+"""Up to which ``auto`` tries to send everything to everyone."""
 
 
 def _scheduled(name: str, group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
@@ -63,7 +65,7 @@ def _two_level(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
 def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
     """The fastest of shared memory, where the ranks have it, and of what the messages of a backend can do."""
     topology = Topology(hosts_of(group))
-    names = ["native", *(name for name in ("ring", "tree", "halving") if name in usable_on(topology))]
+    names = candidates(topology)
     if device_of(group).type == "cpu":
         names.append("two-level" if len(topology.hosts) > 1 else "shared-memory")
     made, refused = make_all(names, group, timeout_seconds)
@@ -74,6 +76,14 @@ def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
         unfinished.pop_all()
     chosen.note = "; ".join(f"without {name}: {reason}" for name, reason in refused.items())
     return chosen
+
+
+def candidates(topology: Topology) -> list[str]:
+    """What of messages ``auto`` measures: each algorithm where it is of use, and PyTorch's own."""
+    useless = set() if len(topology.hosts) > 1 else {"ring-tree"}  # on one host it is the ring
+    if topology.world_size > _DIRECT_RANKS:
+        useless.add("direct")
+    return ["native", *(name for name in usable_on(topology) if name not in useless)]
 
 
 def make_all(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.collectives.base import AllReduce, Done, Work
+from evener.collectives.base import AllReduce, Done, Key, Work
 from evener.collectives.choose import auto as auto_module
 from evener.collectives.choose import measure as measure_module
 from evener.collectives.choose.auto import Fastest
@@ -110,6 +110,45 @@ def words_of_auto() -> list[str]:
 def test_the_record_says_what_runs_up_to_which_size(ranks: Any) -> None:
     words = "auto: shared-memory up to 1 KiB, native above"
     assert ranks(2).run(words_of_auto) == [[words, f"{words} (without two-level: no)", "auto: native"]] * 2
+
+
+class Cut(Native):
+    """One that keeps in how many segments it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[int] = []
+
+    def start_in(self, tensor: torch.Tensor, segments: int, key: Key = None) -> Work:
+        self.ran.append(segments)
+        return super().start_in(tensor, segments, key)
+
+
+def segments_by_size() -> tuple[list[int], str]:
+    samples = (Sample("tree", 1024, 1e-4), Sample("tree", 65536, 1e-3), Sample("tree", 65536, 5e-4, 8))
+    tree = Cut()
+    with Fastest({"tree": tree}, dataclasses.replace(COSTS, samples=samples)) as auto:
+        for numel in (10, 10_000):
+            auto(torch.ones(numel)).wait()
+        return tree.ran, auto.words
+
+
+def test_auto_runs_in_the_segments_that_were_fastest_and_says_so(ranks: Any) -> None:
+    words = "auto: native up to 4 KiB, native in 8 segments above"
+    assert ranks(1).run(segments_by_size) == [([1, 8], words)]
+
+
+def ways_measured() -> list[tuple[str, int]]:
+    """On hosts that are far apart, 4 of one rank each, as a rank alone plans it."""
+    far = Network(Link(1e-5, 1e-9), Link(1e-4, 1e-8))
+    made = {"tree": Native(), "ring": Native(), "native": Native()}
+    return [(name, n) for name, n, _ in measure_module._ways(made, Topology.of_hosts([1] * 4), far, 1 << 22)]
+
+
+def test_an_algorithm_that_flows_is_measured_whole_and_in_segments(ranks: Any) -> None:
+    (ways,) = ranks(1).run(ways_measured)
+    assert [name for name, _ in ways] == ["tree", "tree", "ring", "native"]
+    assert [segments > 1 for _, segments in ways] == [False, True, False, False]
 
 
 def test_auto_needs_to_know_something_of_each(ranks: Any) -> None:

@@ -8,6 +8,7 @@ from evener.collectives.choose.cost import Link
 from evener.collectives.choose.select import (
     Costs,
     Sample,
+    best_segments,
     bucket_size,
     choose,
     exposed_seconds,
@@ -68,11 +69,22 @@ def test_large_messages_flow_through_trees_in_segments() -> None:
     assert large.seconds < whole
 
 
-def test_a_timed_algorithm_keeps_the_simulated_segments() -> None:
-    costs = Costs(UNTIMED.topology, NETWORK, (Sample("tree", 1 << 26, 123.0),))
-    choice = predict(costs, "tree", 1 << 26)
-    assert choice.seconds == pytest.approx(123.0)
-    assert choice.segments == predict(UNTIMED, "tree", 1 << 26).segments
+def test_measurement_corrects_the_simulated_segments() -> None:
+    """Those that were fastest at the nearest size, whatever the simulation says."""
+    samples = ((1 << 20, 2.0, 1), (1 << 20, 1.0, 4), (1 << 26, 80.0, 1), (1 << 26, 90.0, 32))
+    costs = Costs(UNTIMED.topology, NETWORK, tuple(Sample("tree", *each) for each in samples))
+    small, large = (predict(costs, "tree", nbytes) for nbytes in (1 << 21, 1 << 25))
+    assert (small.segments, large.segments) == (4, 1)
+    assert predict(costs, "tree", 1 << 26).seconds == pytest.approx(80.0)
+    assert Costs.from_json(costs.to_json()) == costs
+    with pytest.raises(ValueError, match="at least one segment"):
+        Sample("tree", 1, 1.0, 0)
+
+
+def test_only_what_flows_is_cut() -> None:
+    assert best_segments(UNTIMED.topology, NETWORK, "tree", 1 << 26) > 8
+    assert best_segments(UNTIMED.topology, NETWORK, "ring", 1 << 26) == 1
+    assert best_segments(UNTIMED.topology, NETWORK, "native", 1 << 26) == 1
 
 
 @pytest.mark.parametrize("topology", [Topology.flat(1), Topology.flat(4)])

@@ -20,6 +20,9 @@ def many_segments(name: str) -> None:
             tensor = torch.arange(numel, dtype=torch.float32) + dist.get_rank()
             all_reduce(tensor).wait()
             assert torch.equal(tensor, 3 * torch.arange(numel, dtype=torch.float32) + 3)
+            tensor = torch.arange(numel, dtype=torch.float32) + dist.get_rank()
+            all_reduce.start_in(tensor, 3).wait()
+            assert torch.equal(tensor, 3 * torch.arange(numel, dtype=torch.float32) + 3)
 
 
 def a_rank_that_does_not_call() -> list[str]:

@@ -33,17 +33,15 @@ class Fastest(AllReduce):
         super().__init__(group, timeout_seconds)
         self._all_reduces = dict(all_reduces)
         self.costs = costs
-        self._fastest_for: dict[int, AllReduce] = {}
+        self._choices: dict[int, Choice] = {}
         self.fastest_for(1)
 
     @property
     def words(self) -> str:
         """Which of them runs up to which size, of the sizes that are measured; the last beyond that, too."""
-        runs = [
-            (name, list(sizes)[-1]) for name, sizes in groupby(SIZES, lambda size: self.choice(size).name)
-        ]
-        borders = [f"{self._all_reduces[name].words} up to {_size_words(last)}" for name, last in runs[:-1]]
-        last = self._all_reduces[runs[-1][0]].words
+        runs = [(what, list(sizes)[-1]) for what, sizes in groupby(SIZES, self._words_for)]
+        borders = [f"{what} up to {_size_words(last)}" for what, last in runs[:-1]]
+        last = runs[-1][0]
         ranges = ", ".join([*borders, f"{last} above"]) if borders else last
         return f"auto: {ranges}" + (f" ({self.note})" if self.note else "")
 
@@ -57,14 +55,19 @@ class Fastest(AllReduce):
 
     def fastest_for(self, nbytes: int) -> AllReduce:
         """The all-reduce for tensors of ``nbytes``."""
-        found = self._fastest_for.get(nbytes)
-        if found is None:
-            found = self._fastest_for[nbytes] = self._all_reduces[self.choice(nbytes).name]
-        return found
+        return self._all_reduces[self.choice(nbytes).name]
 
     def choice(self, nbytes: int) -> Choice:
-        """The name of the all-reduce for tensors of ``nbytes``, and how long it is expected to take."""
-        return choose(self.costs, max(nbytes, 1), self._all_reduces)
+        """The all-reduce for tensors of ``nbytes``, its segments, and how long it is expected to take."""
+        found = self._choices.get(nbytes)
+        if found is None:
+            found = self._choices[nbytes] = choose(self.costs, max(nbytes, 1), self._all_reduces)
+        return found
+
+    def _words_for(self, nbytes: int) -> str:
+        choice = self.choice(nbytes)
+        cut = f" in {choice.segments} segments" if choice.segments > 1 else ""
+        return self._all_reduces[choice.name].words + cut
 
     def expected_seconds(self, nbytes: int) -> float:
         return self.choice(nbytes).seconds
@@ -73,10 +76,13 @@ class Fastest(AllReduce):
         return self.start_for(tensor, None)
 
     def start_for(self, tensor: Tensor, key: Key) -> Work:
-        return self.fastest_for(tensor.nbytes).start_for(tensor, key)
+        choice = self.choice(tensor.nbytes)
+        return self._all_reduces[choice.name].start_in(tensor, choice.segments, key)
 
     def start_lasting(self, tensor: Tensor, key: Key) -> Work:
-        return self.fastest_for(tensor.nbytes).start_lasting(tensor, key)
+        choice = self.choice(tensor.nbytes)
+        chosen = self._all_reduces[choice.name]
+        return chosen.start_lasting(tensor, key) if choice.segments == 1 else self.start_for(tensor, key)
 
     def close(self) -> None:
         for each in self._all_reduces.values():

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from platformdirs import user_cache_path
 from torch import Tensor
 
-from evener.collectives.base import AllReduce
+from evener.collectives.base import AllReduce, Work
 from evener.collectives.choose.cost import Link
-from evener.collectives.choose.select import Costs, Sample
+from evener.collectives.choose.select import Costs, Sample, best_segments
 from evener.collectives.choose.simulate import Network
 from evener.collectives.execute.messages import Messages
 from evener.collectives.schedules.schedule import Topology
@@ -33,6 +34,8 @@ from evener.records import write_json
 from evener.runtime.environment import usable_cores
 from evener.runtime.hosts import all_gather, host_identity, hosts_of
 
+Sum = Callable[[Tensor], Work]
+"""An all-reduce, or one in so many segments."""
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))
 """1 KiB to 64 MiB."""
 _SMALL_NBYTES, _LARGE_NBYTES = 1024, 4 << 20
@@ -65,24 +68,39 @@ def rank_zeros(costs: Costs | None, group: dist.ProcessGroup) -> Costs | None:
 def measure(all_reduces: Mapping[str, AllReduce], topology: Topology, group: dist.ProcessGroup) -> Costs:
     """Times every all-reduce at every size of ``SIZES``, in turn, so that a disturbance meets all; some seconds.
 
+    An algorithm that can be cut runs whole, and in the segments that are simulated to be best over the measured links.
+
     The best round counts: what is measured once is used for long, and another program that was running then can only
     have made it slower.
 
     On slow links it ends with the size at which bandwidth is plainly all: the time of larger ones follows from theirs.
     """
     device = device_of(group)
+    network: Network = all_gather(measure_network(topology, group), group)[0]
     samples = []
     for nbytes in SIZES:
         buffer = torch.zeros(nbytes // 4, device=device)
-        seconds = time_in_turn(list(all_reduces.values()), buffer, group, of_rounds=min)
-        samples += [Sample(n, nbytes, s) for n, s in zip(all_reduces, seconds, strict=True)]
+        ways = _ways(all_reduces, topology, network, nbytes)
+        seconds = time_in_turn([way for _, _, way in ways], buffer, group, of_rounds=min)
+        samples += [Sample(n, nbytes, s, k) for (n, k, _), s in zip(ways, seconds, strict=True)]
         if sum(seconds) > _ENOUGH_SECONDS:
             break
-    return Costs(topology, measure_network(topology, group), tuple(samples))
+    return Costs(topology, network, tuple(samples))
+
+
+def _ways(
+    all_reduces: Mapping[str, AllReduce], topology: Topology, network: Network, nbytes: int
+) -> list[tuple[str, int, Sum]]:
+    """Each all-reduce in one segment, and in those that are simulated to be best."""
+    return [
+        (name, segments, partial(each.start_in, segments=segments))
+        for name, each in all_reduces.items()
+        for segments in sorted({1, best_segments(topology, network, name, nbytes)})
+    ]
 
 
 def time_in_turn(
-    all_reduces: Sequence[AllReduce],
+    all_reduces: Sequence[Sum],
     buffer: Tensor,
     group: dist.ProcessGroup,
     budget_seconds: float = _BUDGET_SECONDS,
@@ -104,7 +122,7 @@ def _all_gather_max(values: list[float], group: dist.ProcessGroup) -> list[float
     return [max(of_ranks) for of_ranks in zip(*all_gather(values, group), strict=True)]
 
 
-def _seconds(all_reduce: AllReduce, buffer: Tensor, calls: int) -> float:
+def _seconds(all_reduce: Sum, buffer: Tensor, calls: int) -> float:
     """Of one of ``calls`` in a row, after a first that also waits for ranks that are late from what was before."""
     _call(all_reduce, buffer)
     start = time.perf_counter()
@@ -113,7 +131,7 @@ def _seconds(all_reduce: AllReduce, buffer: Tensor, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _call(all_reduce: AllReduce, buffer: Tensor) -> None:
+def _call(all_reduce: Sum, buffer: Tensor) -> None:
     all_reduce(buffer).wait()
     accelerators.synchronize(buffer.device)
 
@@ -202,7 +220,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def cache_path(topology: Topology, names: Sequence[str], group: dist.ProcessGroup) -> Path:
     """Where the measurements of this topology with these names are kept. A collective call."""
     hosts = all_gather((host_identity()[0], usable_cores(), torch.get_num_threads()), group)
-    what = [topology.hosts, hosts, sorted(names), SIZES, str(dist.get_backend(group))]
+    what = ["in segments", topology.hosts, hosts, sorted(names), SIZES, str(dist.get_backend(group))]
     key = json.dumps([*what, torch.__version__, platform.python_version(), platform.machine()])
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     return user_cache_path("evener") / "collectives" / f"{name}.json"

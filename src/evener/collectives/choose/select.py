@@ -36,10 +36,12 @@ class Sample:
     name: str
     nbytes: int
     seconds: float
+    segments: int = 1
+    """In so many it ran."""
 
     def __post_init__(self) -> None:
-        if self.nbytes <= 0 or not 0 < self.seconds < math.inf:
-            raise ValueError(f"a sample needs a positive size and time, got {self}")
+        if self.nbytes <= 0 or not 0 < self.seconds < math.inf or self.segments < 1:
+            raise ValueError(f"a sample needs a positive size and time, and at least one segment, got {self}")
 
 
 @dataclass(frozen=True)
@@ -110,19 +112,29 @@ def choose(costs: Costs, nbytes: int, names: Iterable[str] | None = None) -> Cho
 def predict(costs: Costs, name: str, nbytes: int) -> Choice:
     """What the implementation ``name`` takes for ``nbytes``: from its samples if there are any, else simulated.
 
+    The number of segments is the fastest that was measured at the nearest size, or where none was the simulated one.
+
     Raises:
         ValueError: If the name is neither an algorithm nor timed.
     """
-    samples = [(sample.nbytes, sample.seconds) for sample in costs.samples if sample.name == name]
+    samples = [sample for sample in costs.samples if sample.name == name]
     if name not in ALGORITHMS and not samples:
         known = sorted({*ALGORITHMS, *(sample.name for sample in costs.samples)})
         raise ValueError(f"nothing is known of an all-reduce named {name!r}; known are {', '.join(known)}")
     if nbytes <= 0 or costs.topology.world_size == 1:
         return Choice(name, 0.0)
-    choice = (
-        _simulated(costs.topology, costs.network, name, nbytes) if name in ALGORITHMS else Choice(name, 0.0)
-    )
-    return Choice(name, interpolate(samples, nbytes), choice.segments) if samples else choice
+    if not samples:
+        return _simulated(costs.topology, costs.network, name, nbytes)
+    nearest = min(samples, key=lambda each: (abs(math.log(each.nbytes / nbytes)), each.seconds))
+    seconds = interpolate([(each.nbytes, each.seconds) for each in samples], nbytes)
+    return Choice(name, seconds, nearest.segments)
+
+
+def best_segments(topology: Topology, network: Network, name: str, nbytes: int) -> int:
+    """In how many segments ``name`` is simulated to be fastest; 1 for what is no algorithm."""
+    if name not in ALGORITHMS or topology.world_size == 1:
+        return 1
+    return _simulated(topology, network, name, nbytes).segments
 
 
 @lru_cache(maxsize=4096)

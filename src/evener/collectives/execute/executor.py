@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from evener.collectives.base import AllReduce, Done, Promised, Work
+from evener.collectives.base import AllReduce, Done, Key, Promised, Work
 from evener.collectives.execute.messages import Messages
 from evener.collectives.execute.program import Program, Range, Turn, compile_program
 from evener.collectives.execute.worker import Worker
-from evener.collectives.schedules.schedule import Algorithm, Topology
+from evener.collectives.schedules.schedule import Algorithm, Schedule, Topology
 from evener.errors import EvenerError
 from evener.runtime.hosts import hosts_of
 from evener.runtime.watchdog import TIMEOUT_SECONDS
@@ -65,27 +65,32 @@ class Scheduled(AllReduce):
     ) -> None:
         super().__init__(group, timeout_seconds)
         self.name = name
-        self._schedule = algorithm(topology or Topology(hosts_of(self.group)))
+        self._algorithm, self._topology = algorithm, topology or Topology(hosts_of(self.group))
+        self._schedules: dict[int, Schedule] = {1: algorithm(self._topology)}
         self._segment_nbytes = segment_nbytes
         self._messages = Messages(self.group, timeout_seconds)
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[tuple[int, int], Program] = {}
         self._worker = Worker(f"evener all-reduce {name}")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._spare: list[Tensor] = []
         self._failure: EvenerError | None = None
 
     def start(self, tensor: Tensor) -> Work:
+        return self.start_in(tensor, 1)
+
+    def start_in(self, tensor: Tensor, segments: int, key: Key = None) -> Work:
+        """As ``start``, with the schedule of ``segments``; with 1 the buffer is cut by bytes, as it was made to be."""
         if self.world_size == 1 or not tensor.numel():
             return Done(tensor)
         if tensor.is_cuda:
-            return Promised(self._on_stream(tensor))
-        return Promised(self._worker.submit(lambda: self._run(tensor)))
+            return Promised(self._on_stream(tensor, segments))
+        return Promised(self._worker.submit(lambda: self._run(tensor, segments)))
 
     def close(self) -> None:
         self._worker.close()
         self._messages.close()
 
-    def _on_stream(self, tensor: Tensor) -> Future[Tensor]:
+    def _on_stream(self, tensor: Tensor, segments: int) -> Future[Tensor]:
         """Only queues work: the future is done for the host at once, and for a stream when ours gets there."""
         device = tensor.device
         if device not in self._streams:
@@ -95,32 +100,33 @@ class Scheduled(AllReduce):
         tensor.record_stream(stream)
         future: Future[Tensor] = Future(devices=[device])
         with torch.cuda.stream(stream):
-            future.set_result(self._run(tensor))
+            future.set_result(self._run(tensor, segments))
         return future
 
-    def _run(self, tensor: Tensor) -> Tensor:
+    def _run(self, tensor: Tensor, segments: int) -> Tensor:
         if self._failure is not None:
             raise self._failure
         try:
-            self._run_segments(tensor.view(-1))
+            self._run_segments(tensor.view(-1), segments)
         except RuntimeError as error:
             self._failure = self.roll_call.explain(error)
             raise self._failure from error
         return tensor
 
-    def _run_segments(self, flat: Tensor) -> None:
+    def _run_segments(self, flat: Tensor, segments: int) -> None:
         """Takes each of the segments in flight one turn further, again and again, until all are done."""
-        parts = torch.split(flat, max(1, self._segment_nbytes // flat.element_size()))
-        waiting = [self._segment(part, tag) for tag, part in enumerate(parts)]
+        nbytes = self._segment_nbytes if segments == 1 else SEGMENT_NBYTES
+        parts = torch.split(flat, max(1, nbytes // flat.element_size()))
+        waiting = [self._segment(part, tag, segments) for tag, part in enumerate(parts)]
         flying: list[Iterator[None]] = []
         while waiting or flying:
             joining = _IN_FLIGHT - len(flying)
             flying, waiting = [*flying, *waiting[:joining]], waiting[joining:]
             flying = [segment for segment in flying if _advance(segment)]
 
-    def _segment(self, part: Tensor, tag: int) -> Iterator[None]:
+    def _segment(self, part: Tensor, tag: int, segments: int) -> Iterator[None]:
         """Runs the program on ``part``, and yields wherever messages are on their way."""
-        program = self._program(part.numel())
+        program = self._program(part.numel(), segments)
         scratch = self._borrow(program.scratch, part)
         pending: Pending = []
         for turn in program.turns:
@@ -156,12 +162,15 @@ class Scheduled(AllReduce):
         del self._spare[:-_IN_FLIGHT]
         return like.new_empty(numel)
 
-    def _program(self, numel: int) -> Program:
-        program = self._programs.get(numel)
+    def _program(self, numel: int, segments: int) -> Program:
+        program = self._programs.get((numel, segments))
         if program is None:
             if len(self._programs) == _PROGRAMS:
                 self._programs.clear()
-            program = self._programs[numel] = compile_program(self._schedule, self.rank, numel)
+            if segments not in self._schedules:
+                self._schedules[segments] = self._algorithm(self._topology, segments)
+            program = compile_program(self._schedules[segments], self.rank, numel)
+            self._programs[numel, segments] = program
         return program
 
 
