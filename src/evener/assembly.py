@@ -12,7 +12,7 @@ from evener.balance.emulate import Throttle
 from evener.balance.registry import BALANCERS, fixed_weights, make_balancer
 from evener.balance.shares import parse_caps
 from evener.budgets import Recompute
-from evener.collectives.registry import COMPRESSIONS, find
+from evener.collectives.registry import check_compression, find
 from evener.config import AUTO, RunConfig
 from evener.errors import ConfigurationError
 from evener.offload import Offload
@@ -179,9 +179,7 @@ def check_division(config: RunConfig, world_size: int) -> None:
     degree = strategy.layout(world_size, settings).data_axis(0).degree
     if config.allreduce is not None:
         find(config.allreduce)
-    if config.compress not in (None, "powersgd", *COMPRESSIONS):
-        raise ConfigurationError(
-            f"there is no compression {config.compress!r}; there are {', '.join([*COMPRESSIONS, 'powersgd'])}"
-        )
+    if config.compress is not None:
+        check_compression(config.compress, config.allreduce, others=["powersgd"])
     if settings.weights is None:
         make_balancer(config.balance, degree, caps=parse_caps(config.caps, degree), quantum=config.quantum)

@@ -156,7 +156,10 @@ class RunConfig:
         choices=("majority", "rank0"),
     )
     compress: str | None = option(
-        None, "send gradients in fewer bits: fp16, bf16, int8, top-k, powersgd; not exact", metavar="NAME"
+        None,
+        "send gradients in fewer bits: fp16, bf16, int8, fp8, top-k, powersgd; between hosts alone with -between "
+        "(int8-between); not exact",
+        metavar="NAME",
     )
     bucket_mb: float | None = option(
         None,

@@ -9,7 +9,10 @@ from evener.budgets import Recompute
 from evener.errors import ConfigurationError
 from evener.offload import Offload
 
-REMEMBERING = ("int8", "top-k", "powersgd")
+REMEMBERING = (
+    *("int8", "fp8", "top-k", "powersgd"),
+    *("int8-between", "fp8-between", "top-k-between"),
+)
 """Compressions that keep what they did not send."""
 GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that make CUDA graphs."""

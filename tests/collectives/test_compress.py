@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.collectives.base import key_of
-from evener.collectives.compress import Feedback, Int8, TopK
-from evener.collectives.registry import COMPRESSIONS, make
+from evener.collectives.base import Piece, key_of
+from evener.collectives.compress import Feedback, Int8, TopK, decode, encode
+from evener.collectives.registry import COMPRESSIONS, check_compression, make
+from evener.collectives.shared_memory import two_level as two_level_module
 from evener.collectives.shared_memory.all_reduce import SharedMemory
 from evener.errors import ConfigurationError
 
@@ -50,7 +51,7 @@ def passes_integers_through() -> None:
 
 
 def infinity_stays_seen() -> None:
-    for compression in ("fp16", "int8"):
+    for compression in ("fp16", "int8", "fp8"):
         with make("shared-memory", timeout_seconds=20, compression=compression) as all_reduce:
             tensor = torch.ones(4)
             if dist.get_rank() == 1:
@@ -74,7 +75,13 @@ def refuses_a_bad_ratio() -> None:
         TopK(inner, ratio=1.5)
 
 
-BOUNDS = {"fp16": (1e-3, 1e-3), "bf16": (1e-2, 1e-2), "int8": (0.03, 3e-3), "top-k": (1.0, 0.6)}
+BOUNDS = {
+    "fp16": (1e-3, 1e-3),
+    "bf16": (1e-2, 1e-2),
+    "int8": (0.03, 3e-3),
+    "fp8": (0.1, 1e-2),
+    "top-k": (1.0, 0.6),
+}
 
 
 @pytest.mark.parametrize("inner", ["shared-memory", "ring"])
@@ -91,7 +98,7 @@ def test_same_bits_and_small_errors(ranks: Any, compression: str, inner: str) ->
 
 def test_what_is_left_out_is_sent_later(ranks: Any) -> None:
     """Error feedback: the mean of equal steps comes closer to the sum the more there are."""
-    for compression in ("int8", "top-k"):
+    for compression in ("int8", "fp8", "top-k"):
         _, _, after_few = ranks(2).run(compressed, compression, "shared-memory", 4)[0]
         _, _, after_many = ranks(2).run(compressed, compression, "shared-memory", 400)[0]
         assert after_many < after_few / 5
@@ -184,3 +191,75 @@ def test_what_belongs_to_parameters_goes_with_them() -> None:
     assert left_of(feedback, key_of([torch.zeros(4)])) == 0
     assert len(feedback) == 2
     assert left_of(feedback, key_of([stays])) == 1
+
+
+def test_fp8_holds_what_it_can() -> None:
+    """All its numbers times a power of two survive; 448 is the largest, and zeros stay zeros."""
+    levels = torch.tensor([448.0, -416.0, 1.0, 0.0, 2.0**-6]).repeat(52)[:256][None]
+    blocks = torch.cat([levels, levels * 2.0**20, torch.zeros(1, 256)])
+    assert encode(blocks).shape == (3, 260)
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(decode(encode(blocks.to(dtype)), dtype), blocks.to(dtype))
+
+
+def test_pieces_of_a_tensor_are_remembered_side_by_side() -> None:
+    """And forgotten together when their parameters are in another tensor."""
+    feedback = Feedback()
+    first, second = (Piece(("a", "b"), place) for place in (0, 1))
+    feedback.of(torch.ones(3), first).fill_(1.0)
+    feedback.of(torch.ones(2), second).fill_(2.0)
+    assert feedback.of(torch.ones(3), first).tolist() == [1.0] * 3
+    assert feedback.of(torch.ones(2), second).tolist() == [2.0] * 2
+    feedback.of(torch.ones(1), Piece(("b", "c"), 0))
+    assert len(feedback) == 1
+
+
+TWO_HOSTS = ((0, 1), (2, 3))
+
+
+def between_hosts(compression: str, hosts: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+    """The first error and that of the mean of some steps, to the largest; bits; words; whether it is exact."""
+    mine = terms(3001)[dist.get_rank()]
+    expected = torch.stack(terms(3001)).double().sum(0)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_level_module, "hosts_of", lambda group: hosts)
+        patch.setattr(two_level_module, "_PART_NBYTES", 4096)
+        with make(timeout_seconds=20, compression=compression) as all_reduce:
+            for _ in range(12):
+                tensor = mine.clone()
+                all_reduce(tensor, "a").wait()
+                results.append(tensor)
+            words, exact = all_reduce.words, all_reduce.exact
+    scale = expected.abs().max()
+    mean = torch.stack(results).double().mean(0)
+    errors = [float((each - expected).abs().max() / scale) for each in (results[0], mean)]
+    return *errors, torch.stack(results).numpy().tobytes(), words, exact
+
+
+@pytest.mark.parametrize("compression", ["int8-between", "fp8-between"])
+def test_between_hosts_alone(ranks: Any, compression: str) -> None:
+    """Non-leaders know that it is not exact, and what is lost of each part of the buffer is sent later."""
+    of_ranks = ranks(4).run(between_hosts, compression, TWO_HOSTS)
+    kind = compression.removesuffix("-between")
+    for first, mean, bits, words, exact in of_ranks:
+        assert 1e-5 < first < BOUNDS[kind][0]
+        assert mean < first / 3
+        assert bits == of_ranks[0][2]
+        assert words == f"two-level (between hosts ring, compressed: {kind}, inside all shared-memory)"
+        assert not exact
+
+
+def test_between_hosts_nothing_is_lost_on_one(ranks: Any) -> None:
+    for first, _, _, words, exact in ranks(2).run(between_hosts, "int8-between", ((0, 1),)):
+        assert first < 1e-6
+        assert exact
+        assert words == "two-level (on one host, inside all shared-memory)"
+
+
+def test_only_two_level_has_something_between_hosts() -> None:
+    with pytest.raises(
+        ConfigurationError, match="'ring' has no such part: leave --allreduce out, or use 'int8'"
+    ):
+        check_compression("int8-between", "ring")
+    check_compression("int8-between", "two-level")

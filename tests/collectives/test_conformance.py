@@ -11,10 +11,10 @@ import torch.distributed as dist
 from evener.collectives.base import AllReduce
 from evener.collectives.choose.auto import Fastest
 from evener.collectives.native import Native
-from evener.collectives.registry import ALL_REDUCES, COMPRESSIONS, make
+from evener.collectives.registry import ALL_REDUCES, COMPRESSIONS, default, make
 from evener.collectives.shared_memory import two_level as two_level_module
 from evener.collectives.shared_memory.all_reduce import SharedMemory
-from evener.collectives.shared_memory.two_level import TwoLevel, two_level
+from evener.collectives.shared_memory.two_level import MakeAllReduce, TwoLevel, two_level
 from evener.testing import check_all_reduce
 from tests.collectives.choose.test_auto import COSTS
 
@@ -30,7 +30,26 @@ def hosts_of_unequal_size(group: dist.ProcessGroup, timeout_seconds: float) -> T
     """Rank 0 alone and the others together, as no test machine has them."""
     others = tuple(range(1, dist.get_world_size(group)))
     hosts = ((0,), others) if others else ((0,),)
-    return two_level(ALL_REDUCES["ring"], group, timeout_seconds, hosts)
+    return two_level(ALL_REDUCES["ring"], default, group, timeout_seconds, hosts)
+
+
+def hosts_that_differ(first: MakeAllReduce, second: MakeAllReduce) -> MakeAllReduce:
+    """A host of two ranks that add up by ``first``, and one of the others, by ``second``."""
+
+    def make_them(group: dist.ProcessGroup, timeout_seconds: float) -> TwoLevel:
+        others = tuple(range(2, dist.get_world_size(group)))
+        hosts = ((0, 1), others) if others else (tuple(range(dist.get_world_size(group))),)
+        inner = first if dist.get_rank(group) < 2 else second
+        return two_level(ALL_REDUCES["ring"], inner, group, timeout_seconds, hosts)
+
+    return make_them
+
+
+def one_host_on_a_device(group: dist.ProcessGroup, timeout_seconds: float) -> TwoLevel:
+    """The tensors of the second host count as those of a device, which its leader copies to host memory and back."""
+    if dist.get_rank() > 0:
+        two_level_module._in_host_memory = lambda tensor: False
+    return hosts_of_unequal_size(group, timeout_seconds)
 
 
 def chosen_by_size(group: dist.ProcessGroup, timeout_seconds: float) -> Fastest:
@@ -48,6 +67,28 @@ def test_every_all_reduce_keeps_its_promises(ranks: Any, name: str, world_size: 
 
 def test_two_level_over_hosts_of_unequal_size(ranks: Any) -> None:
     ranks(3).run(check_all_reduce, hosts_of_unequal_size, timeout_seconds=20, missing_rank=False)
+
+
+def test_hosts_that_differ_inside(ranks: Any) -> None:
+    makes = hosts_that_differ(SharedMemory, ALL_REDUCES["ring"])
+    ranks(4).run(check_all_reduce, makes, timeout_seconds=20, missing_rank=False)
+
+
+def test_hosts_of_unequal_size_that_differ_inside(ranks: Any) -> None:
+    """Of two ranks on gloo's own all-reduce, and of one."""
+    makes = hosts_that_differ(Native, SharedMemory)
+    ranks(3).run(check_all_reduce, makes, dtypes=[torch.float32], timeout_seconds=20, missing_rank=False)
+
+
+def staged() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_level_module, "_in_host_memory", two_level_module._in_host_memory)  # put back
+        check_all_reduce(one_host_on_a_device, dtypes=[torch.float32], timeout_seconds=20, missing_rank=False)
+
+
+def test_a_leader_moves_its_sum_through_host_memory(ranks: Any) -> None:
+    """A stand-in: CPU tensors that count as those of a device."""
+    ranks(3).run(staged)
 
 
 def test_a_choice_by_size(ranks: Any) -> None:

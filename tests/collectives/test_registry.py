@@ -16,6 +16,7 @@ from evener.collectives.execute.subgroup import subgroup
 from evener.collectives.native import Native, nccl_algorithm
 from evener.collectives.registry import ALL_REDUCES, make
 from evener.collectives.schedules.schedule import Topology
+from evener.collectives.shared_memory.two_level import two_level
 from evener.errors import ConfigurationError
 from evener.runtime.hosts import destroy, hosts_of
 
@@ -46,11 +47,25 @@ def without_shared_memory(name: str | None, cache: str) -> tuple[str, list[float
 
 
 def two_hosts_of_which_one_cannot(name: str) -> str:
-    """Rank 0 is alone on its host and needs no memory; it must not wait for leaders that never come."""
+    """Rank 0 is alone on its host and needs no memory; on the other host rank 1 cannot share any."""
     with rank_1_on_another_machine(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("evener.collectives.shared_memory.two_level.hosts_of", lambda group: ((0,), (1, 2)))
-        with pytest.raises(ConfigurationError) as raised:
-            make(name, timeout_seconds=10)
+        with make(name, timeout_seconds=10) as all_reduce:
+            tensor = torch.ones(3)
+            all_reduce(tensor).wait()
+            assert tensor.tolist() == [3.0] * 3
+            return all_reduce.words
+
+
+def one_host_has_nothing() -> str:
+    """Rank 0 must not wait for leaders that never come."""
+
+    def refused(group: dist.ProcessGroup, timeout_seconds: float) -> Native:
+        raise ConfigurationError("rank 1 has none")
+
+    inner = registry.default if dist.get_rank() == 0 else refused
+    with pytest.raises(ConfigurationError) as raised:
+        two_level(ALL_REDUCES["ring"], inner, timeout_seconds=10, hosts=((0,), (1, 2)))
     return str(raised.value)
 
 
@@ -106,9 +121,16 @@ def test_auto_goes_without_shared_memory_where_processes_are_closed(ranks: Any, 
         assert "rank 1 cannot see the memory of rank 0 ([Errno 13] Permission denied)" in words
 
 
+def test_each_host_sums_inside_as_it_can(ranks: Any) -> None:
+    for words in ranks(3).run(two_hosts_of_which_one_cannot, "two-level"):
+        assert words.startswith(
+            "two-level (between hosts ring, inside 1 of 2 shared-memory, inside 1 of 2 native"
+        )
+        assert "rank 1 runs on Linux aarch64" in words
+
+
 def test_two_level_is_refused_on_all_hosts_alike(ranks: Any) -> None:
-    for message in ranks(3).run(two_hosts_of_which_one_cannot, "two-level"):
-        assert "rank 1 runs on Linux aarch64" in message
+    assert ranks(3).run(one_host_has_nothing) == ["rank 1 has none"] * 3
 
 
 def test_an_all_reduce_that_one_rank_cannot_make_is_closed_on_the_others(ranks: Any) -> None:
@@ -162,8 +184,8 @@ def test_what_is_made_half_way_is_given_back(ranks: Any, tmp_path: Path) -> None
             half_way((registry, "measured", fail), "auto"),
             half_way(("evener.collectives.choose.measure._link", fail), "auto"),
             half_way((registry, "ALL_REDUCES", {**with_kept, "ring": fail}), "auto"),
-            half_way((registry, "Scheduled", fail), "two-level"),
-            half_way(("evener.collectives.shared_memory.two_level.SharedMemory", fail), "two-level"),
+            half_way(("evener.collectives.shared_memory.two_level.Told.of", fail), "two-level"),
+            half_way((registry, "SharedMemory", fail), "two-level"),
         ]
 
     kept = (["native"], 0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,13 @@ Key = Hashable
 The same in every call for one tensor, another for every other. A tuple names the parts of a tensor, each of which is
 remembered as a part of one tensor at most: other buckets of the same parameters take the place of the former ones.
 """
+
+
+class Piece(NamedTuple):
+    """The key of a piece of a tensor that is summed in pieces."""
+
+    whole: Key
+    place: int
 
 
 def key_of(tensors: Iterable[Tensor]) -> tuple[Key, ...]:
@@ -251,6 +258,19 @@ class AllReduce(ABC):
     @abstractmethod
     def start(self, tensor: Tensor) -> Work:
         """The one method to write: as ``__call__``, for a dense, contiguous tensor that needs no gradient."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copies a dense, contiguous ``tensor`` of rank ``source`` (counted in the group) to all others, after the sums
+        that were waited for. On a GPU it is queued on the current stream.
+
+        Raises:
+            RankTimeoutError, RankError: As `Work.wait`.
+        """
+        flat = tensor.view(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
+        try:
+            dist.broadcast(flat, group=self.group, group_src=source)
+        except RuntimeError as error:
+            raise self.roll_call.explain(error) from error
 
     def close(self) -> None:  # noqa: B027 (most own nothing)
         """Gives back what the all-reduce owns; closing twice does nothing."""

@@ -21,7 +21,7 @@ from evener.calling import called_with
 from evener.collectives.base import AllReduce
 from evener.collectives.choose.auto import measured
 from evener.collectives.choose.measure import device_of
-from evener.collectives.compress import Half, Int8, TopK
+from evener.collectives.compress import Fp8, Half, Int8, TopK
 from evener.collectives.execute.executor import SEGMENT_NBYTES, Scheduled
 from evener.collectives.native import Native
 from evener.collectives.owners import NativeOwners, Owners
@@ -58,8 +58,16 @@ def tree_segment_nbytes(topology: Topology) -> int:
     return _TREE_NBYTES * ranks_per_host if len(topology.hosts) > 1 else SEGMENT_NBYTES
 
 
-def _two_level(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
-    return two_level(partial(_scheduled, "ring"), group, timeout_seconds)
+def _two_level(
+    group: dist.ProcessGroup, timeout_seconds: float, wrap: Callable[[AllReduce], AllReduce] | None = None
+) -> AllReduce:
+    """Each host takes inside what is its default; ``wrap`` compresses what goes between hosts."""
+
+    def between(leaders: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
+        ring = _scheduled("ring", leaders, timeout_seconds)
+        return wrap(ring) if wrap else ring
+
+    return two_level(between, default, group, timeout_seconds)
 
 
 def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
@@ -128,9 +136,15 @@ COMPRESSIONS: Mapping[str, Callable[[AllReduce], AllReduce]] = MappingProxyType(
         "fp16": lambda inner: Half(inner, torch.float16),
         "bf16": lambda inner: Half(inner, torch.bfloat16),
         "int8": Int8,
+        "fp8": Fp8,
         "top-k": TopK,
     }
 )
+
+BETWEEN_HOSTS: Mapping[str, Callable[[AllReduce], AllReduce]] = MappingProxyType(
+    {f"{name}-between": wrap for name, wrap in COMPRESSIONS.items()}
+)
+"""Of what goes between hosts alone: the sum inside a host is exact."""
 
 
 @dataclass(frozen=True)
@@ -159,17 +173,39 @@ def make(
     """
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
-    if compression is not None and compression not in COMPRESSIONS:
-        raise ConfigurationError(
-            f"there is no compression {compression!r}; there are {', '.join(COMPRESSIONS)}"
-        )
+    if compression is not None:
+        check_compression(compression, name)
     substitute = SUBSTITUTES.get(dist.get_backend(whole))
     with ExitStack() as unfinished:
         one = partial(substitute.all_reduce, name) if substitute else find(name) if name else default
+        between = BETWEEN_HOSTS.get(compression or "")
+        if between and not substitute:
+            one = partial(_two_level, wrap=between)
         made = unfinished.enter_context(one(whole, timeout_seconds))
-        finished = COMPRESSIONS[compression](made) if compression else made
+        finished = COMPRESSIONS[compression](made) if compression and not between else made
         unfinished.pop_all()
     return finished
+
+
+def check_compression(compression: str, name: str | None = None, others: Iterable[str] = ()) -> None:
+    """Whether there is that compression for the all-reduce ``name``, the default one if None.
+
+    Args:
+        compression: Its name.
+        name: Of the all-reduce.
+        others: Compressions that there are besides.
+
+    Raises:
+        ConfigurationError: There is none of that name, or it is none of that all-reduce.
+    """
+    known = (*COMPRESSIONS, *BETWEEN_HOSTS, *others)
+    if compression not in known:
+        raise ConfigurationError(f"there is no compression {compression!r}; there are {', '.join(known)}")
+    if compression in BETWEEN_HOSTS and name not in (None, "two-level"):
+        raise ConfigurationError(
+            f"compression {compression!r} is of what goes between hosts in the all-reduce 'two-level', and {name!r} "
+            f"has no such part: leave --allreduce out, or use {compression.removesuffix('-between')!r}"
+        )
 
 
 def find(name: str) -> MakeAllReduce:

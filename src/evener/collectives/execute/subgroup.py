@@ -19,9 +19,11 @@ from evener.runtime.hosts import all_gather
 
 
 def subgroup(
-    parent: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float
+    parent: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A group of the same backend of the ``members`` (ranks in ``parent``, ascending); None on a rank of no member.
+    """A group of the ``members`` (ranks in ``parent``, ascending); None on a rank of no member.
+
+    Its ``backend`` is that of ``parent`` if None.
 
     A collective call of the ranks of ``parent``, which may name different members if those do not overlap.
     """
@@ -29,7 +31,7 @@ def subgroup(
     world = dist.get_process_group_ranks(parent)
     ranks = [world[member] for member in members]
     is_member = dist.get_rank(parent) in members
-    backend, timeout = dist.get_backend_config(parent), timedelta(seconds=timeout_seconds)
+    backend, timeout = backend or dist.get_backend_config(parent), timedelta(seconds=timeout_seconds)
     made = named_group(f"evener_{token}", ranks, backend, timeout) if is_member else None
     all_gather(
         None, parent
