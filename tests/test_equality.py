@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from evener.config import RunConfig
 from evener.engine import Engine
-from evener.equality import check_equal
+from evener.equality import check_equal, warn_of_builds
 from evener.errors import ConfigurationError
 from tests import tasks
 
@@ -215,3 +215,14 @@ def test_many_ranks_are_told_in_short() -> None:
     with pytest.raises(ConfigurationError, match=r"x is 1 on ranks 0, 1, 2, 3, \.\.\., 2 on rank 50"):
         check_equal(facts)
     check_equal(facts[:50])
+
+
+def test_builds_of_torch_may_differ_and_versions_may_not() -> None:
+    """Hosts of different kinds have each their own build."""
+    with pytest.warns(
+        UserWarning, match=r"builds of torch: 2\.13\.0\+cpu on rank 0, 2\.13\.0\+cu130 on rank 1"
+    ):
+        warn_of_builds([("3.11.7", "2.13.0+cpu"), ("3.11.7", "2.13.0+cu130")])
+    with pytest.warns(UserWarning, match=r"versions of Python: 3\.11\.7 on rank 0, 3\.12\.1 on rank 1"):
+        warn_of_builds([("3.11.7", "2.13.0+cpu"), ("3.12.1", "2.13.0+cpu")])
+    warn_of_builds([("3.11.7", "2.13.0+cpu")] * 2)

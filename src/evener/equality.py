@@ -44,7 +44,7 @@ def facts_of(task: Task, config: RunConfig, model: nn.Module, backend: str = "")
     settings = {name: value for name, value in config.as_dict().items() if name not in _OWN}
     return {
         **{f"setting {name}": value for name, value in settings.items()},
-        "the version of torch": torch.__version__,
+        "the version of torch": torch.__version__.partition("+")[0],
         "the backend": backend,
         "Task.batch_size": task.batch_size,
         "Task.epochs": task.epochs,
@@ -90,16 +90,28 @@ def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.M
         check_equal([{**fact, _FORM: 0} for fact in facts])
         if len({fact[_FORM] for fact in facts}) > 1:
             check_forms(session.control.gather_objects(form_of(model)))
-        _warn_of_python(session)
+        builds = session.control.gather_objects((platform.python_version(), torch.__version__))
+        if session.rank == 0:
+            warn_of_builds(builds)
 
     return agree
 
 
-def _warn_of_python(session: Session) -> None:
-    """It may well go together, and not what is pickled by one and read by another."""
-    found = session.control.gather_objects(platform.python_version())
-    if len(set(found)) > 1 and session.rank == 0:
-        warnings.warn(f"the ranks run different versions of Python: {_listed(found)}", stacklevel=2)
+def warn_of_builds(builds: Sequence[tuple[str, str]]) -> None:
+    """Of versions of Python and builds of torch, as each rank has them, that differ: they may well go together.
+
+    What one version of Python pickled another may not read. Builds of torch (``2.13.0+cpu``, ``2.13.0+cu130``) have
+    kernels of their own: hosts of different kinds need that, and a sum does not care who rounded its terms.
+    """
+    pythons, torches = ([str(each) for each in column] for column in zip(*builds, strict=True))
+    if len(set(pythons)) > 1:
+        warnings.warn(f"the ranks run different versions of Python: {_listed(pythons)}", stacklevel=2)
+    if len(set(torches)) > 1:
+        warnings.warn(
+            f"the ranks run different builds of torch: {_listed(torches)}. All hold the same weights all the same; but "
+            "what a rank computes may be rounded otherwise, so that a run with other shares has other last bits",
+            stacklevel=2,
+        )
 
 
 def check_forms(forms: Sequence[Sequence[str]]) -> None:

@@ -15,7 +15,7 @@ from evener.collectives.choose import measure as measure_module
 from evener.collectives.choose.auto import Fastest
 from evener.collectives.choose.bench import Row, bench, bus_factor, table
 from evener.collectives.choose.cost import Link
-from evener.collectives.choose.measure import load, measured_costs, save
+from evener.collectives.choose.measure import load, measured_costs, playoff, save
 from evener.collectives.choose.select import Costs, Sample
 from evener.collectives.choose.simulate import Network
 from evener.collectives.native import Native
@@ -149,6 +149,34 @@ def test_an_algorithm_that_flows_is_measured_whole_and_in_segments(ranks: Any) -
     (ways,) = ranks(1).run(ways_measured)
     assert [name for name, _ in ways] == ["tree", "tree", "ring", "native"]
     assert [segments > 1 for _, segments in ways] == [False, True, False, False]
+
+
+def test_the_closest_run_once_more() -> None:
+    """What was lucky loses; what came last does not win because the others met with a disturbance."""
+    assert playoff([1.0, 1.2, 9.0], {0: 3.0, 1: 2.0}) == [3.0, 2.0, 18.0]
+    assert playoff([1.0, 1.2, 9.0], {0: 0.5, 1: 2.0}) == [0.5, 2.0, 9.0]
+
+
+def timed_twice() -> tuple[list[float], list[list[float]]]:
+    """A first run in which the second was lucky, and a second that sees it."""
+    runs = [[0.1, 0.09, 0.5], [0.11, 0.13]]
+    asked = []
+
+    def turns(ways: Any, *_: Any, **__: Any) -> list[float]:
+        asked.append(list(ways))
+        return runs[len(asked) - 1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_module, "time_in_turn", turns)
+        times = measure_module._times([1, 2, 3], torch.zeros(1), dist.group.WORLD)  # type: ignore[list-item]
+    return times, asked
+
+
+def test_a_lucky_round_does_not_decide(ranks: Any) -> None:
+    times, asked = ranks(1).run(timed_twice)[0]
+    assert asked == [[1, 2, 3], [1, 2]]
+    assert times[:2] == [0.11, 0.13]
+    assert times[2] > 0.5
 
 
 def test_auto_needs_to_know_something_of_each(ranks: Any) -> None:
