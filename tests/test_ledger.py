@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +24,8 @@ from evener.ledger import Ledger
 from evener.losses import SumLoss
 from evener.runtime.channel import Pending
 from evener.runtime.mesh import Layout, Mesh
-from evener.step import Signal, Step, read_row
+from evener.shortage import noticed
+from evener.step import Signal, Step
 from evener.strategies.parts import StepOutcome
 from evener.task import Task
 from tests.observers import Remembering
@@ -55,7 +57,7 @@ class Exchange:
 
     @property
     def signals(self) -> list[Signal]:
-        return [read_row(row)[0] for row in self.rows if len(row) > 1]
+        return [Signal(*row[: len(Signal._fields)]) for row in self.rows if len(row) > 1]
 
 
 class Totals:
@@ -392,3 +394,51 @@ def test_a_step_whose_row_died_with_a_rank_is_known_without_its_loss() -> None:
     assert (record.step, record.samples, record.shares) == (1, 4, (2, 2))
     assert math.isnan(record.loss)
     assert math.isnan(record.seconds)
+
+
+class Crowd:
+    """A row under way to ``size`` ranks that all say the same."""
+
+    def __init__(self, row: Sequence[float], size: int) -> None:
+        self._rows = [list(row)] * size
+
+    def wait(self) -> list[list[float]]:
+        return self._rows
+
+
+def lines_run(ranks: int, mode: str) -> int:
+    """Lines of Python that a rank runs for a step of so many: told, read, checked, recorded, and looked at."""
+    layout = Layout({"data": ranks} if mode == "data" else {"data": ranks // 2, "tensor": 2})
+    mesh = Mesh(layout, 0, None, 1.0, timedelta(seconds=1))
+    told: list[Step] = []
+    exchange = mock.Mock(exchange=lambda row: Crowd(row, ranks))
+    ledger = Ledger(exchange, mesh, torch.device("cpu"), lambda: LOSS, told.append)
+    lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    outcome = StepOutcome((Here(2.0),), (), False, Here(1.0))
+    for number in range(3):
+        micro = MicroBatch(torch.ones(2), torch.arange(2), torch.arange(2))
+        one = Batch(0, number, 4 * number, 2 * layout.data_axis(0).degree, (2,), [micro], False)
+        step = Step(one, number, ledger.settle)
+        sys.settrace(trace if number == 2 else None)
+        try:
+            ledger.post(step, outcome, one, [Here(2.0)], Here(1.5), 0.25)
+            ledger.settle()
+            step.seconds = 1.0
+            for each in ledger.told():
+                each.record()
+                noticed(each, "cpu")
+        finally:
+            sys.settrace(None)
+    assert told[-1].total == pytest.approx(2.0 * layout.data_axis(0).degree)
+    return lines
+
+
+@pytest.mark.parametrize("mode", ["data", "tensor"])
+def test_a_step_costs_as_much_python_on_thousands_of_ranks(mode: str) -> None:
+    assert lines_run(64, mode) == lines_run(2048, mode) > 0

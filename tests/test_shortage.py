@@ -12,7 +12,9 @@ MIB = 1 << 20
 
 
 def words_of(*news: News, kind: str = "cuda") -> list[str]:
-    step: Any = SimpleNamespace(number=7, memory=tuple(NOTHING._replace(news=each) for each in news))
+    step: Any = SimpleNamespace(
+        number=7, has_news=True, memory=tuple(NOTHING._replace(news=each) for each in news)
+    )
     records = noticed(step, kind)
     assert all(record.step == 7 for record in records)
     return [record.words for record in records]

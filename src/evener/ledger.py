@@ -31,7 +31,7 @@ from evener.memory.use import NOTHING
 from evener.runtime.channel import Pending
 from evener.runtime.hosts import all_gather
 from evener.runtime.mesh import DIVIDING_TERMS, Mesh
-from evener.step import Signal, Step, read_row, row_of
+from evener.step import Signal, Signals, Step, of, read_columns, row_of
 from evener.strategies.parts import StepOutcome
 
 
@@ -172,9 +172,9 @@ class Ledger:
     def _on_device(self, numbers: Iterable[Readout]) -> list[torch.Tensor]:
         return [number.tensor.double().reshape(()).to(self._device, non_blocking=True) for number in numbers]
 
-    def _missing_everywhere(self, outcome: StepOutcome, signals: Sequence[Signal]) -> Iterable[str]:
+    def _missing_everywhere(self, outcome: StepOutcome, signals: Signals | None) -> Iterable[str]:
         """Among the ranks that hold the same parameters, for other samples."""
-        codes = {signals[rank].missing for rank in self._mesh.ranks(*DIVIDING_TERMS)} if signals else {0.0}
+        codes = {signals.missing[rank] for rank in self._mesh.ranks(*DIVIDING_TERMS)} if signals else {0.0}
         if 0.0 in codes:
             return ()
         group = self._mesh.group(*DIVIDING_TERMS)
@@ -184,49 +184,48 @@ class Ledger:
 
     # Reading
 
-    def settle(self) -> list[Signal]:
-        """Waits for what the ranks told with the last step; empty if nothing is outstanding.
+    def settle(self) -> Signals | None:
+        """Waits for what the ranks told with the last step; None if nothing is outstanding.
+
+        Of thousands of ranks each sum is one call: nothing here goes from rank to rank in Python.
 
         Raises:
             DivergenceError: If the loss or a gradient of a rank was not finite, as far as that is known.
         """
         if self._in_flight is None:
-            return []
+            return None
         (step, upcoming, pending), self._in_flight = self._in_flight, None
         self._unread = step
-        told = [read_row(row) for row in pending.wait()]
-        signals = [signal for signal, _ in told]
+        signals, step.memory_columns = read_columns(pending.wait())
         self._unread = None
         if not self._late:
-            results = [(signal.total, signal.soundness, signal.unsound) for signal in signals]
+            results = list(zip(signals.total, signals.soundness, signals.unsound, strict=True))
             step.results = lambda: results
             if not self._waits:
                 step.check_finite()
         self._counts = {}
         if upcoming is not None:
-            counts = (signal.next_count for signal in self._mesh.data.of_contributors(signals))
-            self._counts[upcoming.epoch, upcoming.index] = sum(counts)
-        self.buffers_changed |= any(signal.buffers_changed for signal in signals)
-        step.input_seconds = tuple(signal.input_seconds for signal in signals)
-        step.memory = tuple(use for _, use in told)
-        step.retries = tuple(int(signal.retries) for signal in signals)
-        step.pieces = _of_ranks(signal.piece for signal in signals)
-        step.graphs = _of_ranks(signal.graphs for signal in signals)
+            self._counts[upcoming.epoch, upcoming.index] = sum(of(step.contributors, signals.next_count))
+        self.buffers_changed |= any(signals.buffers_changed)
+        step.input_seconds = signals.input_seconds
+        step.retries = tuple(map(int, signals.retries))
+        step.pieces = _of_ranks(signals.piece)
+        step.graphs = _of_ranks(signals.graphs)
         self._wishes = {
             step.number - 1: self.wished(step.number - 1),
-            step.number: max(s.wish for s in signals),
+            step.number: max(signals.wish),
         }
-        step.skipped = int(sum(signal.skipped for signal in self._mesh.data.of_contributors(signals)))
+        step.skipped = int(sum(of(step.contributors, signals.skipped)))
         self._times_known(step, signals)
         return signals
 
-    def _times_known(self, step: Step, signals: Sequence[Signal]) -> None:
+    def _times_known(self, step: Step, signals: Signals) -> None:
         """The row of a step brings its times, or on a late device those of the step before."""
         measured = self._before if self._late else step
         self._before = step
         if measured is not None:
-            measured.compute_seconds = tuple(signal.compute_seconds for signal in signals)
-            measured.wait_seconds = tuple(signal.wait_seconds for signal in signals)
+            measured.compute_seconds = signals.compute_seconds
+            measured.wait_seconds = signals.wait_seconds
             self._observe(measured)
             self._measured.append(measured)
 
@@ -272,7 +271,7 @@ class Ledger:
         if self._late and self._before is not None:
             row = row_of(self._with_times(Signal(0.0, 0.0, 0.0, 0.0)), NOTHING)
             with waiting():
-                signals = [read_row(values)[0] for values in self.control.exchange(row).wait()]
+                signals, _ = read_columns(self.control.exchange(row).wait())
             self._times_known(self._before, signals)
             self._before = self._unmeasured = None
 

@@ -19,6 +19,8 @@ class Pieces:
 
     def changes(self, step: Step) -> list[MemoryRecord]:
         """What is new with the step, in words."""
+        if step.pieces == self._before and not any(step.retries):
+            return []
         ranks = range(len(step.retries))
         now, before = step.pieces or (0,) * len(ranks), self._before or (0,) * len(ranks)
         self._before = step.pieces
@@ -31,6 +33,8 @@ class Pieces:
 
 def noticed(step: Step, kind: str) -> list[MemoryRecord]:
     """What the ranks have noticed of their devices, of a kind, in words."""
+    if not step.has_news:
+        return []
     return [
         MemoryRecord(step.number, words)
         for rank, use in enumerate(step.memory)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from evener.data.batch import Batch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout
 from evener.memory import CATEGORIES
-from evener.memory.use import MemoryUse
+from evener.memory.use import MemoryUse, News
 from evener.records import StepRecord
+
+_HELD, _PEAK, _RESERVED, _PARTS = range(4)
+"""Where they are in `MemoryUse.row`."""
 
 
 class Signal(NamedTuple):
@@ -56,10 +61,41 @@ def row_of(signal: Signal, memory: MemoryUse) -> tuple[float, ...]:
     return (*signal, *memory.row())
 
 
-def read_row(row: Sequence[float]) -> tuple[Signal, MemoryUse]:
-    """From what :func:`row_of` gave."""
-    length = len(Signal._fields)
-    return Signal(*row[:length]), MemoryUse.of_row(row[length:])
+class Signals(NamedTuple):
+    """What all ranks told with a step: each field of :class:`Signal`, by rank."""
+
+    next_count: tuple[float, ...]
+    missing: tuple[float, ...]
+    buffers_changed: tuple[float, ...]
+    input_seconds: tuple[float, ...]
+    total: tuple[float, ...]
+    soundness: tuple[float, ...]
+    unsound: tuple[float, ...]
+    compute_seconds: tuple[float, ...]
+    wait_seconds: tuple[float, ...]
+    wish: tuple[float, ...]
+    skipped: tuple[float, ...]
+    retries: tuple[float, ...]
+    piece: tuple[float, ...]
+    graphs: tuple[float, ...]
+
+
+Columns = Sequence[tuple[float, ...]]
+"""Of each number of `MemoryUse.row` those of all ranks."""
+
+
+def read_columns(rows: Sequence[Sequence[float]]) -> tuple[Signals, Columns]:
+    """From what all ranks gave by :func:`row_of`; in a number of calls that does not depend on theirs."""
+    columns = list(zip(*rows, strict=True))
+    length = len(Signals._fields)
+    return Signals(*columns[:length]), columns[length:]
+
+
+def of(ranks: Sequence[int], column: Sequence[float]) -> Sequence[float]:
+    """The numbers of these ranks."""
+    if len(ranks) < 2:
+        return [column[rank] for rank in ranks]
+    return column if len(ranks) == len(column) else itemgetter(*ranks)(column)
 
 
 @dataclass
@@ -97,7 +133,7 @@ class Step:
         self.compute_seconds: tuple[float, ...] = ()
         self.wait_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
-        self.memory: tuple[MemoryUse, ...] = ()
+        self.memory_columns: Columns = ()
         """Of every rank's device, since the step before."""
         self.retries: tuple[int, ...] = ()
         """Of every rank, how often it took the step again for want of memory."""
@@ -113,7 +149,7 @@ class Step:
             self._settle()
         assert self.results is not None
         rows = self.results()
-        return sum(rows[rank][0] for rank in self.contributors)
+        return sum(of(self.contributors, list(map(itemgetter(0), rows))))
 
     @property
     def loss(self) -> float:
@@ -123,6 +159,8 @@ class Step:
     def fault(self) -> str | None:
         """What of the total, the gradients or the penalty is not finite, and where; the same on all ranks."""
         rows = self.results() if self.results else ()
+        if all(map(math.isfinite, chain.from_iterable(rows))):
+            return self.fault_of_penalty()
         for rank, (total, *_) in enumerate(rows):
             if not math.isfinite(total):
                 return f"the loss is {total} in step {self.number} on rank {rank}"
@@ -132,12 +170,22 @@ class Step:
         return self.fault_of_penalty()
 
     @property
-    def _reserves(self) -> bool:
-        return any(use.reserved for use in self.memory)
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """What each rank's device was used for, since the step before."""
+        return tuple(MemoryUse.of_row(row) for row in zip(*self.memory_columns, strict=True))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a rank has noticed something of its device's memory."""
+        return any(map(any, self.memory_columns[-len(News._fields) :]))
+
+    def _memory(self, place: int) -> tuple[int, ...]:
+        """A column in bytes."""
+        return tuple(map(int, self.memory_columns[place])) if self.memory_columns else ()
 
     def _memory_parts(self) -> dict[str, tuple[int, ...]]:
-        columns = zip(*(use.parts for use in self.memory), strict=True)
-        return {name: column for name, column in zip(CATEGORIES, columns, strict=False) if any(column)}
+        columns = {name: self._memory(_PARTS + place) for place, name in enumerate(CATEGORIES)}
+        return {name: column for name, column in columns.items() if any(column)}
 
     def has_finite_loss(self) -> bool:
         """Whether the totals of all ranks are finite, and the penalty with its gradient."""
@@ -180,9 +228,9 @@ class Step:
             input_seconds=self.input_seconds,
             graphs=self.graphs,
             pieces=self.pieces,
-            memory_held=tuple(use.held for use in self.memory),
-            memory_peak=tuple(use.peak for use in self.memory),
-            memory_reserved=tuple(use.reserved for use in self.memory) if self._reserves else (),
+            memory_held=self._memory(_HELD),
+            memory_peak=self._memory(_PEAK),
+            memory_reserved=self._memory(_RESERVED) if any(self._memory(_RESERVED)) else (),
             memory_parts=self._memory_parts(),
         )
 
