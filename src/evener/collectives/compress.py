@@ -23,7 +23,7 @@ from torch import Tensor
 from evener.collectives.base import After, AllReduce, Done, Key, Piece, Promised, Work
 from evener.collectives.execute.subgroup import subgroup
 from evener.collectives.execute.worker import Worker
-from evener.errors import ConfigurationError, EvenerError
+from evener.errors import ConfigurationError
 from evener.runtime.hosts import destroy
 
 _WIDE = (torch.float32, torch.float64)
@@ -244,14 +244,13 @@ class Fp8(WithFeedback):
 
     def _tell(self, received: Tensor, sent: Tensor) -> None:
         """A slice to each rank if there are as many to send as to receive, else the one to all."""
-        tell = dist.all_to_all_single if sent.shape == received.shape else dist.all_gather_into_tensor
         try:
-            tell(received.view(-1), sent.view(-1), group=self._exchanging)
+            if sent.shape == received.shape:
+                dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._exchanging)
+            else:
+                dist.all_gather(list(received.chunk(self.world_size)), sent, group=self._exchanging)
         except RuntimeError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: RuntimeError) -> EvenerError:
-        return self.roll_call.explain(error)
+            raise self.roll_call.explain(error) from error
 
 
 def _added(rows: Tensor) -> Tensor:
