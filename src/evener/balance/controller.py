@@ -3,18 +3,22 @@
 ::
 
     step      0 1 | 2 3 4 5 6 7 | 8 ...      d              d + lookahead + 1
-              warm-  calibration   equal      decided        new shares
-              up     up and down              (gain > 5 %    (a batch that nobody prefetched)
-                                              and > 3 errors)
+              warm-  calibration   equal      decided        new shares, or old and new in turn
+              up     up and down                             (a batch that nobody prefetched)
 
 The first steps' times are not learned from: kernels are chosen and memory is reserved then. The calibration
 makes the shares of odd and even ranks a quarter larger and smaller in turn, so that overhead and price per
-sample can be told apart. After that a change must be worth it, in predicted step time and beyond the standard
-error of the prediction: else noise alone would move the shares of equal ranks for ever. A change of speed
-that a rank's model establishes is considered at once, anything else ever more seldom.
+sample can be told apart. Times are learned without what all ranks have in common in a step: a busy host is no
+reason to divide a batch otherwise.
+
+After that a change must pay. A large gain, beyond the errors of its prediction, is taken at once, and the steps
+after it are compared with those before; if they are no shorter, the shares before are tried again. A small one
+is tried first: old and new shares take turns until the steps have told which are shorter. A trial that fails
+leaves doubt, which makes the next one harder and is forgotten in time; a change that is soon made back does so
+for sudden changes of speed.
 
 A rank too slow for any share is probed with one quantum now and then, the seldomer the more a probe costs, so
-that it is found when it recovers.
+that it is found when it recovers. No change takes more than three quarters of a share at once.
 
 Shares of a step are settled ``lookahead`` steps before it is observed, hence on the same step on all ranks;
 asking for a step that is not settled yet is an error and no guess.
@@ -22,56 +26,22 @@ asking for a step that is not settled yet is an error and no guess.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from evener.balance.base import Balancer, Decision
 from evener.balance.judgement import Judgement, Policy, judge, learned_lines
-from evener.balance.line import Line
-from evener.balance.shares import normalize_caps, solve
+from evener.balance.noise import LEVEL_STEPS, common
+from evener.balance.rules import Division, Rule, tilted
+from evener.balance.shares import normalize_caps
 from evener.balance.speed import SpeedModel
+from evener.balance.trial import Comparison
 from evener.errors import ConfigurationError, ShareError
 
 DEFAULT_LOOKAHEAD = 2
 DEFAULT_POLICY = Policy()
-
-
-@dataclass
-class Rule:
-    """How any batch is divided from step ``effective`` on."""
-
-    effective: int
-    lines: tuple[Line, ...]
-    probe: int | None = None
-    """An idle rank that gets one quantum nevertheless."""
-    solved: dict[int, list[int]] = field(default_factory=dict, repr=False)
-
-    def values(self) -> list[Any]:
-        """The rule as plain values that JSON can hold."""
-        return [self.effective, [list(astuple(line)) for line in self.lines], self.probe]
-
-    @classmethod
-    def from_values(cls, values: Sequence[Any]) -> Rule:
-        effective, lines, probe = values
-        return cls(effective, tuple(Line.from_values(line) for line in lines), probe)
-
-    def divide(self, batch_size: int, caps: Sequence[int | None], quantum: int) -> list[int]:
-        """The shares, solved once for each batch size. Raises ShareError where the caps forbid it."""
-        if batch_size not in self.solved:
-            self.solved[batch_size] = self._solve(batch_size, caps, quantum)
-        return list(self.solved[batch_size])
-
-    def _solve(self, batch_size: int, caps: Sequence[int | None], quantum: int) -> list[int]:
-        shares = solve(self.lines, batch_size, caps, quantum)
-        if self.probe is None or shares[self.probe]:
-            return shares
-        donor = max(range(len(shares)), key=shares.__getitem__)
-        if shares[donor] >= 2 * quantum:
-            shares[donor] -= quantum
-            shares[self.probe] += quantum
-        return shares
 
 
 class BySpeed(Balancer):
@@ -115,6 +85,12 @@ class BySpeed(Balancer):
         self._batch_size = 0
         self._pause = self._policy.settle_steps
         self._changed: dict[int, float] = {}
+        self._level = 0.0
+        self._doubt = self._patience = 1.0
+        self._trial: Comparison | None = None
+        self._check: Comparison | None = None
+        self._before: Division | None = None
+        self._last_jump: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def world_size(self) -> int:
@@ -126,7 +102,7 @@ class BySpeed(Balancer):
 
     @property
     def models(self) -> Sequence[SpeedModel]:
-        """What is known of each rank's speed."""
+        """What is known of each rank's speed, against the others'."""
         return tuple(self._models)
 
     def shares(self, step: int, batch_size: int) -> list[int]:
@@ -145,7 +121,7 @@ class BySpeed(Balancer):
                 f"steps {first} to {last} are settled: observe every step, and make lookahead, now "
                 f"{self._lookahead}, the number of batches that are prefetched"
             )
-        return self._rule(step).divide(batch_size, self._caps, self._quantum)
+        return self._divided(self._rule(step), step, batch_size)
 
     def observe(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """See ``Balancer``; to be called for every step, in order, with the same values on every rank."""
@@ -158,12 +134,15 @@ class BySpeed(Balancer):
         self._observed = step
         if step < self._first_step + self._policy.warmup_steps:
             return
-        self._learn(sizes, seconds)
         batch_size, previous = sum(sizes), self._batch_size
         self._batch_size = batch_size
+        self._forget_doubt()
+        self._learn(sizes, seconds)
+        self._compare(step, sizes, seconds)
         overdue = step - self._next_look
         # A short last batch is a poor one to judge by: wait for the next, but not for ever.
-        if batch_size and overdue >= (0 if batch_size == previous else self._policy.every_steps):
+        usual = batch_size == previous
+        if batch_size and not self._trial and overdue >= (0 if usual else self._policy.every_steps):
             self._look(step, batch_size)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,6 +156,12 @@ class BySpeed(Balancer):
             "next_probe": list(self._next_probe),
             "batch_size": self._batch_size,
             "changed": [[rank, ratio] for rank, ratio in self._changed.items()],
+            "level": self._level,
+            "doubt": [self._doubt, self._patience],
+            "trial": self._trial and self._trial.values(),
+            "check": self._check and self._check.values(),
+            "before": self._before and self._before.values(),
+            "last_jump": self._last_jump and [self._last_jump[0], *map(list, self._last_jump[1:])],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,6 +177,18 @@ class BySpeed(Balancer):
         self._next_look, self._next_probe = state["next_look"], list(state["next_probe"])
         self._batch_size, self._pause = state["batch_size"], state["pause"]
         self._changed = dict(state["changed"])
+        if "level" in state:  # else of a version that had no trials
+            self._load_trials(state)
+
+    def _load_trials(self, state: dict[str, Any]) -> None:
+        self._level, (self._doubt, self._patience) = state["level"], state["doubt"]
+        self._trial, self._check = (
+            Comparison.from_values(state[name]) if state[name] else None for name in ("trial", "check")
+        )
+        self._before = Division.from_values(state["before"]) if state["before"] else None
+        if state["last_jump"]:
+            step, old, new = state["last_jump"]
+            self._last_jump = step, tuple(old), tuple(new)
 
     def _begin(self, step: int) -> None:
         """Lays out the warm-up and the calibration from ``step`` on."""
@@ -199,51 +196,86 @@ class BySpeed(Balancer):
         self._first_step, self._observed = step, step - 1
         calibration = step + policy.warmup_steps
         end = calibration + (policy.calibration_steps if self.world_size > 1 else 0)
-        tilted = [Rule(at, _tilted(lines, at, policy.calibration_spread)) for at in range(calibration, end)]
-        self._rules = [Rule(step, lines), *tilted, Rule(end, lines)]
+        varied = [Rule(at, tilted(lines, at, policy.calibration_spread)) for at in range(calibration, end)]
+        self._rules = [Rule(step, Division(lines)), *varied, Rule(end, Division(lines))]
         self._next_look = end - 1
         self._next_probe = [end + policy.probe_every_steps[0]] * self.world_size
 
     def _rule(self, step: int) -> Rule:
         return self._rules[bisect_right(self._rules, step, key=lambda rule: rule.effective) - 1]
 
+    def _divided(self, rule: Rule, step: int, batch_size: int) -> list[int]:
+        return rule.divide(step, batch_size, self._caps, self._quantum)
+
+    # Learning
+
     def _learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        given = zip(self._models, sizes, seconds, strict=True)
+        apart = [model.residual(n, time) for model, n, time in given]
+        known = [residual for residual in apart if residual is not None]
+        now = common(known, self._level) if len(known) > 1 else self._level
+        self._level += (now - self._level) / LEVEL_STEPS
         for rank, model in enumerate(self._models):
-            ratio = model.observe(sizes[rank], seconds[rank])
+            ratio = model.observe(sizes[rank], seconds[rank] / math.exp(now), self._patience)
             if ratio is not None:
                 self._changed[rank] = ratio * self._changed.get(rank, 1.0)
                 self._next_look = min(self._next_look, max(self._observed, self._rules[-1].effective))
+
+    def _forget_doubt(self) -> None:
+        kept = 0.5 ** (1 / self._policy.doubt_steps)
+        self._doubt, self._patience = 1 + (self._doubt - 1) * kept, 1 + (self._patience - 1) * kept
+
+    def _failed(self) -> None:
+        self._doubt = min(2 * self._doubt, self._policy.most_doubt)
+
+    # Deciding
 
     def _look(self, step: int, batch_size: int) -> None:
         """Considers a change of shares, else a probe, and when to look again."""
         if self._changed:
             self._pause = self._policy.settle_steps
         self._next_look, self._pause = step + self._pause, min(2 * self._pause, self._policy.every_steps)
-        old = self._rules[-1].divide(batch_size, self._caps, self._quantum)
-        candidate = Rule(step + self._lookahead + 1, learned_lines(self._models))
-        new = candidate.divide(batch_size, self._caps, self._quantum)
-        verdict = judge(self._models, candidate.lines, old, new)
-        if verdict.worth_it(self._policy):
-            self._decide(step, candidate, old, new, verdict)
+        at, lines = step + self._lookahead + 1, learned_lines(self._models)
+        old = self._divided(self._rules[-1], self._rules[-1].effective, batch_size)
+        candidate = Rule(at, Division.near(lines, old))
+        new = self._divided(candidate, at, batch_size)
+        verdict = judge(self._models, lines, old, new)
+        if verdict.is_sure(self._policy):
+            self._jump(step, candidate, old, new, verdict)
+        elif verdict.is_worth_a_trial(self._policy, self._doubt):
+            self._try(candidate, old, new, verdict)
         else:
             self._probe(step, old, candidate, new)
         self._changed.clear()
 
-    def _decide(self, step: int, rule: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
+    def _jump(self, step: int, rule: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
+        """Changes the shares at once, and what is to be compared afterwards."""
+        self._note_return(step, old, new)
+        self._before = self._rules[-1].division
+        self._check = Comparison(step, sum(old), tuple(old), tuple(new), verdict.gain, verdict.error)
+        self._decide(step, rule, old, new, verdict, self._reason(verdict))
+
+    def _note_return(self, step: int, old: Sequence[int], new: Sequence[int]) -> None:
+        """A change that is soon made back followed what did not last: the next must be seen for longer."""
+        last, self._last_jump = self._last_jump, (step, tuple(old), tuple(new))
+        if last is None or step - last[0] > self._policy.return_steps or sum(last[1]) != sum(new):
+            return
+        back = sum(abs(a - b) for a, b in zip(new, last[1], strict=True))
+        if 2 * back < sum(abs(a - b) for a, b in zip(old, last[1], strict=True)):
+            self._patience = min(1.5 * self._patience, 4.0)
+
+    def _decide(
+        self, step: int, rule: Rule, old: Sequence[int], new: Sequence[int], verdict: Judgement, reason: str
+    ) -> None:
         self._install(rule)
+        self._settle(rule.effective)
+        scale = math.exp(self._level)
+        before, after = verdict.seconds_before * scale, verdict.seconds_after * scale
+        self._decisions.append(Decision(step, rule.effective, tuple(old), tuple(new), before, after, reason))
+
+    def _settle(self, effective: int) -> None:
         self._pause = self._policy.settle_steps
-        self._next_look = rule.effective + self._pause - 1
-        self._decisions.append(
-            Decision(
-                step,
-                rule.effective,
-                tuple(old),
-                tuple(new),
-                verdict.seconds_before,
-                verdict.seconds_after,
-                self._reason(verdict),
-            )
-        )
+        self._next_look = effective + self._pause - 1
 
     def _reason(self, verdict: Judgement) -> str:
         gain = f"steps are predicted {verdict.gain:.1%} shorter (standard error {verdict.error:.1%})"
@@ -254,7 +286,61 @@ class BySpeed(Balancer):
                 else f"rank {rank} became {1 / ratio:.2f}x faster"
                 for rank, ratio in sorted(self._changed.items())
             )
-        return f"{gain}: " + ("speeds are better known" if self._decisions else "ranks differ in speed")
+        return f"{gain}: " + ("estimate revised" if self._decisions else "ranks differ in speed")
+
+    # Trials
+
+    def _try(self, candidate: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
+        """Lets old and new shares take turns."""
+        gain, error = verdict.gain, verdict.error
+        self._trial = Comparison(candidate.effective, sum(old), tuple(old), tuple(new), gain, error)
+        self._install(Rule(candidate.effective, self._rules[-1].division, candidate.division))
+        self._check = None
+
+    def _compare(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Takes the step into what is being compared, and acts on what that tells."""
+        times = [time for n, time in zip(sizes, seconds, strict=True) if n]
+        slowest = max(times, default=math.nan) if not any(map(math.isnan, times)) else math.nan
+        if self._trial and step >= self._trial.effective:
+            self._trial.add(sizes, slowest)
+            self._judge_trial(step, self._trial)
+        elif self._check:
+            self._check.add(sizes, slowest * math.exp(-self._level))
+            self._judge_check(step, self._check)
+
+    def _judge_trial(self, step: int, trial: Comparison) -> None:
+        stays = trial.verdict(self._policy)
+        overdue = step - trial.effective > 2 * self._policy.trial_steps[1]
+        if stays is None and not self._changed and not overdue:
+            return
+        rule, at = self._rules[-1], step + self._lookahead + 1
+        self._trial = None
+        assert rule.challenger is not None
+        lines = learned_lines(self._models)
+        if stays:
+            self._doubt = max(1.0, self._doubt / 2)
+            verdict = judge(self._models, lines, trial.old, trial.new)
+            reason = f"ranks differ in speed: of {trial.fewest} steps each {trial.words}"
+            self._decide(step, Rule(at, rule.challenger), trial.old, trial.new, verdict, reason)
+            return
+        self._install(Rule(at, rule.division))
+        if stays is False:
+            self._failed()
+            self._settle(at)
+
+    def _judge_check(self, step: int, check: Comparison) -> None:
+        """Tries the shares of before again if the steps are no shorter."""
+        if check.fewest < 2 or len(check.of_new) < self._policy.settle_steps:
+            return
+        self._check = None
+        measured, _ = check.measured()
+        if measured > check.gain / 4 or self._changed or self._before is None:
+            return
+        at = step + self._lookahead + 1
+        self._trial = Comparison(at, check.batch_size, check.new, check.old, 0.0, 0.1)
+        self._install(Rule(at, self._rules[-1].division, self._before))
+
+    # Probes
 
     def _probe(self, step: int, old: Sequence[int], candidate: Rule, new: Sequence[int]) -> None:
         """Gives an idle rank that is due, or seems faster, work for the next open step.
@@ -264,13 +350,13 @@ class BySpeed(Balancer):
         due = [rank for rank, share in enumerate(old) if share == 0 and self._may_probe(rank, step)]
         if not due:
             return
-        rank, base = min(due, key=lambda rank: self._next_probe[rank]), self._rules[-1].lines
-        at, lines = candidate.effective, candidate.lines
-        step_seconds = max(line(n) for line, n in zip(lines, old, strict=True))
-        excess = lines[rank](self._quantum) / step_seconds - 1.0
+        rank, base = min(due, key=lambda rank: self._next_probe[rank]), self._rules[-1].division
+        at, division = candidate.effective, candidate.division
+        step_seconds = max(line(n) for line, n in zip(division.lines, old, strict=True))
+        excess = division.lines[rank](self._quantum) / step_seconds - 1.0
         self._next_probe[rank] = at + self._policy.probe_interval(excess)
         self._next_look = min(self._next_look, at)
-        self._install(Rule(at, lines) if new[rank] else Rule(at, base, probe=rank))
+        self._install(Rule(at, division) if new[rank] else Rule(at, base, probe=rank))
         self._install(Rule(at + 1, base))
 
     def _may_probe(self, rank: int, step: int) -> bool:
@@ -283,11 +369,3 @@ class BySpeed(Balancer):
         self._rules = [kept for kept in self._rules if kept.effective < rule.effective] + [rule]
         while len(self._rules) > 1 and self._rules[1].effective <= self._observed:
             self._rules.pop(0)
-
-
-def _tilted(lines: Sequence[Line], step: int, spread: float) -> tuple[Line, ...]:
-    """Odd and even ranks take larger and smaller shares than with ``lines``, in turn."""
-    return tuple(
-        line.scaled(1.0 / (1.0 + spread if (rank + step) % 2 else 1.0 - spread))
-        for rank, line in enumerate(lines)
-    )

@@ -33,10 +33,23 @@ class Policy:
     """Observations of new shares, or of a new speed, before the next look at what is to be gained."""
     every_steps: int = 16
     """Most steps between looks; the time between them doubles up to it while nothing changes."""
-    least_gain: float = 0.05
-    """Least predicted relative gain in step time."""
+    least_gain: float = 0.02
+    """Least predicted relative gain in step time that is tried."""
+    sure_gain: float = 0.12
+    """Gain from which a change is made at once, without a trial."""
     errors: float = 3.0
-    """The gain must also exceed its standard error this many times."""
+    """A change without a trial must also exceed the standard error of its gain this many times, ..."""
+    trial_errors: float = 1.0
+    """... and one that is tried so many times."""
+    trial_steps: tuple[int, int] = (8, 48)
+    """Least and most steps of a trial, in which old and new shares take turns."""
+    model_error: float = 0.02
+    """Relative error of a prediction that no number of observations makes smaller."""
+    doubt_steps: int = 100
+    """Steps in which half of the doubt is forgotten that a change leaves that did not pay."""
+    most_doubt: float = 16.0
+    return_steps: int = 40
+    """Steps within which a change that is made back was rash."""
     probe_cost: float = 0.01
     """Relative cost in time that probes of idle ranks may have."""
     probe_every_steps: tuple[int, int] = (32, 2000)
@@ -76,8 +89,12 @@ class Judgement:
         """Part of the step time that is saved."""
         return 1.0 - self.seconds_after / self.seconds_before
 
-    def worth_it(self, policy: Policy) -> bool:
-        return self.gain > max(policy.least_gain, policy.errors * self.error)
+    def is_sure(self, policy: Policy) -> bool:
+        """Whether the change is made without a trial."""
+        return self.gain > max(policy.sure_gain, policy.errors * self.error)
+
+    def is_worth_a_trial(self, policy: Policy, doubt: float) -> bool:
+        return self.gain > max(policy.least_gain * doubt, policy.trial_errors * math.sqrt(doubt) * self.error)
 
 
 def judge(

@@ -99,7 +99,8 @@ class Point(NamedTuple):
 
     n: int
     seconds: float
-    repeats: int
+    repeats: float
+    """Independent observations that it is worth: fewer than were made where one resembles the next."""
     age: int
 
 
@@ -116,6 +117,12 @@ class Fit:
     """Standard error of ``line.seconds_per_sample``."""
     sigma: float
     """Relative standard deviation of a single observation."""
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> Fit:
+        """Undoes what JSON makes of a fit: lists."""
+        line, *errors = values
+        return cls(Line.from_values(line), *errors)
 
     def error(self, n: int) -> float:
         """Standard error in seconds of ``line(n)``."""

@@ -1,0 +1,102 @@
+"""What a change of shares was found to bring, by the steps themselves.
+
+A step takes as long as its slowest rank, whatever any model says. So small gains are tried first: old and new shares
+take turns, and what was predicted and what was measured count each by its error. A large one is followed at once, and
+its steps are compared with those before.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evener.balance.judgement import Policy
+
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median of normal values over that of their mean."""
+USUAL_SIGMA, USUAL_COUNT = 0.05, 4
+"""Noise of a step time before it is known, and how many steps this prior is worth."""
+
+
+@dataclass
+class Comparison:
+    """Logarithms of the step times of two divisions of one batch, of which the new one is said to gain."""
+
+    effective: int
+    """First step in which both may be found."""
+    batch_size: int
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    gain: float
+    """Predicted part of the step time that is saved, ..."""
+    error: float
+    """... and its standard error."""
+    of_old: list[float] = field(default_factory=list)
+    of_new: list[float] = field(default_factory=list)
+
+    def add(self, sizes: Sequence[int], seconds: float) -> None:
+        """A step with these shares took its slowest rank so long; others' shares are ignored."""
+        if seconds > 0 and math.isfinite(seconds):
+            if tuple(sizes) == self.old:
+                self.of_old.append(math.log(seconds))
+            elif tuple(sizes) == self.new:
+                self.of_new.append(math.log(seconds))
+
+    @property
+    def fewest(self) -> int:
+        """Steps of the division that had fewer."""
+        return min(len(self.of_old), len(self.of_new))
+
+    def measured(self) -> tuple[float, float]:
+        """The gain and its standard error, from at least one step of each."""
+        middles = [statistics.median(times) for times in (self.of_old, self.of_new)]
+        apart = [abs(time - middles[0]) for time in self.of_old] + [
+            abs(time - middles[1]) for time in self.of_new
+        ]
+        squares = len(apart) * (1.4826 * statistics.median(apart)) ** 2 + USUAL_COUNT * USUAL_SIGMA**2
+        sigma = math.sqrt(squares / (len(apart) + USUAL_COUNT))
+        each = math.sqrt(1 / len(self.of_old) + 1 / len(self.of_new))
+        return middles[0] - middles[1], MEDIAN_ERROR * sigma * each
+
+    def together(self, model_error: float) -> tuple[float, float]:
+        """The gain as predicted and measured, each by its precision, and its standard error."""
+        predicted, trusted = -math.log(max(1e-9, 1.0 - self.gain)), math.hypot(self.error, model_error)
+        measured, error = self.measured()
+        weights = 1 / trusted**2, 1 / error**2
+        mean = (predicted * weights[0] + measured * weights[1]) / sum(weights)
+        return mean, math.sqrt(1 / sum(weights))
+
+    def verdict(self, policy: Policy) -> bool | None:
+        """Whether the new division stays; None while steps are too few to tell."""
+        if self.fewest < policy.trial_steps[0] // 2:
+            return None
+        gain, error = self.together(policy.model_error)
+        measured, _ = self.measured()
+        if gain > 2.0 * error and measured > 0:
+            return True
+        if gain < 0.5 * error:
+            return False
+        if self.fewest < policy.trial_steps[1] // 2:
+            return None
+        return gain > error and measured > 0
+
+    @property
+    def words(self) -> str:
+        """What was measured against what was predicted."""
+        measured, _ = self.measured()
+        return f"steps were {_change(1.0 - math.exp(-measured))}, not {_change(self.gain)}"
+
+    def values(self) -> list[Any]:
+        return list(vars(self).values())
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> Comparison:
+        effective, batch_size, old, new, gain, error, of_old, of_new = values
+        return cls(effective, batch_size, tuple(old), tuple(new), gain, error, list(of_old), list(of_new))
+
+
+def _change(gain: float) -> str:
+    return f"{abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'}"
