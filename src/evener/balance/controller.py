@@ -32,7 +32,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from evener.balance.base import Balancer, Decision
-from evener.balance.judgement import Judgement, Policy, judge, learned_lines
+from evener.balance.doubt import Doubt
+from evener.balance.judgement import EVEN, Judgement, Policy, judge, learned_lines
+from evener.balance.line import Line
 from evener.balance.noise import LEVEL_STEPS, common
 from evener.balance.rules import Division, Rule, tilted
 from evener.balance.shares import normalize_caps
@@ -86,11 +88,11 @@ class BySpeed(Balancer):
         self._pause = self._policy.settle_steps
         self._changed: dict[int, float] = {}
         self._level = 0.0
-        self._doubt = self._patience = 1.0
+        self._doubt = Doubt()
+        self._pause_equal = self._next_equal = self._policy.equal_steps
         self._trial: Comparison | None = None
         self._check: Comparison | None = None
         self._before: Division | None = None
-        self._last_jump: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def world_size(self) -> int:
@@ -136,7 +138,7 @@ class BySpeed(Balancer):
             return
         batch_size, previous = sum(sizes), self._batch_size
         self._batch_size = batch_size
-        self._forget_doubt()
+        self._doubt.forget(self._policy)
         self._learn(sizes, seconds)
         self._compare(step, sizes, seconds)
         overdue = step - self._next_look
@@ -157,11 +159,11 @@ class BySpeed(Balancer):
             "batch_size": self._batch_size,
             "changed": [[rank, ratio] for rank, ratio in self._changed.items()],
             "level": self._level,
-            "doubt": [self._doubt, self._patience],
+            "doubt": self._doubt.values(),
+            "equal": [self._next_equal, self._pause_equal],
             "trial": self._trial and self._trial.values(),
             "check": self._check and self._check.values(),
             "before": self._before and self._before.values(),
-            "last_jump": self._last_jump and [self._last_jump[0], *map(list, self._last_jump[1:])],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,14 +183,12 @@ class BySpeed(Balancer):
             self._load_trials(state)
 
     def _load_trials(self, state: dict[str, Any]) -> None:
-        self._level, (self._doubt, self._patience) = state["level"], state["doubt"]
+        self._level, self._doubt = state["level"], Doubt.from_values(state["doubt"])
+        self._next_equal, self._pause_equal = state["equal"]
         self._trial, self._check = (
             Comparison.from_values(state[name]) if state[name] else None for name in ("trial", "check")
         )
         self._before = Division.from_values(state["before"]) if state["before"] else None
-        if state["last_jump"]:
-            step, old, new = state["last_jump"]
-            self._last_jump = step, tuple(old), tuple(new)
 
     def _begin(self, step: int) -> None:
         """Lays out the warm-up and the calibration from ``step`` on."""
@@ -216,17 +216,10 @@ class BySpeed(Balancer):
         now = common(known, self._level) if len(known) > 1 else self._level
         self._level += (now - self._level) / LEVEL_STEPS
         for rank, model in enumerate(self._models):
-            ratio = model.observe(sizes[rank], seconds[rank] / math.exp(now), self._patience)
+            ratio = model.observe(sizes[rank], seconds[rank] / math.exp(now), self._doubt.sudden)
             if ratio is not None:
                 self._changed[rank] = ratio * self._changed.get(rank, 1.0)
                 self._next_look = min(self._next_look, max(self._observed, self._rules[-1].effective))
-
-    def _forget_doubt(self) -> None:
-        kept = 0.5 ** (1 / self._policy.doubt_steps)
-        self._doubt, self._patience = 1 + (self._doubt - 1) * kept, 1 + (self._patience - 1) * kept
-
-    def _failed(self) -> None:
-        self._doubt = min(2 * self._doubt, self._policy.most_doubt)
 
     # Deciding
 
@@ -240,35 +233,28 @@ class BySpeed(Balancer):
         candidate = Rule(at, Division.near(lines, old))
         new = self._divided(candidate, at, batch_size)
         verdict = judge(self._models, lines, old, new)
-        if verdict.is_sure(self._policy):
+        if self._doubt.is_sure(verdict, self._policy):
             self._jump(step, candidate, old, new, verdict)
-        elif verdict.is_worth_a_trial(self._policy, self._doubt):
+        elif self._doubt.is_worth_a_trial(verdict, self._policy):
             self._try(candidate, old, new, verdict)
-        else:
+        elif not self._reconsider(step, lines, old):
             self._probe(step, old, candidate, new)
         self._changed.clear()
 
     def _jump(self, step: int, rule: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
         """Changes the shares at once, and what is to be compared afterwards."""
-        self._note_return(step, old, new)
+        self._doubt.jumped(step, old, new, self._policy)
         self._before = self._rules[-1].division
         self._check = Comparison(step, sum(old), tuple(old), tuple(new), verdict.gain, verdict.error)
         self._decide(step, rule, old, new, verdict, self._reason(verdict))
-
-    def _note_return(self, step: int, old: Sequence[int], new: Sequence[int]) -> None:
-        """A change that is soon made back followed what did not last: the next must be seen for longer."""
-        last, self._last_jump = self._last_jump, (step, tuple(old), tuple(new))
-        if last is None or step - last[0] > self._policy.return_steps or sum(last[1]) != sum(new):
-            return
-        back = sum(abs(a - b) for a, b in zip(new, last[1], strict=True))
-        if 2 * back < sum(abs(a - b) for a, b in zip(old, last[1], strict=True)):
-            self._patience = min(1.5 * self._patience, 4.0)
 
     def _decide(
         self, step: int, rule: Rule, old: Sequence[int], new: Sequence[int], verdict: Judgement, reason: str
     ) -> None:
         self._install(rule)
         self._settle(rule.effective)
+        self._pause_equal = self._policy.equal_steps
+        self._next_equal = step + self._pause_equal
         scale = math.exp(self._level)
         before, after = verdict.seconds_before * scale, verdict.seconds_after * scale
         self._decisions.append(Decision(step, rule.effective, tuple(old), tuple(new), before, after, reason))
@@ -297,36 +283,57 @@ class BySpeed(Balancer):
         self._install(Rule(candidate.effective, self._rules[-1].division, candidate.division))
         self._check = None
 
+    def _reconsider(self, step: int, lines: Sequence[Line], old: list[int]) -> bool:
+        """Now and then shares that are not clearly better than equal ones are tried against them."""
+        if step < self._next_equal:
+            return False
+        self._next_equal, self._pause_equal = step + self._pause_equal, 2 * self._pause_equal
+        rule = Rule(step + self._lookahead + 1, Division((EVEN,) * self.world_size))
+        equal = self._divided(rule, rule.effective, sum(old))
+        loss = judge(self._models, lines, equal, old)
+        if equal == old or self._doubt.is_sure(loss, self._policy):
+            return False
+        self._try(rule, old, equal, judge(self._models, lines, old, equal))
+        return True
+
     def _compare(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """Takes the step into what is being compared, and acts on what that tells."""
         times = [time for n, time in zip(sizes, seconds, strict=True) if n]
         slowest = max(times, default=math.nan) if not any(map(math.isnan, times)) else math.nan
-        if self._trial and step >= self._trial.effective:
-            self._trial.add(sizes, slowest)
+        if self._trial:
+            if step >= self._trial.effective:
+                self._trial.add(sizes, slowest)
             self._judge_trial(step, self._trial)
         elif self._check:
             self._check.add(sizes, slowest * math.exp(-self._level))
             self._judge_check(step, self._check)
 
     def _judge_trial(self, step: int, trial: Comparison) -> None:
+        """Ends the trial when it has told, and when a rank changed its speed: then it was of other ranks."""
         stays = trial.verdict(self._policy)
         overdue = step - trial.effective > 2 * self._policy.trial_steps[1]
         if stays is None and not self._changed and not overdue:
             return
         rule, at = self._rules[-1], step + self._lookahead + 1
         self._trial = None
-        assert rule.challenger is not None
-        lines = learned_lines(self._models)
-        if stays:
-            self._doubt = max(1.0, self._doubt / 2)
-            verdict = judge(self._models, lines, trial.old, trial.new)
-            reason = f"ranks differ in speed: of {trial.fewest} steps each {trial.words}"
-            self._decide(step, Rule(at, rule.challenger), trial.old, trial.new, verdict, reason)
+        if stays and rule.challenger:
+            self._keep(step, trial, Rule(at, rule.challenger))
             return
         self._install(Rule(at, rule.division))
         if stays is False:
-            self._failed()
+            self._doubt.failed(self._policy)
             self._settle(at)
+
+    def _keep(self, step: int, trial: Comparison, rule: Rule) -> None:
+        """What was tried stays."""
+        verdict = judge(self._models, learned_lines(self._models), trial.old, trial.new)
+        if trial.promised is None:
+            self._doubt.paid()
+            why = "estimate revised" if self._decisions else "ranks differ in speed"
+        else:
+            self._doubt.failed(self._policy)
+            why = "taken back"
+        self._decide(step, rule, trial.old, trial.new, verdict, f"{why}: {trial.words}")
 
     def _judge_check(self, step: int, check: Comparison) -> None:
         """Tries the shares of before again if the steps are no shorter."""
@@ -336,8 +343,9 @@ class BySpeed(Balancer):
         measured, _ = check.measured()
         if measured > check.gain / 4 or self._changed or self._before is None:
             return
+        self._doubt.rash(2.0)
         at = step + self._lookahead + 1
-        self._trial = Comparison(at, check.batch_size, check.new, check.old, 0.0, 0.1)
+        self._trial = Comparison(at, check.batch_size, check.new, check.old, 0.0, 0.1, promised=check.gain)
         self._install(Rule(at, self._rules[-1].division, self._before))
 
     # Probes

@@ -45,6 +45,8 @@ class Policy:
     """Least and most steps of a trial, in which old and new shares take turns."""
     model_error: float = 0.02
     """Relative error of a prediction that no number of observations makes smaller."""
+    equal_steps: int = 100
+    """Steps after a change until equal shares are tried again, if the others are not surely better; then doubling."""
     doubt_steps: int = 100
     """Steps in which half of the doubt is forgotten that a change leaves that did not pay."""
     most_doubt: float = 16.0
@@ -88,13 +90,6 @@ class Judgement:
     def gain(self) -> float:
         """Part of the step time that is saved."""
         return 1.0 - self.seconds_after / self.seconds_before
-
-    def is_sure(self, policy: Policy) -> bool:
-        """Whether the change is made without a trial."""
-        return self.gain > max(policy.sure_gain, policy.errors * self.error)
-
-    def is_worth_a_trial(self, policy: Policy, doubt: float) -> bool:
-        return self.gain > max(policy.least_gain * doubt, policy.trial_errors * math.sqrt(doubt) * self.error)
 
 
 def judge(

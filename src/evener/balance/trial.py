@@ -34,6 +34,8 @@ class Comparison:
     """Predicted part of the step time that is saved, ..."""
     error: float
     """... and its standard error."""
+    promised: float | None = None
+    """If the new division is the one of before: the gain that the old one was said to bring."""
     of_old: list[float] = field(default_factory=list)
     of_new: list[float] = field(default_factory=list)
 
@@ -87,15 +89,20 @@ class Comparison:
     def words(self) -> str:
         """What was measured against what was predicted."""
         measured, _ = self.measured()
-        return f"steps were {_change(1.0 - math.exp(-measured))}, not {_change(self.gain)}"
+        if self.promised is not None:
+            return f"steps were {_change(1.0 - math.exp(measured))}, not {_change(self.promised)}"
+        return (
+            f"steps in turn with those before were {_change(1.0 - math.exp(-measured))} "
+            f"({self.fewest} of each, predicted {_change(self.gain)})"
+        )
 
     def values(self) -> list[Any]:
-        return list(vars(self).values())
+        return [list(value) if isinstance(value, tuple | list) else value for value in vars(self).values()]
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> Comparison:
-        effective, batch_size, old, new, gain, error, of_old, of_new = values
-        return cls(effective, batch_size, tuple(old), tuple(new), gain, error, list(of_old), list(of_new))
+        effective, batch_size, old, new, *rest = values
+        return cls(effective, batch_size, tuple(old), tuple(new), *rest)
 
 
 def _change(gain: float) -> str:
