@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from evener.balance.line import Line, Point, Shape, fit_line, weighted_median
+from evener.balance.line import CLIFF_AGE, Line, Point, Shape, fit_line, weighted_median
 
 
 def test_weighted_median() -> None:
@@ -38,3 +38,21 @@ def test_the_ratio_of_overhead_to_price_is_what_is_carried_over() -> None:
     after = fit_line([Point(1, 2 * before.line(1), 3, 0)], 0.01, Shape.of(before))
     assert after.line(50) == pytest.approx(2 * before.line(50), rel=0.05)
     assert after.error(50) > before.error(50)
+
+
+def test_a_cliff_that_a_larger_size_contradicts_or_that_is_long_ago_is_none() -> None:
+    def cliffs(age: int, larger_seconds: float) -> tuple[tuple[int, float], ...]:
+        seconds = {10: 0.010, 20: 0.020, 30: 0.050, 40: larger_seconds}
+        points = [Point(n, time, 6, age if n == 30 else 0) for n, time in seconds.items()]
+        return fit_line(points, 0.02, Shape()).line.cliffs
+
+    assert (30, 0.050) in cliffs(0, 0.052)
+    assert (30, 0.050) not in cliffs(0, 0.040)
+    assert (30, 0.050) not in cliffs(CLIFF_AGE, 0.052)
+
+
+def test_noise_that_lasts_makes_the_level_less_certain() -> None:
+    points = [Point(n, 0.01 + 0.001 * n, 50, 0) for n in (10, 50)]
+    once, twice = (fit_line(points, 0.05, Shape(), memory) for memory in (1.0, 4.0))
+    assert twice.level_error == pytest.approx(2 * once.level_error)
+    assert twice.line == once.line

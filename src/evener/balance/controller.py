@@ -89,6 +89,7 @@ class BySpeed(Balancer):
         self._changed: dict[int, float] = {}
         self._level = 0.0
         self._doubt = Doubt()
+        self._differ = False  # whether shares were changed since the calibration
         self._pause_equal = self._next_equal = self._policy.equal_steps
         self._trial: Comparison | None = None
         self._check: Comparison | None = None
@@ -159,6 +160,7 @@ class BySpeed(Balancer):
             "batch_size": self._batch_size,
             "changed": [[rank, ratio] for rank, ratio in self._changed.items()],
             "level": self._level,
+            "differ": self._differ,
             "doubt": self._doubt.values(),
             "equal": [self._next_equal, self._pause_equal],
             "trial": self._trial and self._trial.values(),
@@ -183,7 +185,11 @@ class BySpeed(Balancer):
             self._load_trials(state)
 
     def _load_trials(self, state: dict[str, Any]) -> None:
-        self._level, self._doubt = state["level"], Doubt.from_values(state["doubt"])
+        self._differ, self._level, self._doubt = (
+            state["differ"],
+            state["level"],
+            Doubt.from_values(state["doubt"]),
+        )
         self._next_equal, self._pause_equal = state["equal"]
         self._trial, self._check = (
             Comparison.from_values(state[name]) if state[name] else None for name in ("trial", "check")
@@ -233,7 +239,7 @@ class BySpeed(Balancer):
         candidate = Rule(at, Division.near(lines, old))
         new = self._divided(candidate, at, batch_size)
         verdict = judge(self._models, lines, old, new)
-        if self._doubt.is_sure(verdict, self._policy):
+        if self._doubt.is_sure(verdict, self._policy, bool(self._changed)):
             self._jump(step, candidate, old, new, verdict)
         elif self._doubt.is_worth_a_trial(verdict, self._policy):
             self._try(candidate, old, new, verdict)
@@ -246,13 +252,14 @@ class BySpeed(Balancer):
         self._doubt.jumped(step, old, new, self._policy)
         self._before = self._rules[-1].division
         self._check = Comparison(step, sum(old), tuple(old), tuple(new), verdict.gain, verdict.error)
-        self._decide(step, rule, old, new, verdict, self._reason(verdict))
+        self._decide(step, rule, old, new, verdict, f"{self._cause()}: {verdict.words}")
 
     def _decide(
         self, step: int, rule: Rule, old: Sequence[int], new: Sequence[int], verdict: Judgement, reason: str
     ) -> None:
         self._install(rule)
         self._settle(rule.effective)
+        self._differ = True
         self._pause_equal = self._policy.equal_steps
         self._next_equal = step + self._pause_equal
         scale = math.exp(self._level)
@@ -263,23 +270,25 @@ class BySpeed(Balancer):
         self._pause = self._policy.settle_steps
         self._next_look = effective + self._pause - 1
 
-    def _reason(self, verdict: Judgement) -> str:
-        gain = f"steps are predicted {verdict.gain:.1%} shorter (standard error {verdict.error:.1%})"
+    def _cause(self) -> str:
+        """The kind of reason for a change now."""
         if self._changed:
-            return f"{gain}: " + ", ".join(
+            return ", ".join(
                 f"rank {rank} became {ratio:.2f}x slower"
                 if ratio > 1
                 else f"rank {rank} became {1 / ratio:.2f}x faster"
                 for rank, ratio in sorted(self._changed.items())
             )
-        return f"{gain}: " + ("estimate revised" if self._decisions else "ranks differ in speed")
+        return "estimate revised" if self._differ else "ranks differ in speed"
 
     # Trials
 
     def _try(self, candidate: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
         """Lets old and new shares take turns."""
         gain, error = verdict.gain, verdict.error
-        self._trial = Comparison(candidate.effective, sum(old), tuple(old), tuple(new), gain, error)
+        self._trial = Comparison(
+            candidate.effective, sum(old), tuple(old), tuple(new), gain, error, self._cause()
+        )
         self._install(Rule(candidate.effective, self._rules[-1].division, candidate.division))
         self._check = None
 
@@ -329,11 +338,9 @@ class BySpeed(Balancer):
         verdict = judge(self._models, learned_lines(self._models), trial.old, trial.new)
         if trial.promised is None:
             self._doubt.paid()
-            why = "estimate revised" if self._decisions else "ranks differ in speed"
         else:
             self._doubt.failed(self._policy)
-            why = "taken back"
-        self._decide(step, rule, trial.old, trial.new, verdict, f"{why}: {trial.words}")
+        self._decide(step, rule, trial.old, trial.new, verdict, f"{trial.cause}: {trial.words}")
 
     def _judge_check(self, step: int, check: Comparison) -> None:
         """Tries the shares of before again if the steps are no shorter."""
@@ -345,7 +352,9 @@ class BySpeed(Balancer):
             return
         self._doubt.rash(2.0)
         at = step + self._lookahead + 1
-        self._trial = Comparison(at, check.batch_size, check.new, check.old, 0.0, 0.1, promised=check.gain)
+        self._trial = Comparison(
+            at, check.batch_size, check.new, check.old, 0.0, 0.1, "taken back", check.gain
+        )
         self._install(Rule(at, self._rules[-1].division, self._before))
 
     # Probes

@@ -49,7 +49,7 @@ class Policy:
     """Steps after a change until equal shares are tried again, if the others are not surely better; then doubling."""
     doubt_steps: int = 100
     """Steps in which half of the doubt is forgotten that a change leaves that did not pay."""
-    most_doubt: float = 16.0
+    most_doubt: float = 5.0
     return_steps: int = 40
     """Steps within which a change that is made back was rash."""
     probe_cost: float = 0.01
@@ -90,6 +90,10 @@ class Judgement:
     def gain(self) -> float:
         """Part of the step time that is saved."""
         return 1.0 - self.seconds_after / self.seconds_before
+
+    @property
+    def words(self) -> str:
+        return f"steps are predicted {self.gain:.1%} shorter (standard error {self.error:.1%})"
 
 
 def judge(

@@ -22,6 +22,9 @@ DRIFT = 0.02
 DRIFT_AGE = 100
 CLIFF = 0.05
 """Relative height from which a size above its line is a cliff."""
+CLIFF_AGE = 150
+"""Observations after which one is tried again: what seemed to be one may have been a bad moment."""
+CLIFF_REPEATS = 3
 
 MEDIAN_VARIANCE = math.pi / 2
 """Variance of the median of normal values over that of their mean."""
@@ -99,8 +102,7 @@ class Point(NamedTuple):
 
     n: int
     seconds: float
-    repeats: float
-    """Independent observations that it is worth: fewer than were made where one resembles the next."""
+    repeats: int
     age: int
 
 
@@ -156,21 +158,31 @@ def _theil_sen(points: Sequence[Point], weights: Sequence[float]) -> float:
     return weighted_median(slopes) if slopes else 0.0
 
 
-def _cliffs(points: Sequence[Point], line: Line, sigma: float) -> tuple[tuple[int, float], ...]:
+def _cliffs(
+    points: Sequence[Point], line: Line, sigma: float, memory: float
+) -> tuple[tuple[int, float], ...]:
+    """Sizes far above the line that were seen often and of late, and no larger one of which was less."""
+    seen = [point for point in points if point.repeats >= CLIFF_REPEATS]
+
     def stands_out(point: Point) -> bool:
-        error = math.sqrt(sigma * sigma * MEDIAN_VARIANCE / point.repeats)
-        return point.repeats >= 3 and point.seconds > line(point.n) * (1 + max(CLIFF, 3 * error))
+        error = math.sqrt(memory * sigma * sigma * MEDIAN_VARIANCE / point.repeats)
+        return point.seconds > line(point.n) * (1 + max(CLIFF, 3 * error)) and point.age < CLIFF_AGE
 
-    return tuple((point.n, point.seconds) for point in points if stands_out(point))
+    def holds(point: Point) -> bool:
+        return all(other.seconds > (1 - CLIFF) * point.seconds for other in seen if other.n > point.n)
+
+    return tuple((point.n, point.seconds) for point in seen if stands_out(point) and holds(point))
 
 
-def fit_line(points: Sequence[Point], sigma: float, shape: Shape) -> Fit:
+def fit_line(points: Sequence[Point], sigma: float, shape: Shape, memory: float = 1.0) -> Fit:
     """The line through ``points`` (of distinct sizes), its slope shrunk to the prior by their precisions.
 
     Args:
         points: At least one, the sizes distinct.
         sigma: Relative standard deviation of one observation.
         shape: The prior.
+        memory: Successive observations that are worth one. It widens the error of the level alone: between sizes that
+            take turns noise that lasts makes no difference.
     """
     weights = [_weight(point, sigma) for point in points]
     total = sum(weights)
@@ -186,5 +198,5 @@ def fit_line(points: Sequence[Point], sigma: float, shape: Shape) -> Fit:
         (point.seconds - slope * (point.n - center), w) for w, point in zip(weights, points, strict=True)
     )
     line = Line(max(0.0, level - slope * center), slope)
-    line = replace(line, cliffs=_cliffs(points, line, sigma))
-    return Fit(line, center, math.sqrt(1.0 / total), math.sqrt(1.0 / (measured + assumed)), sigma)
+    line = replace(line, cliffs=_cliffs(points, line, sigma, memory))
+    return Fit(line, center, math.sqrt(memory / total), math.sqrt(1.0 / (measured + assumed)), sigma)

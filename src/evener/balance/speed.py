@@ -43,6 +43,8 @@ SETTLED = 6
 """Observations from which on a line serves to compare others with."""
 CHANGE = 1.15
 """Least ratio of times that is a change of speed; less is a better estimate."""
+NEAR, KNOWN = 1.05, 3
+"""How far beyond known sizes, and after how many observations, a jump is a change of speed and not the line's error."""
 REVISION = 12
 """Least observations that an estimate is made of anew."""
 SAME = 0.08
@@ -122,10 +124,13 @@ class SpeedModel:
         before = self._baseline
         new_level = self._cusum.update(self._surprise(before, n, seconds), patience) if before else 0
         self._recent.append((n, seconds))
-        if before and new_level:
+        if before and new_level and self._knew(n, new_level):
             return self._start_over(before, new_level)
         self._add(n, seconds)
-        if self._count in FIRST_FITS or self._count % REFIT == 0:
+        if new_level:  # a share that was never tried costs more or less than the line said
+            self._cusum = Cusum()
+            self._refit()
+        elif self._count in FIRST_FITS or self._count % REFIT == 0:
             self._refit()
         return None
 
@@ -166,15 +171,10 @@ class SpeedModel:
             if not self._sizes:
                 raise ValueError("no time can be predicted before one was observed: call observe first")
             points = [
-                Point(
-                    n,
-                    statistics.median(size.seconds),
-                    max(1.0, len(size.seconds) / self._memory),
-                    self._count - size.seen,
-                )
+                Point(n, statistics.median(size.seconds), len(size.seconds), self._count - size.seen)
                 for n, size in sorted(self._sizes.items())
             ]
-            self._latest = fit_line(points, self._robust_sigma(), self._shape)
+            self._latest = fit_line(points, self._robust_sigma(), self._shape, self._memory)
         return self._latest
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,6 +236,11 @@ class SpeedModel:
         self._shelf = before, sizes
         self._baseline = self.fit()
         return self._baseline.line(last) / before.line(last)
+
+    def _knew(self, n: int, length: int) -> bool:
+        """Whether ``n`` was within the sizes that were known before the last ``length`` observations."""
+        earlier = [size for size, _ in self._recent][:-length]
+        return len(earlier) >= KNOWN and min(earlier) / NEAR <= n <= max(earlier) * NEAR
 
     def _begin_with(self, kept: Sequence[tuple[int, float]], before: Fit) -> None:
         self._start(Shape.of(before))

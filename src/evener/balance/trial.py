@@ -34,6 +34,8 @@ class Comparison:
     """Predicted part of the step time that is saved, ..."""
     error: float
     """... and its standard error."""
+    cause: str = ""
+    """The kind of reason for which the new division was thought of."""
     promised: float | None = None
     """If the new division is the one of before: the gain that the old one was said to bring."""
     of_old: list[float] = field(default_factory=list)
@@ -76,10 +78,10 @@ class Comparison:
         if self.fewest < policy.trial_steps[0] // 2:
             return None
         gain, error = self.together(policy.model_error)
-        measured, _ = self.measured()
-        if gain > 2.0 * error and measured > 0:
+        measured, doubt = self.measured()
+        if gain > 2.0 * error and measured > doubt:
             return True
-        if gain < 0.5 * error:
+        if gain < 0.0:
             return False
         if self.fewest < policy.trial_steps[1] // 2:
             return None
