@@ -250,3 +250,13 @@ def test_a_state_from_before_there_were_trials_goes_on() -> None:
     state["rules"] = [[at, division[0], probe] for at, division, _, probe in state["rules"]]
     later.load_state_dict(json.loads(json.dumps(state)))
     assert max(step.excess for step in simulate(later, ranks, 128, 60, first=80)) < 0.10
+
+
+@pytest.mark.parametrize(("price", "tried"), [(0.00023, True), (0.0006, False)])
+def test_shares_that_are_not_surely_better_are_tried_against_equal_ones(price: float, tried: bool) -> None:
+    auto = BySpeed(2, policy=Policy(equal_steps=20))
+    steps = simulate(auto, [Rank(0.004, 0.0002), Rank(0.004, price)], 192, 150, noise=0.01)
+    begin = auto.decisions[0].effective_step
+    equal = [step for step, done in enumerate(steps) if step >= begin and done.shares == [96, 96]]
+    assert bool(equal) is tried
+    assert steps[-1].shares != [96, 96], "they were better after all"

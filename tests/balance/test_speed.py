@@ -130,3 +130,36 @@ def test_cusum_needs_four_in_a_row() -> None:
     assert [cusum.update(100.0) for _ in range(4)] == [0, 0, 0, 4]
     cusum = Cusum()
     assert [cusum.update(z) for z in (100.0, 100.0, 100.0, -1.0, -1.0, 0.0)] == [0] * 6
+
+
+def test_a_speed_that_comes_back_is_known_again() -> None:
+    source, model = random.Random(1), taught([24, 40] * 20, 0.005, 0.0002, noise=0.03)
+    before = model.error(32)
+    for factor in (2.0, 1.0):
+        for _ in range(8):
+            model.observe(32, factor * (0.005 + 0.0002 * 32) * source.lognormvariate(0, 0.03))
+    assert model.error(32) < 1.2 * before
+    assert model.predict(48) == pytest.approx(0.005 + 0.0002 * 48, rel=0.03)
+
+
+def test_a_jump_beyond_the_sizes_that_are_known_is_no_change_of_speed() -> None:
+    model = taught([24, 40] * 8, 0.005, 0.0002, noise=0.01)
+    found = [model.observe(64, 2.0 * (0.005 + 0.0002 * 64)) for _ in range(8)]
+    assert found == [None] * 8
+    assert model.predict(64) == pytest.approx(2.0 * (0.005 + 0.0002 * 64), rel=0.1)
+    assert model.predict(24) == pytest.approx(0.005 + 0.0002 * 24, rel=0.15)
+
+
+def test_patience_asks_for_more() -> None:
+    needed = []
+    for patience in (1.0, 2.0):
+        model = taught([32] * 30, 0.005, 0.0002, noise=0.01)
+        seen = [model.observe(32, 0.0228, patience) is not None for _ in range(20)]
+        needed.append(seen.index(True) + 1)
+    assert needed == [4, 8]
+
+
+def test_a_small_jump_is_a_better_estimate_and_no_change_of_speed() -> None:
+    model = taught([32] * 30, 0.005, 0.0002, noise=0.005)
+    assert [model.observe(32, 1.1 * 0.0114) for _ in range(30)] == [None] * 30
+    assert model.predict(32) == pytest.approx(1.1 * 0.0114, rel=0.03)

@@ -76,7 +76,15 @@ class Weather:
 CALM = Weather(common=(0.02, 0.3), climate=(0.02, 0.99), own=(0.015, 0.3), drift=(0.005, 0.98), spikes=0.0)
 USUAL = Weather()
 BUSY = Weather(own=(0.1, 0.35), drift=(0.03, 0.98), spikes=0.02, strangers=0.003)
-STORM = Weather((0.2, 0.5), (0.3, 0.99), (0.25, 0.4), (0.06, 0.95), 0.05, 0.01, (5, 40))
+STORM = Weather(
+    common=(0.2, 0.5),
+    climate=(0.3, 0.99),
+    own=(0.25, 0.4),
+    drift=(0.06, 0.95),
+    spikes=0.05,
+    strangers=0.01,
+    stay=(5, 40),
+)
 WEATHERS = {"calm": CALM, "usual": USUAL, "busy": BUSY, "storm": STORM}
 
 

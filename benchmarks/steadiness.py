@@ -1,0 +1,91 @@
+"""Whether anybody regrets learned shares: simulated ranks, in four kinds of weather, over many seeds.
+
+    python -m benchmarks.steadiness [--seeds 40] [--steps 500]
+
+Times of a run with learned shares over those with the best fixed ones (equal shares, of equal ranks) under the very
+same disturbances: all steps, and those from the 60th on. The kinds of weather are those of the tests: ``usual`` is
+calibrated on real runs, in ``busy`` other programs come for seconds, ``storm`` is a host that is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+from tests.balance.simulator import Rank, slow_between
+from tests.balance.weather import WEATHERS, Weather, best, lived
+
+from evener.balance import BySpeed
+
+PER_RANK = 96
+USUAL = Rank(0.004, 0.0002)
+
+
+def slower(times: float) -> Rank:
+    return Rank(USUAL.overhead * times, USUAL.price * times)
+
+
+RANKS: dict[str, list[Rank]] = {
+    "2 equal": [USUAL] * 2,
+    "3 equal": [USUAL] * 3,
+    "8 equal": [USUAL] * 8,
+    "2:1": [USUAL, slower(2)],
+    "3:1": [USUAL, slower(3)],
+    "4:1": [USUAL, slower(4)],
+    "1, and 2 at a half": [USUAL, slower(2), slower(2)],
+    "16 from 1 to 1/4": [slower(1 + 3 * rank / 15) for rank in range(16)],
+}
+
+
+def row(ranks: Sequence[Rank], weather: Weather, seeds: int, steps: int) -> str:
+    """Median and worst of all steps and of the late ones, and changes."""
+    whole, late, changes, batch_size = [], [], [], PER_RANK * len(ranks)
+    for seed in range(seeds):
+        factors, auto = weather.factors(len(ranks), steps, seed), BySpeed(len(ranks))
+        ours = lived(auto, ranks, factors, batch_size)
+        fixed = lived(best(ranks, batch_size), ranks, factors, batch_size)
+        whole.append(sum(ours) / sum(fixed))
+        late.append(sum(ours[60:]) / sum(fixed[60:]))
+        changes.append(len(auto.decisions))
+    cells = [f"{statistics.median(found):.3f} | {max(found):.3f}" for found in (whole, late)]
+    return f"{' | '.join(cells)} | {statistics.mean(changes):.1f}"
+
+
+def slowdown(world_size: int, weather: Weather, seeds: int) -> str:
+    """From 12 steps on after a rank became twice as slow, and from 40 on after it recovered, over the best there."""
+    ranks = [*[USUAL] * (world_size - 1), Rank(USUAL.overhead, USUAL.price, slow_between(200, 300, 2))]
+    slowed, recovered, batch_size = [], [], PER_RANK * world_size
+    for seed in range(seeds):
+        factors = weather.factors(world_size, 500, seed)
+        ours = lived(BySpeed(world_size), ranks, factors, batch_size)
+        there, equal = (lived(best(ranks, batch_size, at), ranks, factors, batch_size) for at in (250, 0))
+        slowed.append(sum(ours[212:300]) / sum(there[212:300]))
+        recovered.append(sum(ours[340:]) / sum(equal[340:]))
+    cells = [f"{statistics.median(found):.3f} | {max(found):.3f}" for found in (slowed, recovered)]
+    return " | ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=500)
+    arguments = parser.parse_args()
+    print("| ranks | weather | all: median | worst | from step 60: median | worst | changes |")
+    print("|---|---|---|---|---|---|---|")
+    for name, ranks in RANKS.items():
+        for kind, weather in WEATHERS.items():
+            print(
+                f"| {name} | {kind} | {row(ranks, weather, arguments.seeds, arguments.steps)} |", flush=True
+            )
+    print("\n| 2x slowdown of 1 of | weather | followed: median | worst | after its end: median | worst |")
+    print("|---|---|---|---|---|---|")
+    for world_size in (2, 4):
+        for kind, weather in WEATHERS.items():
+            print(f"| {world_size} | {kind} | {slowdown(world_size, weather, arguments.seeds)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
