@@ -72,7 +72,7 @@ def test_an_error_ends_the_waits_of_the_others_and_names_its_device(crew: Crew) 
     def wait(place: int) -> Callable[[], None]:
         def job() -> None:
             try:
-                meeting.exchange(place, None)
+                meeting.bring(place, None)()
             finally:
                 ended.append(place)
 
@@ -91,7 +91,7 @@ def test_an_interrupt_ends_the_waits_too(crew: Crew) -> None:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        crew.run({0: lambda: meeting.exchange(0, None), 1: interrupt}, meeting.drop)
+        crew.run({0: lambda: meeting.bring(0, None)(), 1: interrupt}, meeting.drop)
     assert crew.run({0: lambda: 7}, nothing) == {0: 7}
 
 
@@ -101,7 +101,7 @@ def test_what_fails_meanwhile_is_raised(crew: Crew) -> None:
 
     meeting = Meeting(2, 60.0)
     with pytest.raises(ZeroDivisionError):
-        crew.run({0: lambda: meeting.exchange(0, None)}, meeting.drop, meanwhile)
+        crew.run({0: lambda: meeting.bring(0, None)()}, meeting.drop, meanwhile)
 
 
 def test_a_meeting_goes_on_for_any_number_of_turns(crew: Crew) -> None:
@@ -112,7 +112,7 @@ def test_a_meeting_goes_on_for_any_number_of_turns(crew: Crew) -> None:
             found = []
             for turn in range(50):
                 time.sleep(0.0001 * (turn % (place + 2)))
-                found.append(meeting.exchange(place, 10 * turn + place))
+                found.append(meeting.bring(place, 10 * turn + place)())
             return found
 
         return turns
@@ -126,11 +126,11 @@ def test_a_meeting_goes_on_for_any_number_of_turns(crew: Crew) -> None:
 def test_a_meeting_that_not_all_come_to_ends_with_a_reason() -> None:
     meeting = Meeting(2, 0.01)
     with pytest.raises(RankTimeoutError, match="not all of 2 devices came"):
-        meeting.exchange(0, None)
+        meeting.bring(0, None)()
     dropped = Meeting(2, 60.0)
     dropped.drop()
     with pytest.raises(LeftAloneError):
-        dropped.exchange(1, None)
+        dropped.bring(1, None)()
 
 
 def test_peers_add_up_in_their_order_and_notice_strangers(crew: Crew) -> None:
@@ -141,7 +141,8 @@ def test_peers_add_up_in_their_order_and_notice_strangers(crew: Crew) -> None:
         def told() -> tuple[int, torch.Tensor, torch.Tensor]:
             with HostStopwatch() as watch, together.joined(meeting, place, watch):
                 own = torch.full((length,), place + 1.0)
-                return together.size(), together.all_gather(own), together.all_reduce(own)
+                gathered = together.all_gather_later(own, "bn")()
+                return together.size(), gathered, together.all_reduce_later(own, f"bn {length}")()
 
         return told
 
@@ -150,5 +151,7 @@ def test_peers_add_up_in_their_order_and_notice_strangers(crew: Crew) -> None:
         assert size == 2
         assert gathered.tolist() == [[1, 1], [2, 2]]
         assert summed.tolist() == [3, 3]
-    with pytest.raises(TaskError, match=r"different layers .* \[\(2,\), \(3,\)\]"):
+    with pytest.raises(
+        TaskError, match=r"different layers .* bn with a message of shape \(2,\), bn with .* \(3,\)"
+    ):
         crew.run({0: job(0, 2), 2: job(1, 3)}, meeting.drop)

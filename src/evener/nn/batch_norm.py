@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -33,6 +32,7 @@ from torch.distributed import ProcessGroup
 from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
 from evener.hardware.readout import is_late
+from evener.nn.moments import Given, moments, wide
 from evener.nn.peers import Peers, Ranks
 from evener.nn.recomputing import once
 from evener.nn.scope import current
@@ -52,6 +52,8 @@ class BatchNorm(AnyBatchNorm):
     """
 
     _ranks = Shared[Peers]()
+    _name = "a BatchNorm"
+    """In the model, for errors."""
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -66,11 +68,13 @@ class BatchNorm(AnyBatchNorm):
     def _over_ranks(self, input: Tensor, group: Peers) -> Tensor:
         scope = current()
         counts = scope is None or scope.weight > 0
-        statistics = once(lambda: _gather_statistics(input.detach(), counts, group))
+        statistics = once(lambda: _gather_statistics(input.detach(), counts, group, self._name))
         if self.training and self.track_running_stats:
             self._track(*statistics)
-        arguments = (input, self.weight, self.bias, *statistics, self.eps, group, counts)
-        output: Tensor = _Normalize.apply(*arguments)  # type: ignore[no-untyped-call]
+        count, mean, variance = statistics
+        given = Given(wide(input.dtype), mean, variance, self.eps)
+        meeting = _Meeting(group, self._name, count, counts)
+        output: Tensor = _Normalize.apply(input, self.weight, self.bias, given, meeting)  # type: ignore[no-untyped-call]
         return output
 
     @torch.no_grad()
@@ -139,7 +143,7 @@ def exact_batch_norm(model: M, group: ProcessGroup | Peers | None) -> M:
         if type(module) in _CLASSES:
             module.__class__ = _CLASSES[type(module)]
         if isinstance(module, BatchNorm):
-            module._ranks = ranks
+            module._ranks, module._name = ranks, name or "the model"
         elif isinstance(module, AnyBatchNorm):
             warnings.warn(
                 f"{name or 'the model'} is a {type(module).__name__}, which is not one of torch.nn's"
@@ -149,7 +153,7 @@ def exact_batch_norm(model: M, group: ProcessGroup | Peers | None) -> M:
     return model
 
 
-def _gather_statistics(x: Tensor, counts: bool, group: Peers) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_statistics(x: Tensor, counts: bool, group: Peers, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """The count (0-d), mean (C,) and biased variance (C,) over all ranks, in double precision, the same bits
     on all.
     """
@@ -157,11 +161,9 @@ def _gather_statistics(x: Tensor, counts: bool, group: Peers) -> tuple[Tensor, T
     n = x.numel() // max(1, channels) if counts else 0
     message = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if n:
-        variance, mean = torch.var_mean(_wide(x), [d for d in range(x.dim()) if d != 1], correction=0)
         message[0] = n
-        message[1 : channels + 1] = mean
-        message[channels + 1 :] = variance.double() * n
-    count, mean, squares = _combine(group.all_gather(message))
+        torch.cat(moments(x), out=message[1:])
+    count, mean, squares = _combine(group.all_gather_later(message, f"{name}, forward")())
     # If the total is at most one then so is every rank's n: all find it.
     variance = squares / count if n > 1 else _checked(squares / count, count, x, group)
     return count, mean, variance
@@ -193,69 +195,55 @@ def _combine(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return count, mean, (squares + counts * (means - mean) ** 2).sum(0)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+class _Meeting(NamedTuple):
+    """Where backward meets the others."""
 
-
-def _with_fixed_statistics(
-    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``γ/σ dy`` (as x), ``Σ dy x̂`` (C,) and ``Σ dy`` (C,) over this rank, in one pass."""
-    if not x.numel():  # torch's CPU kernel divides by the size
-        return torch.empty_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
-    direct, dy_xhat, dy_sum = torch.ops.aten.native_batch_norm_backward(
-        dy, x, scale, mean, variance, None, None, False, eps, [True, True, True]
-    )
-    return direct, dy_xhat, dy_sum
+    peers: Peers
+    name: str
+    """Of the layer."""
+    values: Tensor
+    """Values a channel over all of them (0-d)."""
+    counts: bool
+    """Whether this rank's are among these."""
 
 
 class _Normalize(torch.autograd.Function):
-    """``γ (x - mean) / σ + β`` with mean and σ that depend on the ``x`` of all ranks.
-
-    Both directions are torch's own fused kernels for *given* statistics (``training=False``), which run on
-    CPU and CUDA, keep the memory format and take half-precision inputs with float32 parameters.
-    """
+    """``γ (x - mean) / σ + β`` with mean and σ that depend on the ``x`` of all ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        count: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        eps: float,
-        group: Peers,
-        counts: bool,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, given: Given, meeting: _Meeting
     ) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        mean, variance = mean.to(dtype), variance.to(dtype)
-        scale = torch.ones_like(mean) if weight is None else weight.to(dtype)
-        ctx.save_for_backward(x, scale, count, mean, variance)
-        ctx.eps, ctx.group, ctx.counts = eps, group, counts
+        ctx.save_for_backward(x, weight)
+        ctx.given, ctx.meeting = given, meeting
         ctx.dtypes = tuple(None if p is None else p.dtype for p in (weight, bias))
-        shift = torch.zeros_like(mean) if bias is None else bias.to(dtype)
-        return F.batch_norm(x, mean, variance, scale, shift, training=False, momentum=0.0, eps=eps)
+        return given.normalize(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, count, mean, variance = ctx.saved_tensors
-        direct, dy_xhat, dy_sum = _with_fixed_statistics(dy, x, scale, mean, variance, ctx.eps)
-        dx = None
+        x, weight = ctx.saved_tensors
+        given: Given = ctx.given
+        sums, dx = given.sums(dy, x), None
         if ctx.needs_input_grad[0]:
-            sums = ctx.group.all_reduce(torch.cat([dy_xhat, dy_sum]).double())
-            a, b = (sums / count).to(scale.dtype).view(2, -1) * (scale / torch.sqrt(variance + ctx.eps))
-            # Through the statistics: γ/σ (x̂ Σ dy x̂ + Σ dy) / n, a normalization with other parameters. A
-            # placeholder is no part of them.
-            dx = direct - ctx.counts * F.batch_norm(
-                x, mean, variance, a, b, training=False, momentum=0.0, eps=ctx.eps
-            )
+            dx = _gradient(ctx.meeting, given, dy, x, weight, sums)
+        dy_xhat, dy_sum = sums.view(2, -1)
         weight_dtype, bias_dtype = ctx.dtypes
         return (
             dx,
             dy_xhat.to(weight_dtype) if weight_dtype else None,
             dy_sum.to(bias_dtype) if bias_dtype else None,
-            *[None] * 6,
+            None,
+            None,
         )
+
+
+def _gradient(
+    meeting: _Meeting, given: Given, dy: Tensor, x: Tensor, weight: Tensor | None, sums: Tensor
+) -> Tensor:
+    later = meeting.peers.all_reduce_later(sums.clone(), f"{meeting.name}, backward")
+    dx = given.direct(dy, x, weight)  # which needs nothing of the others
+    totals = later()
+    if meeting.counts:  # a placeholder is no part of the statistics
+        given.through_statistics(dx, x, weight, totals / meeting.values)
+    return dx

@@ -29,7 +29,7 @@ from torch import Tensor
 from evener.errors import RankTimeoutError, TaskError
 from evener.hardware import accelerators
 from evener.hardware.stopwatch import Stopwatch
-from evener.nn.peers import Peers
+from evener.nn.peers import Later, Peers
 from evener.strategies.one_process.devices import Devices
 
 T = TypeVar("T")
@@ -146,16 +146,24 @@ class Meeting:
         self._turns = [0] * size
         self._dropped = False
 
-    def exchange(self, place: int, value: T) -> list[T]:
-        """The values of all, in their order.
+    def bring(self, place: int, value: T) -> Callable[[], list[T]]:
+        """Puts down what this thread has for all. To be called then, once, before it brings more:
 
-        Raises:
-            LeftAloneError: If the meeting is dropped.
-            RankTimeoutError: If not all come in time.
+        Returns:
+            Waits for the others, and gives the values of all in their order. Raises LeftAloneError if the meeting is
+            dropped, and RankTimeoutError if not all come in time.
         """
         board = self._boards[self._turns[place] % 2]
         self._turns[place] += 1
         board[place] = value
+
+        def take() -> list[T]:
+            self._meet()
+            return list(board)
+
+        return take
+
+    def _meet(self) -> None:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
@@ -166,7 +174,6 @@ class Meeting:
                 f"{self._timeout_seconds:g} s: each must call the same such layers (BatchNorm) in the same order, "
                 "whatever its samples"
             ) from None
-        return list(board)
 
     def drop(self) -> None:
         """Nobody waits here any more."""
@@ -195,19 +202,22 @@ class Together(Peers):
         now = getattr(self._of_thread, "now", None)
         return now[0].size if now else 1
 
-    def all_gather(self, message: Tensor) -> Tensor:
+    def all_gather_later(self, message: Tensor, of: str) -> Later:
         meeting, place, watch = self._of_thread.now
-        watch.pause()
-        said: list[Tensor] = meeting.exchange(place, message)
-        shapes = {tuple(one.shape) for one in said}
-        if len(shapes) > 1:
-            raise TaskError(
-                f"the devices came to different layers that look at all samples, with messages of shapes "
-                f"{sorted(shapes)}: each must call the same BatchNorm modules in the same order, whatever its samples"
-            )
-        gathered = torch.stack([one.to(message.device) for one in said])
-        watch.resume()
-        return gathered
+        take = meeting.bring(place, (of, message))
 
-    def all_reduce(self, message: Tensor) -> Tensor:
-        return self.all_gather(message).sum(0)
+        def later() -> Tensor:
+            watch.pause()
+            said: list[tuple[str, Tensor]] = take()
+            kinds = {(of, tuple(one.shape)) for of, one in said}
+            if len(kinds) > 1:
+                words = ", ".join(f"{of} with a message of shape {shape}" for of, shape in sorted(kinds))
+                raise TaskError(
+                    f"the devices came to different layers that look at all samples: {words}. Each must call the same "
+                    "BatchNorm modules in the same order, whatever its samples"
+                )
+            gathered = torch.stack([one.to(message.device) for _, one in said])
+            watch.resume()
+            return gathered
+
+        return later
