@@ -105,6 +105,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         recompute=Recompute.of(config.recompute) if config.recompute else None,
         offload=Offload.of(config.offload, config.offload_to),
         optimizer_state=config.optimizer_state,
+        batch_norm=config.batch_norm,
         update_in_backward=config.update_in_backward,
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,

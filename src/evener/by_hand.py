@@ -94,8 +94,11 @@ class ByHand:
             )
         return True
 
-    def seconds_of_all(self) -> list[float]:
-        """The time of each rank's own work in the step that is over. A collective call."""
+    def seconds_of_all(self, batch: Batch) -> list[float]:
+        """The time of each rank's own work in the step that is over. A collective call, in which ranks also get the
+        same running statistics where each has normalized by its own samples."""
+        if self._learner.settings.batch_norm == "local":
+            self._learner.synchronizer.share_buffers(self._learner.loose_buffers(), batch.first_part)
         own = self.pace.taken().value() or math.nan
         return [row[0] for row in self._control.exchange([own]).wait()]
 

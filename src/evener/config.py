@@ -40,6 +40,7 @@ FULL_DISK = ("stop", "go-on")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
 OPTIMIZER_STATES = ("8bit",)
+BATCH_NORMS = ("exact", "local")
 COMPILE = ("auto", "blocks", "whole")
 BACKEND = "inductor"
 """Of torch.compile, where nothing is said."""
@@ -197,6 +198,12 @@ class RunConfig:
         "torch.compile's backend, such as aot_eager to find what cannot be compiled",
         metavar="NAME",
     )
+    batch_norm: str = option(
+        "exact",
+        "whose samples BatchNorm normalizes by: exact: those of all ranks, as on one device; local: each rank's own, "
+        "another training for every division",
+        choices=BATCH_NORMS,
+    )
     recompute: str | None = option(
         None,
         "take less memory and more time: compute blocks that the model repeats again in backward. blocks: all; a "
@@ -320,6 +327,7 @@ class RunConfig:
         offload = Offload.of(self.offload, self.offload_to)
         check_offload(offload, self.recompute, self.compile_mode)
         one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        one_of("batch_norm", self.batch_norm, BATCH_NORMS)
         if self.update_in_backward:
             limit = self.memory_limit or (", ".join(self.memory_limit_at) or None)
             check_update_in_backward(self.clip_norm, self.non_finite, self.micro_batch, limit, offload)

@@ -273,7 +273,7 @@ class Engine:
     def _took_by_hand(self, batch: Batch) -> None:
         """The step of a loop of the user's own is over: every rank tells its time, and nothing else."""
         self.settle()
-        seconds = self._by_hand.seconds_of_all()
+        seconds = self._by_hand.seconds_of_all(batch)
         self._feed.observe(self.steps_done, batch, seconds)
         own = seconds[self.session.rank]
         self.times.compute += 0.0 if math.isnan(own) else own

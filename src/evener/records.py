@@ -156,6 +156,8 @@ class RunSummary:
     """What was kept outside of the device's memory, where, and how much at most, in words; empty if nothing was."""
     optimizer_state: str = ""
     """What keeps the optimizer's state in few bits, in words; empty if nothing does."""
+    batch_norm: str = ""
+    """How BatchNorm normalized, in words, if not by the samples of all ranks."""
     updates: str = ""
     """Which parameters were updated in backward, in words; empty if none were."""
     graphs: list[int] = field(default_factory=list)

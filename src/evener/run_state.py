@@ -18,7 +18,16 @@ from evener.progress import Progress
 from evener.strategies import state
 from evener.strategies.learner import Learner
 
-_SAID = ("dtype", "precision", "precision_of", "optimizer_state", "clip_norm", "compress", "micro_batch")
+_SAID = (
+    "dtype",
+    "precision",
+    "precision_of",
+    "optimizer_state",
+    "batch_norm",
+    "clip_norm",
+    "compress",
+    "micro_batch",
+)
 """Settings that a run may go on with others of, but is not the same training then."""
 
 
@@ -134,5 +143,6 @@ class RunState:
     def _tell_of_settings(self, saved: Mapping[str, Any], tell: Callable[[str], object]) -> None:
         here = self._config.as_dict()
         for name in _SAID:
-            if saved.get(name) != here[name]:
-                tell(f"the run goes on with {name} {here[name]}, and was begun with {saved.get(name)}")
+            before = saved.get(name, getattr(RunConfig, name))
+            if before != here[name]:
+                tell(f"the run goes on with {name} {here[name]}, and was begun with {before}")

@@ -36,6 +36,7 @@ from evener.runtime.session import Session
 from evener.saving import Saving
 from evener.strategies.in_backward import updates_of
 from evener.strategies.model import named_tensors
+from evener.strategies.normalize import words_of_normalization
 from evener.strategies.quantized import words_of
 from evener.surveying import head_line
 from evener.task import Task
@@ -217,6 +218,7 @@ class Run:
             self._engine.recomputing.words,
             offloaded,
             words_of(learner.optimizer),
+            words_of_normalization(learner),
             updates_of(learner),
             self._emulation,
         )
@@ -354,6 +356,7 @@ class Run:
             recompute=engine.recomputing.words,
             offload=engine.learner.offloaded.said([part["offloaded"] for part in parts]),
             optimizer_state=words_of(engine.learner.optimizer),
+            batch_norm=words_of_normalization(engine.learner),
             updates=updates_of(engine.learner),
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
             graph_breaks=sum(part["graphs"][1] for part in parts),

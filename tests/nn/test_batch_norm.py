@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
 from evener.nn import BatchNorm, exact_batch_norm
+from evener.nn.batch_norm import local_batch_norm
 from evener.nn.scope import scope
 
 SHAPES = {
@@ -110,6 +111,28 @@ def test_a_compiled_model_waits_for_other_ranks_outside_of_its_graphs(ranks: Any
     for (plain, compiled), graphs in ranks(2).run(compiled_and_plain):
         close(compiled, plain)
         assert graphs == 0
+
+
+def test_local_statistics_in_a_compiled_model_know_a_placeholder() -> None:
+    torch.compiler.reset()
+    module = build(nn.BatchNorm1d)
+    local_batch_norm(module)
+    compiled = torch.compile(module, backend="eager")
+    (x, dy), *_ = batches(nn.BatchNorm1d, 7, 1)
+    expected = run(build(nn.BatchNorm1d), x, dy)
+    close(run(compiled, x, dy), expected)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with scope(torch.arange(1), 0, 0, weight=0):
+        y, _ = run(compiled, x[:1], 0 * dy[:1])
+    close(y, copy.deepcopy(module).eval()(x[:1]).detach())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+def test_a_local_placeholder_without_running_statistics() -> None:
+    module = build(nn.BatchNorm1d, track_running_stats=False)
+    local_batch_norm(module)
+    with scope(torch.arange(1), 0, 0, weight=0):
+        assert module(torch.ones(1, 6, dtype=torch.float64)).isfinite().all()
 
 
 def evaluate_without_running_statistics(shares: list[int]) -> Tensor:

@@ -58,7 +58,7 @@ def scaled(factor: float, steps: Sequence[int] = (0, 1), **changes: Any) -> Traj
 
 def compared(*divided: Trajectory, reference: Trajectory | None = None, **options: Any) -> Verification:
     tolerance, others = options.pop("tolerance", None), options.pop("disturbed", (disturbed(),))
-    config = RunConfig(dtype="float64", batch_size=4)
+    config = RunConfig(dtype="float64", batch_size=4, batch_norm=options.pop("batch_norm", "exact"))
     one = reference or run()
     apart = [Apart.of(one, other) for other in others]
     return compare(Runs(one, divided, apart, **options), config, "name", tolerance)

@@ -13,6 +13,11 @@ def test_replicas_that_differ() -> None:
     assert "the replicas differ" in compared(scaled(0.5), run(digest="other")).hint
 
 
+def test_statistics_of_each_rank() -> None:
+    hint = compared(scaled(0.5), batch_norm="local").hint
+    assert "batch_norm=local has BatchNorm normalize by each rank's own samples" in hint
+
+
 def test_dropouts_of_torch() -> None:
     assert "2 modules with dropout of torch.nn" in compared(scaled(0.5), reference=run(drawing_apart=2)).hint
 

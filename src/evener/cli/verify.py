@@ -33,6 +33,7 @@ SETTINGS = (
     "offload",
     "offload_to",
     "optimizer_state",
+    "batch_norm",
     "update_in_backward",
     "seed",
     "clip_norm",

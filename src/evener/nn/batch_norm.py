@@ -25,6 +25,7 @@ import warnings
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -52,6 +53,8 @@ class BatchNorm(AnyBatchNorm):
     """
 
     _ranks = Shared[Peers]()
+    is_exact = True
+    """Whether it is meant for the samples of all ranks; False after :func:`local_batch_norm`."""
     _name = "a BatchNorm"
     """In the model, for errors."""
 
@@ -59,10 +62,20 @@ class BatchNorm(AnyBatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         group = self._ranks.value
         of_batch = self.training or self.running_mean is None
+        if not self.is_exact and of_batch and _is_placeholder():
+            return self._by_what_is_known(input)
         if group is None or group.size() == 1 or not of_batch:
             return AnyBatchNorm.forward(self, input)
         output: Tensor = self._over_ranks(input, group)
         return output
+
+    def _by_what_is_known(self, input: Tensor) -> Tensor:
+        """As in evaluation, for a placeholder, which may be a single value and must leave no trace."""
+        mean, variance = self.running_mean, self.running_var
+        if mean is None or variance is None:
+            mean = input.new_zeros(input.shape[1], dtype=wide(input.dtype))
+            variance = torch.ones_like(mean)
+        return F.batch_norm(input, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
     def _over_ranks(self, input: Tensor, group: Peers) -> Tensor:
@@ -140,17 +153,37 @@ def exact_batch_norm(model: M, group: ProcessGroup | Peers | None) -> M:
                 f"{name or 'the model'} is a {type(module).__name__} that has seen no input yet; call the"
                 " model once on a sample before handing it over, or use a BatchNorm with num_features"
             )
-        if type(module) in _CLASSES:
-            module.__class__ = _CLASSES[type(module)]
-        if isinstance(module, BatchNorm):
+        _make_own(module)
+        if isinstance(module, BatchNorm) and module.is_exact:
             module._ranks, module._name = ranks, name or "the model"
-        elif isinstance(module, AnyBatchNorm):
+        elif isinstance(module, AnyBatchNorm) and not isinstance(module, BatchNorm):
             warnings.warn(
                 f"{name or 'the model'} is a {type(module).__name__}, which is not one of torch.nn's"
                 " BatchNorm modules: its statistics stay those of each rank's own samples",
                 stacklevel=2,
             )
     return model
+
+
+def local_batch_norm(model: nn.Module) -> None:
+    """Makes the model's BatchNorm modules normalize by the samples of their rank alone, also after
+    :func:`exact_batch_norm`. In a scope of weight 0 they compute as in evaluation.
+    """
+    for module in model.modules():
+        _make_own(module)
+        if isinstance(module, BatchNorm):
+            module.is_exact, module._ranks = False, Shared[Peers]()
+
+
+def _make_own(module: nn.Module) -> None:
+    if type(module) in _CLASSES:
+        module.__class__ = _CLASSES[type(module)]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # a graph would keep the answer of its first call
+def _is_placeholder() -> bool:
+    scope = current()
+    return scope is not None and scope.weight == 0
 
 
 def _gather_statistics(x: Tensor, counts: bool, group: Peers, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -141,6 +141,7 @@ def summary_text(summary: RunSummary) -> str:
     lines += [f"  {summary.recompute}"] if summary.recompute else []
     lines += [f"  {summary.offload}"] if summary.offload else []
     lines += [f"  {summary.optimizer_state}"] if summary.optimizer_state else []
+    lines += [f"  {summary.batch_norm}"] if summary.batch_norm else []
     lines += [f"  {summary.updates}"] if summary.updates else []
     lines += [_graphs_line(summary)] if summary.graphs else []
     if summary.emulation:

@@ -22,7 +22,7 @@ from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
-from evener.strategies.flat import sent_as_one
+from evener.strategies.flat import broadcast_together, sent_as_one
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
 from evener.strategies.single import Alone
@@ -99,9 +99,7 @@ class Afterwards(Synchronizer):
         self._sum([p for name, p in named if name not in everywhere])
 
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
-        source = part * self._learner.mesh.degree("context")
-        for buffer in buffers:
-            dist.broadcast(buffer, group=self._group, group_src=source)
+        broadcast_together(buffers, self._group, part * self._learner.mesh.degree("context"))
 
     def close(self) -> None:
         self._all_reduce.close()

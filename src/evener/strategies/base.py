@@ -43,6 +43,7 @@ from evener.strategies.hooks import refuse_hooks
 from evener.strategies.in_backward import in_backward
 from evener.strategies.learner import Learner
 from evener.strategies.limits import room_on
+from evener.strategies.normalize import normalize_apart
 from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.precision import Precision, able, agreed, products_of
@@ -187,6 +188,8 @@ def set_up(
             refuse_hooks(built, strategy.label)
         strategy = strategy.prepared(built, learner)
         _draw_apart(settings.seed, learner.mesh)
+        if settings.batch_norm == "local":
+            normalize_apart(built, learner, strategy.one_process)
         placed = strategy.settle(strategy.parallelize(built, learner.mesh, settings), learner)
         model.share_first_weights(placed, source, session.world, session.rank == 0)
         learner.model = placed

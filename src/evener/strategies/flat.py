@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from evener.hardware.stopwatch import waiting
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -23,3 +27,10 @@ def sent_as_one(tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> Non
     send(flat)
     for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def broadcast_together(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int) -> None:
+    """Gives all ranks of ``group`` the tensors of its rank ``source``, in a message for each kind."""
+    for alike in by_kind(tensors):
+        with waiting():
+            sent_as_one(alike, partial(dist.broadcast, group=group, group_src=source))

@@ -322,11 +322,10 @@ class Learner:
     def _loose_buffers(self) -> list[tuple[nn.Module, str]]:
         """Buffers that training may write and nothing keeps equal; those of an exact BatchNorm are so by themselves,
         unless several ranks compute the same samples and may round differently."""
-        exact = BatchNorm if self.data.is_whole else ()
         return [
             (module, name)
             for module in self.model.modules()
-            if not isinstance(module, exact)
+            if not (isinstance(module, BatchNorm) and module.is_exact and self.data.is_whole)
             for name, buffer in own_buffers(module).items()
             if isinstance(buffer, Tensor)
         ]

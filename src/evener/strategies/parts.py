@@ -45,6 +45,8 @@ class Settings:
     """What is kept outside of the device's memory."""
     optimizer_state: str | None = None
     """``8bit`` for the task's Adam with state in codes; None leaves the optimizer as it is made."""
+    batch_norm: str = "exact"
+    """``exact`` or ``local``: whether BatchNorm normalizes by the samples of all ranks, or by the rank's own."""
     update_in_backward: bool = False
     """Whether parameters are updated while backward runs."""
     clip_norm: float | None = None

@@ -85,7 +85,8 @@ def computed_together(learner: Learner) -> str:
     """Why pieces of a batch would be another training, for which module; empty where no module is known to be so."""
     for name, module in learner.model.named_modules():
         if isinstance(module, AnyBatchNorm):
-            return f"{clean_name(name)} normalizes those that are computed together, over all ranks"
+            where = "over all ranks" if learner.settings.batch_norm == "exact" else "on each rank"
+            return f"{clean_name(name)} normalizes those that are computed together, {where}"
         if isinstance(module, Experts):
             return f"{clean_name(name)} has a balance, and room, for those that are computed together, over all ranks"
     return ""

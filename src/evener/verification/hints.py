@@ -57,9 +57,18 @@ class Evidence:
 _STAGE = {Kind.LOSS: 0, Kind.STATISTIC: 0, Kind.GRADIENT: 1, Kind.BUFFER: 2, Kind.WEIGHT: 2}
 
 
-def hint(evidence: Evidence) -> str:
-    """What to look at, in words."""
+def hint(evidence: Evidence, own_statistics: bool = False) -> str:
+    """What to look at, in words.
+
+    Args:
+        own_statistics: Whether BatchNorm was asked to normalize by each rank's own samples.
+    """
     reference, divided = evidence.reference, evidence.divided[0]
+    if own_statistics:
+        return (
+            "batch_norm=local has BatchNorm normalize by each rank's own samples, which is not the training of one "
+            "device: leave it out to see whether anything else differs"
+        )
     if len({trajectory.digest for trajectory in evidence.divided}) > 1:
         return "the replicas differ from each other: something in the model draws or computes differently on each rank"
     if reference.drawing_apart:

@@ -111,7 +111,7 @@ def alone(config: RunConfig) -> RunConfig:
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
     alike |= {"offload": None, "offload_to": None}
-    alike |= {"update_in_backward": False}
+    alike |= {"update_in_backward": False, "batch_norm": "exact"}
     return config.replace(strategy="single", processes=1, **alike)
 
 

@@ -147,7 +147,7 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
         limit=LIMIT,
         tolerance=tolerance,
         passed=passed,
-        hint="" if passed else hint(evidence),
+        hint="" if passed else hint(evidence, config.batch_norm == "local"),
     )
 
 

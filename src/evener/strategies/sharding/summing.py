@@ -27,7 +27,7 @@ from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
-from evener.strategies.flat import by_kind, sent_as_one
+from evener.strategies.flat import broadcast_together, by_kind, sent_as_one
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
 from evener.strategies.sharding.buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
@@ -259,9 +259,7 @@ class ZeroSum(Synchronizer):
     # Others
 
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
-        source = part * self._learner.mesh.degree("context")
-        for buffer in buffers:
-            dist.broadcast(buffer, group=self._everyone, group_src=source)
+        broadcast_together(buffers, self._everyone, part * self._learner.mesh.degree("context"))
 
     def close(self) -> None:
         self._wholes.close()
