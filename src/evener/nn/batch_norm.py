@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
 from evener.hardware.readout import is_late
-from evener.nn.moments import Given, moments, wide
+from evener.nn.moments import Channels, Given, heavy, light, moments, wide
 from evener.nn.peers import Peers, Ranks
 from evener.nn.recomputing import once
 from evener.nn.scope import current
@@ -85,13 +85,13 @@ class BatchNorm(AnyBatchNorm):
         if self.training and self.track_running_stats:
             self._track(*statistics)
         count, mean, variance = statistics
-        given = Given(wide(input.dtype), mean, variance, self.eps)
+        given = Given(wide(input.dtype), mean, variance, self.eps, self.weight)
         meeting = _Meeting(group, self._name, count, counts)
         output: Tensor = _Normalize.apply(input, self.weight, self.bias, given, meeting)  # type: ignore[no-untyped-call]
         return output
 
     @torch.no_grad()
-    def _track(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
+    def _track(self, count: Channels, mean: Channels, variance: Channels) -> None:
         """Moves the running statistics; the variance, as in ``torch.nn``, to that of an unbiased estimate."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
@@ -100,7 +100,8 @@ class BatchNorm(AnyBatchNorm):
         momentum = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.double()
         unbiased = variance * (count / (count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            running.mul_(1 - momentum).add_((new * momentum).to(running.dtype))
+            towards = heavy(new, running.dtype)
+            running.lerp_(towards, momentum.to(running.dtype) if isinstance(momentum, Tensor) else momentum)
 
 
 class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
@@ -186,7 +187,9 @@ def _is_placeholder() -> bool:
     return scope is not None and scope.weight == 0
 
 
-def _gather_statistics(x: Tensor, counts: bool, group: Peers, name: str) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_statistics(
+    x: Tensor, counts: bool, group: Peers, name: str
+) -> tuple[Channels, Channels, Channels]:
     """The count (0-d), mean (C,) and biased variance (C,) over all ranks, in double precision, the same bits
     on all.
     """
@@ -194,35 +197,34 @@ def _gather_statistics(x: Tensor, counts: bool, group: Peers, name: str) -> tupl
     n = x.numel() // max(1, channels) if counts else 0
     message = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if n:
-        message[0] = n
-        torch.cat(moments(x), out=message[1:])
-    count, mean, squares = _combine(group.all_gather_later(message, f"{name}, forward")())
+        numbers = light(message)
+        numbers[0] = n
+        numbers[1 : channels + 1], numbers[channels + 1 :] = moments(x)
+    parts = group.all_gather_later(message, f"{name}, forward")()
     # If the total is at most one then so is every rank's n: all find it.
-    variance = squares / count if n > 1 else _checked(squares / count, count, x, group)
-    return count, mean, variance
+    if n <= 1 and not is_late(x.device):
+        _check(parts, x, group)
+    count, mean, squares = _combine(light(parts))
+    variance = squares / count
+    return count, mean, variance.masked_fill(count <= 1, math.nan) if is_late(x.device) else variance
 
 
-def _checked(variance: Tensor, count: Tensor, x: Tensor, group: Peers) -> Tensor:
-    """The variance of more than one value. Of fewer it is not a number where the host may not wait for the count, as
-    on a GPU: nor is the loss of the step then, which ends the run before anything of it is saved.
-
-    Raises:
-        ValueError: If there are fewer and the count is at hand.
+def _check(parts: Tensor, x: Tensor, group: Peers) -> None:
+    """Raises ValueError if there are fewer than two values a channel. Where the host may not wait for the count, as on
+    a GPU, the variance is not a number then: nor is the loss of the step, which ends the run before it is saved.
     """
-    if is_late(count.device):
-        return variance.masked_fill(count <= 1, math.nan)
-    if count.item() <= 1:
+    count = int(parts[:, 0].sum())
+    if count <= 1:
         raise ValueError(
-            f"Expected more than 1 value per channel when training, got {int(count)} over {group.size()}"
+            f"Expected more than 1 value per channel when training, got {count} over {group.size()}"
             f" {group.what} (input of size {tuple(x.shape)} here)"
         )
-    return variance
 
 
-def _combine(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(parts: Channels) -> tuple[Channels, Channels, Channels]:
     """From (ranks, 1 + 2C) counts, means and M2 of the parts, those of the whole."""
     channels = parts.shape[1] // 2
-    counts, means, squares = torch.split(parts, [1, channels, channels], dim=1)
+    counts, means, squares = parts[:, :1], parts[:, 1 : channels + 1], parts[:, channels + 1 :]
     count = counts.sum()
     mean = (counts * means).sum(0) / count
     return count, mean, (squares + counts * (means - mean) ** 2).sum(0)
@@ -234,7 +236,7 @@ class _Meeting(NamedTuple):
     peers: Peers
     name: str
     """Of the layer."""
-    values: Tensor
+    values: Channels
     """Values a channel over all of them (0-d)."""
     counts: bool
     """Whether this rank's are among these."""
@@ -250,16 +252,16 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.given, ctx.meeting = given, meeting
         ctx.dtypes = tuple(None if p is None else p.dtype for p in (weight, bias))
-        return given.normalize(x, weight, bias)
+        return given.normalize(x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, _ = ctx.saved_tensors  # the weight for autograd to see that it has not changed
         given: Given = ctx.given
         sums, dx = given.sums(dy, x), None
         if ctx.needs_input_grad[0]:
-            dx = _gradient(ctx.meeting, given, dy, x, weight, sums)
+            dx = _gradient(ctx.meeting, given, dy, x, sums)
         dy_xhat, dy_sum = sums.view(2, -1)
         weight_dtype, bias_dtype = ctx.dtypes
         return (
@@ -271,12 +273,10 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _gradient(
-    meeting: _Meeting, given: Given, dy: Tensor, x: Tensor, weight: Tensor | None, sums: Tensor
-) -> Tensor:
+def _gradient(meeting: _Meeting, given: Given, dy: Tensor, x: Tensor, sums: Tensor) -> Tensor:
     later = meeting.peers.all_reduce_later(sums.clone(), f"{meeting.name}, backward")
-    dx = given.direct(dy, x, weight)  # which needs nothing of the others
+    dx = given.direct(dy, x)  # which needs nothing of the others
     totals = later()
     if meeting.counts:  # a placeholder is no part of the statistics
-        given.through_statistics(dx, x, weight, totals / meeting.values)
+        given.through_statistics(dx, x, totals, meeting.values)
     return dx

@@ -13,18 +13,28 @@ costs the variance no digit. For the same reason what is normalized is ``x - nea
 precision, and what the true mean is beyond it goes into the offset.
 
 Other devices have kernels of torch's that read the input once.
+
+What a layer has once a channel is little, and takes the time of starting an operation: NumPy's start in a third of the
+time. So on a CPU these are its arrays, in double precision, and elsewhere tensors; both add and multiply alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-_PIECE_NBYTES = 256 * 1024
+_PIECE_NBYTES = 2**20
+_SHORT = 256
+"""Numbers of a channel in a row, of which torch's sums are slow."""
+
+Channels = Any
+"""A number or several for each channel: an array on a CPU, else a tensor; see :func:`light`."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -32,45 +42,92 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def light(of_channels: Tensor) -> Channels:
+    """The same memory as an array, where that is a CPU's and has numbers."""
+    if of_channels.device.type == "cpu" and type(of_channels) in (Tensor, nn.Parameter):
+        return of_channels.detach().numpy()
+    return of_channels
+
+
+def heavy(of_channels: Channels, dtype: torch.dtype) -> Tensor:
+    """What :func:`light` gave, as a tensor again."""
+    tensor = torch.from_numpy(of_channels) if isinstance(of_channels, np.ndarray) else of_channels
+    return tensor.to(dtype)
+
+
+def moments(x: Tensor) -> tuple[Channels, Channels]:
     """Mean (C,) and ``Σ (x - mean)²`` (C,) of (N, C, ...) in double precision; of one value or more a channel."""
     others = [d for d in range(x.dim()) if d != 1]
     n = x.numel() // x.shape[1]
     if not _by_pieces(x):
         variance, mean = torch.var_mean(x.to(wide(x.dtype)), others, correction=0)
-        return mean.double(), variance.double() * n
+        return light(mean.double()), light(variance.double() * n)
     near = x.mean(others, dtype=wide(x.dtype))
-    sums = torch.zeros(2, x.shape[1], dtype=torch.float64)
+    found = [_sums(piece, others) for piece in _shifted(x, _along(near, x))]
+    difference, square = (_added(parts) for parts in zip(*found, strict=True))
+    beyond = difference / n
+    return light(near.double()) + beyond, square - beyond * difference
+
+
+def _sums(piece: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:
+    """``Σ d`` and ``Σ d²`` for each channel of ``piece``, which is written over."""
+    if 1 < piece[0, 0].numel() <= _SHORT and piece.is_contiguous():
+        # torch's kernel for a gradient adds d as if it were dy, and d² as if that were dy x̂: once over the memory, and
+        # in double precision from one run to the next.
+        zero, one = piece.new_zeros(piece.shape[1]), piece.new_ones(piece.shape[1])
+        _, squares, sums = torch.ops.aten.native_batch_norm_backward(
+            piece, piece, one, zero, one, None, None, False, 0.0, [False, True, True]
+        )
+        return sums, squares
+    return piece.sum(others), piece.square_().sum(others)
+
+
+def _shifted(x: Tensor, near: Tensor) -> Iterator[Tensor]:
+    """``x - near`` by pieces, each in the memory of the one before."""
+    memory: Tensor | None = None
     for (part,) in _pieces(x):
-        difference = part - _along(near, x)
-        sums[0] += difference.sum(others)
-        sums[1] += difference.square_().sum(others)
-    beyond = sums[0] / n
-    return near.double().add_(beyond), sums[1].sub_(beyond * sums[0]).clamp_(min=0)
+        if memory is None:
+            memory = part - near
+            yield memory
+        else:
+            yield torch.sub(part, near, out=memory[: len(part)])
+
+
+def _added(parts: Iterable[Tensor]) -> Channels:
+    first, *rest = parts
+    total = light(first.double())
+    for part in rest:
+        total += light(part)
+    return total
 
 
 class Given:
-    """Given statistics of a micro-batch, and what of them goes into a normalization of (N, C, ...).
+    """A normalization of (N, C, ...) by given statistics.
 
     Args:
         dtype: What is computed in.
         mean: (C,) in double precision, as the variance.
+        weight: (C,) or none, as in ``torch.nn``.
     """
 
-    def __init__(self, dtype: torch.dtype, mean: Tensor, variance: Tensor, eps: float) -> None:
-        self.mean, self.variance, self.eps, self.dtype = mean, variance, eps, dtype
-        self.near = mean.to(dtype)
-        self.beyond = mean - self.near
-        self.inverse = (variance + eps).rsqrt()
+    def __init__(
+        self, dtype: torch.dtype, mean: Channels, variance: Channels, eps: float, weight: Tensor | None
+    ) -> None:
+        self.eps, self.dtype = eps, dtype
+        self._mean, self._variance = mean, variance
+        self._near = heavy(mean, dtype)
+        self._beyond = mean - light(self._near)
+        self._inverse = 1 / (variance + eps) ** 0.5
+        self._weight = weight
+        self._scale = self._inverse if weight is None else self._inverse * _readable(weight)
 
-    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalize(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``γ (x - mean) / σ + β``, in type and memory format as ``x``."""
-        scale = self._scale(weight)
-        offset = -self.beyond * scale if bias is None else bias - self.beyond * scale
+        offset = -self._beyond * self._scale if bias is None else _readable(bias) - self._beyond * self._scale
         if not _by_pieces(x):
-            return self._fused(x, weight, offset)
+            return self._fused(x, self._weight, offset)
         y = torch.empty_like(x)
-        near, scale, offset = (_along(each.to(self.dtype), x) for each in (self.near, scale, offset))
+        near, scale, offset = self._along(x, self._near, self._scale, offset)
         for part, out in _pieces(x, y):
             if x.dtype == self.dtype:
                 torch.sub(part, near, out=out).mul_(scale).add_(offset)
@@ -78,44 +135,55 @@ class Given:
                 out.copy_((part - near).mul_(scale).add_(offset))
         return y
 
-    def _scale(self, weight: Tensor | None) -> Tensor:
-        return self.inverse if weight is None else self.inverse * weight
-
-    def _fused(self, x: Tensor, weight: Tensor | None, offset: Tensor) -> Tensor:
-        """``weight (x - near) / σ + offset`` by torch's kernel, which takes halves with parameters of float32."""
-        weight = torch.ones_like(self.near) if weight is None else weight.to(self.dtype)
-        variance = self.variance.to(self.dtype)
-        return F.batch_norm(x, self.near, variance, weight, offset.to(self.dtype), False, 0.0, self.eps)
-
     def sums(self, dy: Tensor, x: Tensor) -> Tensor:
         """``Σ dy x̂`` and ``Σ dy``, one behind the other (2C,), in double precision."""
+        channels = x.shape[1]
+        found = torch.zeros(2 * channels, dtype=torch.float64, device=x.device)
         if not x.numel():  # torch's CPU kernel divides by the size
-            return torch.zeros(2 * len(self.mean), dtype=torch.float64, device=x.device)
-        near, variance = self.near, self.variance.to(self.dtype)
+            return found
+        variance = heavy(self._variance, self.dtype)
         _, products, sums = torch.ops.aten.native_batch_norm_backward(
-            dy, x, near, near, variance, None, None, False, self.eps, [False, True, True]
+            dy, x, self._near, self._near, variance, None, None, False, self.eps, [False, True, True]
         )
-        sums = sums.double()
-        return torch.cat([products.double() - self.beyond * self.inverse * sums, sums])
+        both, sums = light(found), light(sums.double())
+        both[:channels] = light(products) - self._beyond * self._inverse * sums
+        both[channels:] = sums
+        return found
 
-    def direct(self, dy: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+    def direct(self, dy: Tensor, x: Tensor) -> Tensor:
         """``γ/σ dy``, what the gradient of ``x`` would be if the statistics were constants."""
-        return torch.mul(dy, _along(self._scale(weight).to(self.dtype), x), out=torch.empty_like(x))
+        (scale,) = self._along(x, self._scale)
+        return torch.mul(dy, scale, out=torch.empty_like(x))
 
-    def through_statistics(self, dx: Tensor, x: Tensor, weight: Tensor | None, means: Tensor) -> None:
-        """Takes ``γ/σ (x̂ Σ dy x̂ / n + Σ dy / n)`` from ``dx``; ``means`` (2C,) holds the two quotients."""
-        of_xhat, constant = (means.view(2, -1) * self._scale(weight)).unbind()
-        slope = of_xhat * self.inverse
-        offset = constant - slope * self.beyond
+    def through_statistics(self, dx: Tensor, x: Tensor, sums: Tensor, n: Channels) -> None:
+        """Takes ``γ/σ (x̂ Σ dy x̂ / n + Σ dy / n)`` from ``dx``; ``sums`` are those of all (2C,), ``n`` their values."""
+        of_xhat, constant = light(sums).reshape(2, -1) * (self._scale / n)
+        slope = of_xhat * self._inverse
+        offset = constant - slope * self._beyond
         if not _by_pieces(x):
             dx.sub_(self._fused(x, of_xhat, offset))
             return
-        near, slope, offset = (_along(each.to(self.dtype), x) for each in (self.near, -slope, -offset))
-        for part, out in _pieces(x, dx):
+        near, slope, offset = self._along(x, self._near, -slope, -offset)
+        pieces = zip(_shifted(x, near), _pieces(dx), strict=True)
+        for difference, (out,) in pieces:
             if x.dtype == self.dtype:
-                out.addcmul_(part - near, slope).add_(offset)
+                out.addcmul_(difference, slope).add_(offset)
             else:
-                out.copy_((part - near).mul_(slope).add_(offset).add_(out))
+                out.copy_(difference.mul_(slope).add_(offset).add_(out))
+
+    def _along(self, x: Tensor, *of_channels: Channels) -> list[Tensor]:
+        return [_along(heavy(each, self.dtype), x) for each in of_channels]
+
+    def _fused(self, x: Tensor, weight: Channels | None, offset: Channels) -> Tensor:
+        """``weight (x - near) / σ + offset`` by torch's kernel, which takes halves with parameters of float32."""
+        weight = torch.ones_like(self._near) if weight is None else heavy(weight, self.dtype)
+        variance, offset = (heavy(each, self.dtype) for each in (self._variance, offset))
+        return F.batch_norm(x, self._near, variance, weight, offset, False, 0.0, self.eps)
+
+
+def _readable(parameter: Tensor) -> Channels:
+    """NumPy has no bfloat16."""
+    return light(parameter.double() if parameter.dtype == torch.bfloat16 else parameter)
 
 
 def _by_pieces(x: Tensor) -> bool:
