@@ -100,8 +100,7 @@ class BatchNorm(AnyBatchNorm):
         momentum = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.double()
         unbiased = variance * (count / (count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            towards = heavy(new, running.dtype)
-            running.lerp_(towards, momentum.to(running.dtype) if isinstance(momentum, Tensor) else momentum)
+            running.add_((heavy(new, running.dtype) - running) * momentum)
 
 
 class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
