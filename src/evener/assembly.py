@@ -106,6 +106,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         offload=Offload.of(config.offload, config.offload_to),
         optimizer_state=config.optimizer_state,
         batch_norm=config.batch_norm,
+        fuses=config.fused_optimizer == "auto",
         update_in_backward=config.update_in_backward,
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,

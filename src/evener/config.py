@@ -41,6 +41,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
 OPTIMIZER_STATES = ("8bit",)
 BATCH_NORMS = ("exact", "local")
+FUSED_OPTIMIZER = ("auto", "no")
 COMPILE = ("auto", "blocks", "whole")
 BACKEND = "inductor"
 """Of torch.compile, where nothing is said."""
@@ -226,6 +227,12 @@ class RunConfig:
         "keep what the task's Adam or AdamW remembers in 8 bits, by torchao: less memory, other numbers",
         choices=OPTIMIZER_STATES,
     )
+    fused_optimizer: str = option(
+        "auto",
+        "auto: the task's Adam or AdamW is updated by PyTorch's fused kernel, where there is one and the task says "
+        "nothing else; no: as PyTorch chooses by itself",
+        choices=FUSED_OPTIMIZER,
+    )
     update_in_backward: bool = option(
         False,
         "take less memory: update each parameter as soon as backward has its gradient, which is freed then (the "
@@ -328,6 +335,7 @@ class RunConfig:
         check_offload(offload, self.recompute, self.compile_mode)
         one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         one_of("batch_norm", self.batch_norm, BATCH_NORMS)
+        one_of("fused_optimizer", self.fused_optimizer, FUSED_OPTIMIZER)
         if self.update_in_backward:
             limit = self.memory_limit or (", ".join(self.memory_limit_at) or None)
             check_update_in_backward(self.clip_norm, self.non_finite, self.micro_batch, limit, offload)

@@ -154,6 +154,8 @@ class RunSummary:
     """What was computed again in backward to take less memory, in words; empty if nothing was."""
     offload: str = ""
     """What was kept outside of the device's memory, where, and how much at most, in words; empty if nothing was."""
+    optimizer: str = ""
+    """Which updates were fused, in words; empty if none were."""
     optimizer_state: str = ""
     """What keeps the optimizer's state in few bits, in words; empty if nothing does."""
     batch_norm: str = ""

@@ -27,6 +27,8 @@ _SAID = (
     "clip_norm",
     "compress",
     "micro_batch",
+    *("dtype", "precision", "precision_of", "optimizer_state", "fused_optimizer"),
+    *("clip_norm", "compress", "micro_batch"),
 )
 """Settings that a run may go on with others of, but is not the same training then."""
 

@@ -34,6 +34,7 @@ from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
 from evener.saving import Saving
+from evener.strategies import fused
 from evener.strategies.in_backward import updates_of
 from evener.strategies.model import named_tensors
 from evener.strategies.normalize import words_of_normalization
@@ -217,6 +218,7 @@ class Run:
             limits.words if limits else "",
             self._engine.recomputing.words,
             offloaded,
+            fused.words_of(learner.optimizer),
             words_of(learner.optimizer),
             words_of_normalization(learner),
             updates_of(learner),
@@ -355,6 +357,7 @@ class Run:
             memory=tally.memory,
             recompute=engine.recomputing.words,
             offload=engine.learner.offloaded.said([part["offloaded"] for part in parts]),
+            optimizer=fused.words_of(engine.learner.optimizer),
             optimizer_state=words_of(engine.learner.optimizer),
             batch_norm=words_of_normalization(engine.learner),
             updates=updates_of(engine.learner),

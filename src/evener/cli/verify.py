@@ -34,6 +34,7 @@ SETTINGS = (
     "offload_to",
     "optimizer_state",
     "batch_norm",
+    "fused_optimizer",
     "update_in_backward",
     "seed",
     "clip_norm",

@@ -140,6 +140,7 @@ def summary_text(summary: RunSummary) -> str:
     lines += [f"  computed in {summary.precision}"] if summary.precision else []
     lines += [f"  {summary.recompute}"] if summary.recompute else []
     lines += [f"  {summary.offload}"] if summary.offload else []
+    lines += [f"  {summary.optimizer}"] if summary.optimizer else []
     lines += [f"  {summary.optimizer_state}"] if summary.optimizer_state else []
     lines += [f"  {summary.batch_norm}"] if summary.batch_norm else []
     lines += [f"  {summary.updates}"] if summary.updates else []

@@ -38,6 +38,7 @@ from evener.runtime.session import Session
 from evener.strategies import model
 from evener.strategies.agreed_pieces import fitted
 from evener.strategies.build import build_optimizer, check_trainable
+from evener.strategies.fused import fuse
 from evener.strategies.holdings import name_model, updates_named
 from evener.strategies.hooks import refuse_hooks
 from evener.strategies.in_backward import in_backward
@@ -205,6 +206,8 @@ def set_up(
         learner.optimizer = build_optimizer(task, placed)
         if settings.optimizer_state is not None:
             learner.optimizer = in_eight_bits(learner.optimizer)
+        if settings.fuses:
+            fuse(learner.optimizer)
         pieces = any(True for _ in divided(placed))
         check_state(learner.optimizer, session.device, pieces, session.world_size)
         strategy.check_optimizer(learner.optimizer)

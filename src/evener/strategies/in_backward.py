@@ -27,6 +27,7 @@ from evener.borrowed.optimizer_hooks import has_step_hooks
 from evener.data.batch import Batch
 from evener.errors import ConfigurationError, TaskError
 from evener.hardware.readout import Readout
+from evener.strategies.fused import lay_out
 from evener.strategies.learner import Learner
 from evener.strategies.local import is_divided
 from evener.strategies.parts import StepOutcome
@@ -59,6 +60,7 @@ class OneByOne:
     def step(self, parameter: Tensor) -> None:
         """Updates ``parameter`` alone."""
         self._one.param_groups = [{**self._groups[parameter], "params": [parameter]}]
+        lay_out(self._one)
         self._one.step()
 
 

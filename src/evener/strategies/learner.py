@@ -32,6 +32,7 @@ from evener.runtime.session import Session
 from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
 from evener.strategies.compiling import Graphs
+from evener.strategies.fused import lay_out
 from evener.strategies.limits import Room
 from evener.strategies.local import local
 from evener.strategies.offloaded.offloaded import Offloaded
@@ -191,6 +192,7 @@ class Learner:
         if passes():
             self.updating = step
             self.clip(self.model.parameters())
+            lay_out(self.optimizer)
             with stepping(self.optimizer, self.session.device):
                 self.offloaded.update()
             self.optimizer.zero_grad(set_to_none=True)

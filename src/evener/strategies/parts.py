@@ -47,6 +47,8 @@ class Settings:
     """``8bit`` for the task's Adam with state in codes; None leaves the optimizer as it is made."""
     batch_norm: str = "exact"
     """``exact`` or ``local``: whether BatchNorm normalizes by the samples of all ranks, or by the rank's own."""
+    fuses: bool = True
+    """Whether the task's Adam is updated by a fused kernel, where it says nothing else."""
     update_in_backward: bool = False
     """Whether parameters are updated while backward runs."""
     clip_norm: float | None = None

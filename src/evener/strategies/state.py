@@ -41,6 +41,9 @@ from evener.texts import few
 
 Cut = Callable[[Tensor, Slice], Tensor]
 """This rank's piece of what was saved of a divided tensor."""
+_OF_DEVICE = ("foreach", "fused", "capturable")
+"""Options that say how a device updates, not what: those of the optimizer at hand stay, for what was saved may be of
+another device or strategy, to which a kernel is unknown."""
 Load = Callable[[dict[str, Any]], None]
 """An optimizer's ``load_state_dict``."""
 
@@ -213,7 +216,7 @@ def _load_optimizer(
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         # In the order that they have here: what was saved may list them in another.
         own = [numbers.setdefault(names[parameter], len(numbers)) for parameter in group["params"]]
-        kept = {key: _alike(value, group.get(key)) for key, value in saved.items()}
+        kept = {key: _alike(value, group.get(key)) for key, value in saved.items() if key not in _OF_DEVICE}
         listed.append({**group, **map_leaves(_own, kept), "params": own})
     state = _Made({numbers[name]: partial(entries_of, name) for name in saved_names})
     load({"state": state, "param_groups": listed})
