@@ -1,0 +1,120 @@
+"""What a step on one rank costs beside a plain loop: steps of about 0.3, 1 and 10 ms, in alternation, one CPU rank.
+
+Both take the same samples in the same order from a `DataLoader` or from Evener's, with the same model, loss and
+optimizer (AdamW, fused on both sides). Told are wall time, and the processor's time of the thread that trains, which
+other processes on the machine disturb less.
+
+python -m benchmarks.one_rank [--turns 30] [--steps 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.contenders import Work
+from benchmarks.interleaved import machine
+from evener.engine import Engine
+from evener.runtime.session import Session
+from evener.task import Task
+
+fused_adamw = partial(torch.optim.AdamW, fused=True)
+Times = list[tuple[float, float]]
+"""Wall time and the thread's, of a step in seconds, turn by turn."""
+
+
+def mlp(width: int, inputs: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def works() -> list[Work]:
+    data = TensorDataset(torch.rand(4096, 64), torch.randint(10, (4096,)))
+    return [
+        Work("MLP 64-64-10, batch 16", lambda: mlp(64), data, 16),
+        Work("MLP 64-512-10, batch 64", lambda: mlp(512), data, 64),
+        Work("MLP 64-4096-10, batch 256", lambda: mlp(4096), data, 256),
+    ]
+
+
+def plain(work: Work) -> Iterator[None]:
+    """The loop that one writes."""
+    torch.manual_seed(0)
+    model, loss = work.model(), nn.CrossEntropyLoss()
+    optimizer = fused_adamw(model.parameters())
+    loader = DataLoader(work.data, work.batch_size, shuffle=True)
+    while True:
+        for inputs, targets in loader:
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def ours(work: Work, session: Session) -> Iterator[None]:
+    """Evener's engine on one rank, which watches, records and tells as ever."""
+    task = Task(model=work.model, loss=nn.CrossEntropyLoss(), optimizer=fused_adamw, train=work.data)
+    with Engine(task, session=session, batch_size=work.batch_size, epochs=10**6) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+            yield
+
+
+def measure(work: Work, session: Session, turns: int, steps: int) -> dict[str, Times]:
+    """Of both, in turns."""
+    running: dict[str, Iterator[None]] = {"plain": plain(work), "Evener": ours(work, session)}
+    for source in running.values():
+        _take(source, steps)
+    found: dict[str, Times] = {name: [] for name in running}
+    for _ in range(turns):
+        for name, source in running.items():
+            found[name].append(_take(source, steps))
+    for source in running.values():
+        source.close()  # type: ignore[attr-defined]
+    return found
+
+
+def _take(source: Iterator[None], steps: int) -> tuple[float, float]:
+    began, own = time.perf_counter(), time.thread_time()
+    for _ in range(steps):
+        next(source)
+    return (time.perf_counter() - began) / steps, (time.thread_time() - own) / steps
+
+
+def row(name: str, found: dict[str, Times]) -> str:
+    """Medians in microseconds, and of the ratios of turns that were next to each other."""
+    cells = []
+    for kind in (0, 1):
+        base, own = ([turn[kind] for turn in found[who]] for who in ("plain", "Evener"))
+        ratio = statistics.median(b / a for a, b in zip(base, own, strict=True))
+        cells.append(f"{_micro(base)} | {_micro(own)} ({ratio:.2f}x)")
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _micro(seconds: list[float]) -> str:
+    return f"{1e6 * statistics.median(seconds):.0f} us"
+
+
+def main(tell: Callable[[str], None] = print) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=50)
+    arguments = parser.parse_args()
+    tell(machine())
+    tell(
+        "| workload | plain, wall | Evener, wall | plain, its thread | Evener, its thread |\n|---|---|---|---|---|"
+    )
+    with Session(device="cpu") as session:
+        torch.set_num_threads(1)  # on cores that others use too, threads would wait for each other
+        for work in works():
+            tell(row(work.name, measure(work, session, arguments.turns, arguments.steps)))
+
+
+if __name__ == "__main__":
+    main()
