@@ -26,16 +26,16 @@ def works() -> list[Work]:
     narrow = TensorDataset(torch.rand(512, 1024), torch.randint(10, (512,)))
     images = TensorDataset(torch.rand(1024, 1, 8, 8), torch.randint(10, (1024,)))
     return [
-        Work("25M parameters, 24 layers, batch 4", lambda: _mlp(*[1024] * 25), narrow, 4),
-        Work("25M parameters, 24 layers, batch 16", lambda: _mlp(*[1024] * 25), narrow, 16),
-        Work("25M parameters, 3 layers, batch 8", lambda: _mlp(2048, 3500, 4600), wide, 8),
-        Work("6M parameters, batch 32", lambda: _mlp(2048, 2000, 900), wide, 32),
+        Work("25M parameters, 24 layers, batch 4", lambda: mlp(*[1024] * 25), narrow, 4),
+        Work("25M parameters, 24 layers, batch 16", lambda: mlp(*[1024] * 25), narrow, 16),
+        Work("25M parameters, 3 layers, batch 8", lambda: mlp(2048, 3500, 4600), wide, 8),
+        Work("6M parameters, batch 32", lambda: mlp(2048, 2000, 900), wide, 32),
         Work("digits CNN, batch 64", digits.model, images, 64),
         Work("digits CNN, batch 512", digits.model, images, 512),
     ]
 
 
-def _mlp(*widths: int) -> nn.Module:
+def mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]

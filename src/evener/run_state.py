@@ -19,15 +19,7 @@ from evener.strategies import state
 from evener.strategies.learner import Learner
 
 _SAID = (
-    "dtype",
-    "precision",
-    "precision_of",
-    "optimizer_state",
-    "batch_norm",
-    "clip_norm",
-    "compress",
-    "micro_batch",
-    *("dtype", "precision", "precision_of", "optimizer_state", "fused_optimizer"),
+    *("dtype", "precision", "precision_of", "optimizer_state", "fused_optimizer", "batch_norm"),
     *("clip_norm", "compress", "micro_batch"),
 )
 """Settings that a run may go on with others of, but is not the same training then."""

@@ -153,7 +153,9 @@ def _seconds(all_reduce: Sum, buffer: Tensor, calls: int) -> float:
 
 
 def _call(all_reduce: Sum, buffer: Tensor) -> None:
-    all_reduce(buffer).wait()
+    """As DDP calls it for a bucket, which comes again and again."""
+    work = all_reduce(buffer, lasting=True) if isinstance(all_reduce, AllReduce) else all_reduce(buffer)
+    work.wait()
     accelerators.synchronize(buffer.device)
 
 
