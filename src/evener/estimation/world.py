@@ -6,7 +6,7 @@ in an estimate they would. Sums leave a tensor as it is. So the strategies' own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -21,13 +21,15 @@ from evener.collectives.base import AllReduce, Done, Work
 from evener.collectives.owners import NativeOwners, Owners, Pending
 from evener.collectives.registry import SUBSTITUTES, Substitute
 from evener.collectives.shared_memory.all_reduce import shared_nbytes
-from evener.collectives.shared_memory.owners import SHARED_NBYTES
+from evener.collectives.shared_memory.owners import ROOMS, SHARED_NBYTES
 from evener.data.delivery import DELIVERIES, Stay
 from evener.errors import ConfigurationError
 from evener.estimation.post import PostOffice
 from evener.hardware.readout import READERS
 from evener.hardware.sending import SENDERS, by_copy
 from evener.hardware.stopwatch import STOPWATCHES, HostStopwatch
+from evener.memory import made_as
+from evener.memory.tally import UNCOUNTED
 from evener.nn import drawing
 from evener.runtime.channel import Channel, LocalChannel
 from evener.runtime.channel import Pending as Exchange
@@ -92,9 +94,12 @@ class World:
 
     def _owners(self, name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> Owners:
         if self.device.type == "cpu" and name != "native":
-            self.shared_nbytes += SHARED_NBYTES
-            return InTheirPlace(group)
+            self._share(SHARED_NBYTES)
+            return InTheirPlace(group, self._share)
         return NativeOwners(group)
+
+    def _share(self, nbytes: int) -> None:
+        self.shared_nbytes += nbytes
 
 
 def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
@@ -138,12 +143,23 @@ class InPlace(AllReduce):
 
 
 class InTheirPlace(Owners):
-    """The sums to owners through shared memory."""
+    """The sums to owners through shared memory.
+
+    Args:
+        share: Told how many bytes of it the ranks make.
+    """
 
     words = "shared-memory"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank = group.rank()
+    def __init__(self, group: dist.ProcessGroup, share: Callable[[int], None]) -> None:
+        self._rank, self._share = group.rank(), share
+
+    def prepare(self, nbytes: int) -> None:
+        self._share(ROOMS * nbytes)
+
+    def room(self, like: Tensor, count: int) -> Tensor:
+        with made_as(UNCOUNTED):
+            return like.new_empty(count)
 
     def summed(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
         own = flat.new_empty(sizes[self._rank])

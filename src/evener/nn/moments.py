@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 _PIECE_NBYTES = 2**20
 _SHORT = 256
@@ -43,9 +43,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def light(of_channels: Tensor) -> Channels:
-    """The same memory as an array, where that is a CPU's and has numbers."""
-    if of_channels.device.type == "cpu" and type(of_channels) in (Tensor, nn.Parameter):
-        return of_channels.detach().numpy()
+    """The same memory as an array, where that is a CPU's and has numbers; no parameter, see `_readable`."""
+    if of_channels.device.type == "cpu" and type(of_channels) is Tensor:
+        return of_channels.numpy()
     return of_channels
 
 
@@ -182,8 +182,8 @@ class Given:
 
 
 def _readable(parameter: Tensor) -> Channels:
-    """NumPy has no bfloat16."""
-    return light(parameter.double() if parameter.dtype == torch.bfloat16 else parameter)
+    """A copy: memory that NumPy has seen can never be given back by ``resize_``, as FSDP2 does with whole weights."""
+    return light(parameter.detach().to(torch.float64, copy=True))
 
 
 def _by_pieces(x: Tensor) -> bool:

@@ -21,8 +21,8 @@ _peers: WeakKeyDictionary[Mesh, Peers] = WeakKeyDictionary()
 
 def normalize_together(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Makes the model's BatchNorm modules exact, where it has any that are not to be local."""
-    several = mesh.group(*DIVIDING_TERMS) is not None
-    if not several or not any(map(_is_meant, model.modules())):
+    group = mesh.group(*DIVIDING_TERMS)  # of one rank where that is all there are
+    if group is None or group.size() == 1 or not any(map(_is_meant, model.modules())):
         return model
     if mesh not in _peers:  # several strategies over one mesh ask in turn
         _peers[mesh] = _meet(mesh)

@@ -38,7 +38,7 @@ from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, Slots, map_segments
 _SLOTS = 4
 _SLOT_NBYTES = 1024 * 1024
 _LINE = 64
-_ROOMS = 2
+ROOMS = 2
 """One is filled while another is summed. Where more are wanted, as when gradients come in another order than their
 buckets, the sum goes through slots."""
 _NO_ROOM = 1
@@ -79,10 +79,10 @@ class SharedOwners(Owners):
 
     def prepare(self, nbytes: int) -> None:
         try:
-            self._rooms = map_segments(self._group, _ROOMS * nbytes, "sums to owners")
+            self._rooms = map_segments(self._group, ROOMS * nbytes, "sums to owners")
         except ConfigurationError:  # raised on every rank alike
             return
-        self._room_nbytes, self._free = nbytes, dict.fromkeys(range(_ROOMS), 0)
+        self._room_nbytes, self._free = nbytes, dict.fromkeys(range(ROOMS), 0)
 
     def room(self, like: Tensor, count: int) -> Tensor:
         if like.device.type != "cpu" or like.dtype not in DTYPE_CODES or not self._fits(like, count):
