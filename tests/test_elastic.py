@@ -138,7 +138,10 @@ def test_two_ranks_go_on_with_what_three_began(tmp_path: Path, capfd: pytest.Cap
     assert [len(step["shares"]) for step in steps] == [3] * 8 + [2] * 10
     assert [sum(step["shares"]) for step in steps] == [BATCH] * len(steps)
     notes = [(line["step"], line["words"]) for line in lines if line["kind"] == "note"]
-    assert notes == [(8, f"goes on after step 8 of {tmp_path / 'run'}, on 2 ranks")]
+    assert [step for step, words in notes if words == "optimizer AdamW, fused"] == [0, 8]
+    assert [note for note in notes if "fused" not in note[1]] == [
+        (8, f"goes on after step 8 of {tmp_path / 'run'}, on 2 ranks")
+    ]
     assert_each_sample_once_an_epoch(tmp_path)
 
 

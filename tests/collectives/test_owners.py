@@ -13,6 +13,7 @@ from torch import Tensor
 
 from evener.collectives.owners import NativeOwners, Owners
 from evener.collectives.registry import make_owners
+from evener.collectives.shared_memory import owners as owners_module
 from evener.collectives.shared_memory.owners import SharedOwners
 from evener.errors import ConfigurationError
 from evener.runtime import slots
@@ -126,3 +127,17 @@ def more_rooms_than_there_are() -> None:
 
 def test_what_finds_no_room_is_copied(ranks: Any) -> None:
     ranks(2).run(more_rooms_than_there_are)
+
+
+def bytes_of_rooms(nbytes: int) -> int:
+    with closing(opened("shared")) as owners, mock.patch.object(owners_module, "_MOST_ROOM_NBYTES", 1000):
+        owners.prepare(nbytes)
+        assert owners.room(torch.empty(0), 251).data_ptr() not in owners._lent
+        flats = [torch.ones(251).mul_(dist.get_rank() + 1) for _ in range(2)]
+        assert all((owners.summed(flat, [200, 51])() == 3).all() for flat in flats)
+        return int(owners._rooms[0].owner.nbytes)
+
+
+def test_rooms_are_no_larger_than_is_of_use(ranks: Any) -> None:
+    assert ranks(2).run(bytes_of_rooms, 10**12) == [2000, 2000]
+    assert ranks(2).run(bytes_of_rooms, 400) == [800, 800]

@@ -21,7 +21,7 @@ from evener.collectives.base import AllReduce, Done, Work
 from evener.collectives.owners import NativeOwners, Owners, Pending
 from evener.collectives.registry import SUBSTITUTES, Substitute
 from evener.collectives.shared_memory.all_reduce import shared_nbytes
-from evener.collectives.shared_memory.owners import ROOMS, SHARED_NBYTES
+from evener.collectives.shared_memory.owners import ROOMS, SHARED_NBYTES, rooms_nbytes
 from evener.data.delivery import DELIVERIES, Stay
 from evener.errors import ConfigurationError
 from evener.estimation.post import PostOffice
@@ -29,7 +29,7 @@ from evener.hardware.readout import READERS
 from evener.hardware.sending import SENDERS, by_copy
 from evener.hardware.stopwatch import STOPWATCHES, HostStopwatch
 from evener.memory import made_as
-from evener.memory.tally import UNCOUNTED
+from evener.memory.tally import BUCKETS, UNCOUNTED
 from evener.nn import drawing
 from evener.runtime.channel import Channel, LocalChannel
 from evener.runtime.channel import Pending as Exchange
@@ -152,13 +152,14 @@ class InTheirPlace(Owners):
     words = "shared-memory"
 
     def __init__(self, group: dist.ProcessGroup, share: Callable[[int], None]) -> None:
-        self._rank, self._share = group.rank(), share
+        self._rank, self._share, self._room_nbytes = group.rank(), share, 0
 
     def prepare(self, nbytes: int) -> None:
-        self._share(ROOMS * nbytes)
+        self._room_nbytes = rooms_nbytes(nbytes)
+        self._share(self._room_nbytes)
 
     def room(self, like: Tensor, count: int) -> Tensor:
-        with made_as(UNCOUNTED):
+        with made_as(UNCOUNTED if ROOMS * like.element_size() * count <= self._room_nbytes else BUCKETS):
             return like.new_empty(count)
 
     def summed(self, flat: Tensor, sizes: Sequence[int]) -> Pending:

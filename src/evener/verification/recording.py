@@ -79,6 +79,7 @@ def record(
         ) as session,
         Engine(resolve(task, BUILT_IN, options)(), config, session=session) as engine,
     ):
+        engine.learner.synchronizer.alone()  # as in a run, which this is the proof of
         chosen = batches(engine)
         recorder = Recorder(engine)
         return recorder.trajectory(list(_losses(recorder.seen(engine.step(batch) for batch in chosen))))

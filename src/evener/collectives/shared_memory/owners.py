@@ -41,6 +41,8 @@ _LINE = 64
 ROOMS = 2
 """One is filled while another is summed. Where more are wanted, as when gradients come in another order than their
 buckets, the sum goes through slots."""
+_MOST_ROOM_NBYTES = 64 * 2**20
+"""Rooms are there all the time: what is larger, as the bucket of a huge table, goes through slots too."""
 _NO_ROOM = 1
 
 
@@ -79,10 +81,10 @@ class SharedOwners(Owners):
 
     def prepare(self, nbytes: int) -> None:
         try:
-            self._rooms = map_segments(self._group, ROOMS * nbytes, "sums to owners")
+            self._rooms = map_segments(self._group, rooms_nbytes(nbytes), "sums to owners")
         except ConfigurationError:  # raised on every rank alike
             return
-        self._room_nbytes, self._free = nbytes, dict.fromkeys(range(ROOMS), 0)
+        self._room_nbytes, self._free = rooms_nbytes(nbytes) // ROOMS, dict.fromkeys(range(ROOMS), 0)
 
     def room(self, like: Tensor, count: int) -> Tensor:
         if like.device.type != "cpu" or like.dtype not in DTYPE_CODES or not self._fits(like, count):
@@ -203,6 +205,11 @@ class SharedOwners(Owners):
 
     def _view(self, rank: int, chunk: _Chunk, start: int, like: Tensor) -> Tensor:
         return self._slots_in_use.view(rank, chunk.number % _SLOTS, like.dtype, start, like.numel())
+
+
+def rooms_nbytes(nbytes: int) -> int:
+    """Bytes of the rooms that each rank makes, where the largest tensor to be summed has ``nbytes``."""
+    return ROOMS * min(nbytes, _MOST_ROOM_NBYTES)
 
 
 def _starts(pieces: Sequence[Tensor]) -> list[int]:

@@ -146,7 +146,7 @@ SMALL_SHM = Kind(
     "small-shm",
     "slow",
     "`/dev/shm` is smaller than 1 GiB; workers that load data, and NCCL, put batches and messages there, and die "
-    "when it is full",
+    "when it is full; CPU ranks keep gradients there, and copy them where it is",
     "start the container with --shm-size=8g or --ipc=host",
 )
 NO_VECTORS = Kind(
