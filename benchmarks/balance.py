@@ -22,7 +22,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
-from benchmarks.contenders import PEERS, Contender, Work, ours
+from benchmarks.contenders import ABSENT, PEERS, Contender, Work, ours
 from benchmarks.interleaved import Timing, machine, ratio, take_turns
 from evener.balance import BySpeed, solve
 from evener.balance.base import Balancer
@@ -42,12 +41,9 @@ from evener.observer import Observer
 from evener.records import StepRecord
 from evener.runtime.session import Session
 
-PACKAGES = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 BATCH_SIZE = 192
 WARM_UP = 40
 """Steps before anything is measured, in which shares find their place."""
-PEERS_HERE = [name for name in PEERS if name == "plain DDP" or find_spec(PACKAGES[name])]
-"""Those that can be imported."""
 SWEEP_STEPS = 30
 """Steps with each of the shares from which curves are measured."""
 
@@ -171,7 +167,7 @@ def compare(work: Work, session: Session, turns: int, steps: int, shares: Sequen
     """All contenders in turns; the optimum has fixed ``shares``."""
     best = ",".join(map(str, shares))
     contenders: dict[str, Contender] = {
-        **{name: peer for name, peer in PEERS.items() if name in PEERS_HERE},
+        **PEERS,
         "Evener equal": ours(balance="equal"),
         "Evener auto": ours(balance="auto"),
         "optimum": ours(balance=best),
@@ -276,8 +272,8 @@ def main() -> None:
     arguments = parser.parse_args()
     turns, steps, chosen = arguments.turns, arguments.steps, arguments.only.split(",")
     print(machine(), flush=True)
-    if len(PEERS_HERE) < len(PEERS):
-        print(f"not installed: {', '.join(sorted(set(PEERS) - set(PEERS_HERE)))}", flush=True)
+    if ABSENT:
+        print(f"not installed: {', '.join(ABSENT)}", flush=True)
     results: dict[str, Mapping[str, Timing]] = {}
     if "cores" in chosen:
         results["three ranks on two cores"] = _launched(cores, turns, steps, processes=3)

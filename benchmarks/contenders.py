@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -126,4 +127,11 @@ def ours(**settings: Any) -> Contender:
     return contender
 
 
-PEERS: dict[str, Contender] = {"plain DDP": plain_ddp, "Accelerate": accelerate, "Fabric": fabric}
+_ALL: dict[str, tuple[str, Contender]] = {
+    "plain DDP": ("torch", plain_ddp),
+    "Accelerate": ("accelerate", accelerate),
+    "Fabric": ("lightning_fabric", fabric),
+}
+PEERS: dict[str, Contender] = {name: made for name, (package, made) in _ALL.items() if find_spec(package)}
+"""Those that are installed."""
+ABSENT = sorted({*_ALL} - {*PEERS})
