@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +19,8 @@ from torch.utils.data import TensorDataset
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, EvenerError
-from evener.running import Run
 from evener.runtime.environment import Environment
-from evener.runtime.session import Session
 from evener.strategies import Settings
-from evener.strategies.sharding import summing
 from evener.strategies.sharding.zero import Zero
 from evener.strategies.slices import slice_of
 from evener.task import Task
@@ -427,86 +423,6 @@ def unequal_replicas(in_common: bool) -> bool:
 @pytest.mark.parametrize("in_common", [False, True])
 def test_a_state_that_is_taken_up_is_seen_in_the_next_forward(ranks: Any, in_common: bool) -> None:
     assert all(ranks(2).run(unequal_replicas, in_common))
-
-
-# Whole weights in common
-
-
-class Shift(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
-
-
-def weights_in_a_late_backward() -> list[bool]:
-    """Whether they are what they were in forward, when rank 1 waits in backward behind its last gradient."""
-    seen: list[bool] = []
-    weights: list[Tensor] = []
-
-    def look(weight: Tensor) -> None:
-        time.sleep(0.3 * dist.get_rank())
-        seen.append(torch.equal(weight, weights[-1]))
-
-    def forward(model: Shift, x: Tensor) -> Tensor:
-        if not weights:
-            model.bias.register_post_accumulate_grad_hook(look)
-        weights.append(model.bias.detach().clone())
-        shifted: Tensor = model(x)
-        return shifted
-
-    data = TensorDataset(torch.rand(12, 4), torch.randint(4, (12,)))
-    task = Task(
-        model=Shift,
-        loss=nn.CrossEntropyLoss(),
-        train=data,
-        forward=forward,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0),
-    )
-    with Engine(
-        task, RunConfig(strategy=Zero(in_common=True), batch_size=4, epochs=1, device="cpu")
-    ) as engine:
-        for batch in engine.batches():
-            engine.step(batch)
-    return seen
-
-
-def test_no_rank_updates_while_another_is_in_backward(ranks: Any) -> None:
-    assert ranks(2).run(weights_in_a_late_backward) == [[True] * 3] * 2
-
-
-def words_of_a_run() -> str:
-    config = RunConfig(strategy=Zero(), device="cpu", steps=2)
-    with Session(device="cpu") as session:
-        done = Run(recurrent(), config, session, show=False).execute()
-    assert done is not None
-    return done.summary.allreduce
-
-
-def test_a_whole_run_has_weights_in_common(ranks: Any) -> None:
-    assert ranks(2).run(words_of_a_run) == ["to owners by shared-memory, weights in common"] * 2
-
-
-def where_there_is_no_room() -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summing, "Common", without_memory)
-        with Engine(recurrent(), RunConfig(strategy=Zero(in_common=True), device="cpu", steps=1)) as engine:
-            for batch in engine.batches():
-                engine.step(batch)
-            return engine.learner.synchronizer.words
-
-
-def without_memory(*args: Any) -> None:
-    raise ConfigurationError("no memory")
-
-
-def test_where_there_is_none_every_rank_has_whole_weights(ranks: Any) -> None:
-    assert (
-        ranks(2).run(where_there_is_no_room)
-        == ["to owners by shared-memory, weights on every rank: no memory"] * 2
-    )
 
 
 # What is refused

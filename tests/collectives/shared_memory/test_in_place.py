@@ -217,7 +217,7 @@ def test_after_an_error_no_rank_sees_the_memory_of_others(ranks: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_slices_add_up(count: int, world_size: int) -> None:
     flats = [torch.full((count,), float(rank + 1)) for rank in range(world_size)]
-    ends = [slice_of(flats[0], world_size, rank) for rank in range(world_size)]
+    ends = [slice_of(count, torch.float32, world_size, rank) for rank in range(world_size)]
     assert [start for start, _ in ends[1:]] == [stop for _, stop in ends[:-1]]
     for rank in range(world_size):
         Slice(flats, rank).sum()

@@ -24,6 +24,7 @@ from torch.futures import Future
 from evener.collectives.base import AllReduce, Done, Key, Promised, Work
 from evener.collectives.execute.messages import Messages
 from evener.collectives.execute.program import Program, Range, Turn, compile_program
+from evener.collectives.execute.streams import Streams
 from evener.collectives.execute.worker import Worker
 from evener.collectives.schedules.schedule import Algorithm, Schedule, Topology
 from evener.errors import EvenerError
@@ -71,7 +72,7 @@ class Scheduled(AllReduce):
         self._messages = Messages(self.group, timeout_seconds)
         self._programs: dict[tuple[int, int], Program] = {}
         self._worker = Worker(f"evener all-reduce {name}")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
         self._spare: list[Tensor] = []
         self._failure: EvenerError | None = None
 
@@ -92,13 +93,8 @@ class Scheduled(AllReduce):
 
     def _on_stream(self, tensor: Tensor, segments: int) -> Future[Tensor]:
         """Only queues work: the future is done for the host at once, and for a stream when ours gets there."""
-        device = tensor.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        tensor.record_stream(stream)
-        future: Future[Tensor] = Future(devices=[device])
+        stream = self._streams.behind(tensor)
+        future: Future[Tensor] = Future(devices=[tensor.device])
         with torch.cuda.stream(stream):
             future.set_result(self._run(tensor, segments))
         return future

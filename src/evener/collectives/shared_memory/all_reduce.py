@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.collectives.base import AllReduce, Done, Key, Work
-from evener.collectives.shared_memory.in_place import InPlace, add_terms
+from evener.collectives.shared_memory.in_place import InPlace, add_terms, slice_of
 from evener.errors import ConfigurationError, EvenerError, RankError
 from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, tag_of
 from evener.runtime.watchdog import TIMEOUT_SECONDS
@@ -45,7 +44,6 @@ _SLICE_NBYTES = 256 * 1024  # of a slot, for each rank: slices of all ranks stay
 _SLOT_NBYTES = (512 * 1024, 2 * 1024 * 1024)
 _ONE_SHOT_NBYTES = 512 * 1024  # over the number of ranks: all together read its square
 _CHUNK_NBYTES = 64 * 1024
-_LINE_NBYTES = 64
 _VIEWS = 512
 
 
@@ -270,10 +268,8 @@ def _failed(error: BaseException) -> EvenerError:
 
 
 def _make_views(slots: Slots, rank: int, world_size: int, dtype: torch.dtype, count: int) -> _Views:
-    line = max(1, _LINE_NBYTES // dtype.itemsize)
-    length = -(-count // (world_size * line)) * line  # whole cache lines, so that no two ranks write to one
-    starts = [min(r * length, count) for r in range(world_size + 1)]
-    sizes = [stop - start for start, stop in pairwise(starts)]
+    slices = [slice_of(count, dtype, world_size, rank) for rank in range(world_size)]
+    starts, sizes = [start for start, _ in slices], [stop - start for start, stop in slices]
     ranks = range(world_size)
 
     def piece(slot: int, owner: int, of: int) -> Tensor:

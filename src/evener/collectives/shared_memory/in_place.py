@@ -39,7 +39,7 @@ class InPlace:
 
     def __init__(self, slots: Slots, group: dist.ProcessGroup) -> None:
         self._slots, self._homes = slots, Homes(group)
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
         self._slices: dict[int, Slice] = {}
 
     def sum(self, tensor: Tensor, chunk: int) -> bool:
@@ -94,7 +94,7 @@ class Slice:
     """
 
     def __init__(self, flats: Sequence[Tensor], rank: int) -> None:
-        start, stop = slice_of(flats[0], len(flats), rank)
+        start, stop = slice_of(flats[0].numel(), flats[0].dtype, len(flats), rank)
         length = _CHUNK_NBYTES // flats[0].element_size()
         borders = [*range(start, stop, length), stop]
         self._chunks = [[flat[begin:end] for flat in flats] for begin, end in pairwise(borders)]
@@ -111,11 +111,12 @@ class Slice:
                     term.copy_(total)
 
 
-def slice_of(flat: Tensor, world_size: int, rank: int) -> tuple[int, int]:
-    """The first element of a rank's slice and the one behind it: equal slices of whole cache lines."""
-    line = max(1, _LINE_NBYTES // flat.element_size())
-    length = -(-flat.numel() // (world_size * line)) * line
-    return min(rank * length, flat.numel()), min((rank + 1) * length, flat.numel())
+def slice_of(count: int, dtype: torch.dtype, world_size: int, rank: int) -> tuple[int, int]:
+    """The first of ``count`` elements that a rank adds up and the one behind the last: equal slices of whole cache
+    lines, so that no two ranks write to one."""
+    line = max(1, _LINE_NBYTES // dtype.itemsize)
+    length = -(-count // (world_size * line)) * line
+    return min(rank * length, count), min((rank + 1) * length, count)
 
 
 def add_chunks(terms: Sequence[Tensor], out: Tensor) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from evener.collectives.base import AllReduce, Key, Piece, Promised, Work
+from evener.collectives.execute.streams import Streams
 from evener.collectives.execute.subgroup import subgroup
 from evener.collectives.execute.worker import Worker
 from evener.errors import ConfigurationError
@@ -98,7 +99,7 @@ class TwoLevel(AllReduce):
         self.note = _note(told)
         self.held_nbytes = inner.held_nbytes
         self._worker = Worker("evener all-reduce two-level")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
         self._owned = owned
         owned.callback(self._worker.close)
 
@@ -123,12 +124,7 @@ class TwoLevel(AllReduce):
 
     def _on_stream(self, tensor: Tensor, key: Key) -> Future[Tensor]:
         """The thread waits for the device, as what goes between hosts must be in host memory; the caller does not."""
-        device = tensor.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        tensor.record_stream(stream)
+        stream = self._streams.behind(tensor)
 
         def run() -> Tensor:
             with torch.cuda.stream(stream):

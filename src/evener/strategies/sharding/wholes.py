@@ -71,7 +71,6 @@ class Wholes:
             weights: Those that are divided, on all ranks alike.
             others: Buckets of the weights that are not.
         """
-        self.meet()
         for weight, place in zip(weights, common.tensors, strict=True):
             weight.move(place)
         self._common, self._buckets = common, list(others)
