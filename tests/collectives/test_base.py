@@ -143,7 +143,7 @@ def test_the_executor_keeps_the_tensor_for_its_stream(ranks: Any) -> None:
         tensor = torch.ones(5).as_subclass(OnCard)
         with make("ring", timeout_seconds=20) as all_reduce, a_card():
             all_reduce(tensor).wait()
-            (stream,) = all_reduce._streams.values()
+            (stream,) = all_reduce._streams._made.values()
         trace, OnCard.trace = OnCard.trace, None
         return tensor.tolist(), place(tensor) in trace["recorded"], stream.waited_for
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from evener.engine import Engine
 from evener.errors import ConfigurationError
 from evener.running import Run
 from evener.runtime.session import Session
+from evener.strategies.local import changeable
 from evener.strategies.sharding import summing
 from evener.strategies.sharding.zero import Zero
 from evener.task import Task
@@ -97,3 +99,27 @@ def test_where_there_is_none_every_rank_has_whole_weights(ranks: Any) -> None:
         ranks(2).run(where_there_is_no_room)
         == ["to owners by shared-memory, weights on every rank: no memory"] * 2
     )
+
+
+def what_the_others_see() -> bool:
+    """Whether rank 1 has its weights while rank 0 has others for a trial, as before the first step of a plan."""
+    with Engine(recurrent(), RunConfig(strategy=Zero(in_common=True), device="cpu", steps=1)) as engine:
+        model, before = engine.model, engine.state_dict()["model"]
+        with engine.learner.synchronizer.forward(), ExitStack() as stack:
+            if engine.session.rank == 0:
+                for parameter in model.parameters():
+                    changeable(parameter, stack).add_(1.0)
+            dist.barrier()
+            seen = [parameter.detach().clone() for parameter in model.parameters()]
+            dist.barrier()
+        after = engine.state_dict()["model"]
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        changed = [
+            not torch.equal(now, before[name])
+            for (name, _), now in zip(model.named_parameters(), seen, strict=True)
+        ]
+        return all(changed) if engine.session.rank == 0 else not any(changed)
+
+
+def test_what_a_rank_changes_for_a_trial_no_other_rank_sees(ranks: Any) -> None:
+    assert ranks(2).run(what_the_others_see) == [True, True]

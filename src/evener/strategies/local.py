@@ -7,8 +7,10 @@ parameter's :class:`~evener.strategies.slices.Slice` says.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evener.runtime.mesh import Mesh
@@ -25,6 +27,22 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def changeable(parameter: nn.Parameter, stack: ExitStack) -> Tensor:
+    """This rank's numbers of ``parameter``, to be changed until ``stack`` ends, which brings back those of before.
+
+    What is no DTensor gets memory of its own for that time: other ranks may compute with what it had (weights in
+    common, :mod:`evener.strategies.sharding.wholes`).
+    """
+    held = parameter.detach()
+    if isinstance(held, DTensor):
+        numbers = local(held)
+        stack.callback(numbers.copy_, numbers.clone())
+        return numbers
+    stack.callback(setattr, parameter, "data", parameter.data)
+    parameter.data = held.clone()
+    return parameter.detach()
 
 
 def as_held(numbers: Tensor, like: Tensor) -> Tensor:

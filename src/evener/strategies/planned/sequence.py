@@ -35,6 +35,7 @@ from evener.nn.sequence_parallel import (
     instead_of_forward,
 )
 from evener.nn.tensor_parallel import Divided
+from evener.strategies.local import changeable
 from evener.strategies.planned.plan import Plan
 from evener.strategies.planned.regions import is_sequence
 from evener.strategies.planned.streams import ALONE, children, members, outermost, runs
@@ -211,13 +212,13 @@ def _undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
             for buffer in each.buffers(recurse=False):
                 stack.callback(buffer.copy_, buffer.clone())
             for parameter in each.parameters(recurse=False):
-                _vary(parameter.detach(), stack)
+                _vary(parameter, stack)
         yield
 
 
-def _vary(tensor: Tensor, stack: ExitStack) -> None:
+def _vary(parameter: nn.Parameter, stack: ExitStack) -> None:
     """Other elements where all are equal, without asking the device whether they are; ``stack`` takes them back."""
-    if tensor.is_floating_point() and tensor.numel() > 1:
-        stack.callback(tensor.copy_, tensor.clone())
-        waves = torch.arange(tensor.numel(), device=tensor.device).sin().view_as(tensor)
-        tensor.add_(0.3 * waves * (tensor.min() == tensor.max()))
+    if parameter.is_floating_point() and parameter.numel() > 1:
+        numbers = changeable(parameter, stack)
+        waves = torch.arange(numbers.numel(), device=numbers.device).sin().view_as(numbers)
+        numbers.add_(0.3 * waves * (numbers.min() == numbers.max()))

@@ -26,7 +26,7 @@ from evener.hardware import accelerators
 from evener.nn.scope import scope
 from evener.nn.sequence import DividedSequence
 from evener.strategies.learner import Learner
-from evener.strategies.local import local
+from evener.strategies.local import changeable, local
 from evener.strategies.sequences.cutting import named_leaves
 from evener.types import Tree
 
@@ -98,8 +98,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             stack.callback(own_buffers(module).update, dict(own_buffers(module)))
         for name, parameter in model.named_parameters():
-            if _hides(held := local(parameter.detach())):
-                _fill(name, held, stack)
+            if _hides(local(parameter.detach())):
+                _fill(name, changeable(parameter, stack))
         try:
             model.eval()
             yield
@@ -113,9 +113,8 @@ def _hides(tensor: Tensor) -> bool:
     return plain and bool(tensor.min() == tensor.max())
 
 
-def _fill(name: str, tensor: Tensor, stack: ExitStack) -> None:
-    """Adds random values, by the name alone and so alike on all ranks; ``stack`` takes them away again."""
-    stack.callback(tensor.copy_, tensor.clone())
+def _fill(name: str, tensor: Tensor) -> None:
+    """Adds random values, by the name alone and so alike on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + _SEED)
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
     tensor.add_(noise.to(tensor), alpha=0.3)
