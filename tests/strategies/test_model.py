@@ -28,6 +28,11 @@ def with_numbers() -> nn.Module:
     return model
 
 
+def with_a_tensor_beside() -> nn.Module:
+    """``weight``, computed from ``weight_orig`` in each forward pass, is neither parameter nor buffer."""
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 3)))
+
+
 def interrupted() -> nn.Module:
     signal.raise_signal(signal.SIGTERM)
     return nn.Linear(6, 3)
@@ -35,6 +40,7 @@ def interrupted() -> nn.Module:
 
 def test_a_model_that_computes_with_numbers_is_built_for_real() -> None:
     assert build_on_meta(tasks._task(model=with_numbers), 0) is None
+    assert build_on_meta(tasks._task(model=with_a_tensor_beside), 0) is None
     built = build_on_meta(tasks.plain(), 0)
     assert built is not None
     assert {p.device for p in built.parameters()} == {torch.device("meta")}

@@ -66,6 +66,7 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
         (2, "normalized", {}, {}),
         slow(3, "normalized", {"schedule": "gpipe"}, {"micro_batch": 4}),
         (2, "choosing", {"cut": "2"}, {}),
+        (2, "moved_on", {"microbatches": 1}, {}),
     ],
     ids=str,
 )
@@ -221,6 +222,11 @@ def contrasting() -> Task:
     return _task(model=deep, loss=evener.loss(total=against_others, count=len), metrics={})
 
 
+def moved_on() -> Task:
+    normed = nn.utils.parametrizations.spectral_norm
+    return _task(model=lambda: nn.Sequential(normed(nn.Linear(6, 5)), nn.ReLU(), normed(nn.Linear(5, 4))))
+
+
 def whole_weights() -> Task:
     return _task(model=deep, optimizer=lambda parameters: torch.optim.Adafactor(parameters))
 
@@ -258,6 +264,7 @@ def refused(name: str, options: dict[str, Any]) -> tuple[type[BaseException], st
         ),
         ("layers", {"cut": "1,2"}, ConfigurationError, "cut '1,2' begins 2 stages besides the first"),
         ("contrasting", {}, ConfigurationError, "it looks at several samples together.* microbatches=1"),
+        ("moved_on", {}, ConfigurationError, r"buffer .*_[uv] is written in each forward .* microbatches=1"),
         ("whole_weights", {}, ConfigurationError, "each rank of strategy 'pipeline' holds a slice"),
         ("by_hand", {}, ConfigurationError, r"take steps with engine.step\(batch\)"),
         ("infinite", {}, DivergenceError, "the loss is nan in step 0 on rank 1"),

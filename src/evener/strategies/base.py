@@ -44,6 +44,7 @@ from evener.strategies.hooks import refuse_hooks
 from evener.strategies.in_backward import in_backward
 from evener.strategies.learner import Learner
 from evener.strategies.limits import room_on
+from evener.strategies.lookups import refuse_lookups
 from evener.strategies.normalize import normalize_apart
 from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
@@ -187,6 +188,7 @@ def set_up(
             fill(source or built)
         if strategy.divides_model:
             refuse_hooks(built, strategy.label)
+        refuse_lookups(built, learner.mesh)
         strategy = strategy.prepared(built, learner)
         _draw_apart(settings.seed, learner.mesh)
         if settings.batch_norm == "local":

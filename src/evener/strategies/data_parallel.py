@@ -47,6 +47,7 @@ from evener.nn.scope import Scope, own_scope
 from evener.runtime.mesh import Layout
 from evener.strategies.base import Strategy
 from evener.strategies.learner import Learner
+from evener.strategies.lookups import refuse_lookups
 from evener.strategies.one_process.copies import add_gradients, copied, follow, take_buffers
 from evener.strategies.one_process.devices import Devices, devices_of, home_of, parse_devices, refuse_ranks
 from evener.strategies.one_process.rows import UncutError, UnjoinableError, cut, different, is_ambiguous, join
@@ -131,6 +132,7 @@ class Replicas(Stepper):
         self._learner, self._devices, self._balancer = learner, devices, balancer
         self._home = home_of(devices, learner.session.device) or 0
         self._together = Together()
+        refuse_lookups(learner.model, learner.mesh, len(devices))
         if len(devices) > 1 and any(isinstance(module, AnyBatchNorm) for module in learner.model.modules()):
             exact_batch_norm(learner.model, self._together)
         self._crew = Crew(devices)

@@ -69,7 +69,7 @@ def build_on_meta(task: Task, seed: int) -> nn.Module | None:
     except Exception:
         interrupt.check()
         return None
-    return None if any(_stray_tensors(model)) else model
+    return model if next(_stray_tensors(model), None) is None else None
 
 
 def _stray_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -43,11 +43,12 @@ from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
 from evener.strategies.features import SameBits, check_elementwise
 from evener.strategies.learner import Learner
+from evener.strategies.lookups import EMBEDDINGS
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.planned.plan import Plan, Use, plan_of
-from evener.strategies.planned.regions import EMBEDDINGS, RECURRENT, obstacle, width
+from evener.strategies.planned.regions import RECURRENT, obstacle, width
 from evener.strategies.planned.sequence import divide_positions, in_terms_of
 from evener.strategies.planned.trace import output_layer
 from evener.strategies.slices import Slice, mark

@@ -28,9 +28,9 @@ from evener.borrowed.layers import AnyBatchNorm, AnyDropout
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.names import clean_name
+from evener.strategies.lookups import EMBEDDINGS
 from evener.strategies.planned.regions import (
     CONVOLUTIONS,
-    EMBEDDINGS,
     RECURRENT,
     Region,
     features,

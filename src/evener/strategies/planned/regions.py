@@ -19,9 +19,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from evener.borrowed.layers import AnyBatchNorm
 from evener.borrowed.module_tensors import own_parameters
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d
+from evener.strategies.lookups import EMBEDDINGS, looks_at_the_batch
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 ELEMENTWISE = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
@@ -91,7 +91,7 @@ def obstacle(layer: nn.Module) -> str | None:
         return "its weight is computed from other parameters"
     if isinstance(layer, CONVOLUTIONS) and (layer.groups > 1 or layer.padding_mode != "zeros"):
         return f"it has groups={layer.groups} and padding_mode={layer.padding_mode!r}, not 1 and 'zeros'"
-    if isinstance(layer, EMBEDDINGS) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+    if looks_at_the_batch(layer):
         return "it has max_norm or scale_grad_by_freq, which look at more than a rank's rows"
     if isinstance(layer, nn.EmbeddingBag) and layer.mode not in ("sum", "mean"):
         return f"it has mode={layer.mode!r}; of words that are divided there are sums and means"

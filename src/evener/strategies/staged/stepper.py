@@ -56,12 +56,14 @@ class PipelineStepper(Stepper):
         plan = plan_of(self._schedule, place.post.degree, place.stages, len(pieces), place.post.index)
         self.order = plan.order
         with learner.pace.step(step):
-            turn = Turn(place, plan, pieces, divisor, step, self._unchecked)
+            looked_at = len(cut[0]) if self._unchecked and len(cut[0]) > 1 else 0
+            turn = Turn(place, plan, pieces, divisor, step, looked_at)
             with learner.synchronizer.until_complete():
                 for action in plan.own:
                     turn.take(action)
                 place.post.finish()
-            place.forward.refusal = self._of_several(before) or self._of_loss(turn, batch, len(cut[0]))
+            place.forward.refusal = self._of_several(before) or turn.written or self._of_loss(turn, batch)
+            self._unchecked = self._unchecked and not looked_at
             place.forward.totals = turn.totals
             missing = learner.synchronizer.complete()
         self.timed = turn.timed
@@ -76,12 +78,8 @@ class PipelineStepper(Stepper):
     def _pieces(self, micro: MicroBatch, batch: Batch) -> list[MicroBatch]:
         return pieces_of(micro, -(-self._wanted // len(batch.micro_batches)))
 
-    def _of_loss(self, turn: Turn, batch: Batch, count: int) -> str | None:
-        """Looked at once, in the first step that cuts a micro-batch."""
-        if not self._unchecked or count < 2:
-            return None
-        self._unchecked = False
-        return turn.refusal(batch.micro_batches[0], count) if turn.outputs else None
+    def _of_loss(self, turn: Turn, batch: Batch) -> str | None:
+        return turn.refusal(batch.micro_batches[0]) if turn.outputs else None
 
     def _of_several(self, before: list[tuple[int, int]]) -> str | None:
         """A buffer that stages on several ranks use, and one of them wrote to."""

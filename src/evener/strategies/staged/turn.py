@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -69,7 +70,8 @@ class Turn:
     Args:
         pieces: All micro-batches of the step.
         divisor: See :class:`evener.strategies.parts.Stepper`.
-        checks: Whether to keep what tells if the loss is a sum over samples.
+        looked_at: How many of the first pieces are those of one micro-batch, if it is to be seen whether they come to
+            what the whole would; 0 if not.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ class Turn:
         pieces: Sequence[MicroBatch],
         divisor: Callable[[], float],
         step: int,
-        checks: bool,
+        looked_at: int,
     ) -> None:
         self._place, self._plan, self._pieces = place, plan, pieces
         self._signatures = [signature(piece.inputs) for piece in pieces]
-        self._ask, self._step, self._checks = divisor, step, checks
+        self._ask, self._step, self._looked_at = divisor, step, looked_at
         self._learner, self._post, self._last = place.learner, place.post, place.stages - 1
         self._began = time.perf_counter()
         self._divisor: float | None = None
@@ -103,7 +105,9 @@ class Turn:
         self.timed: list[Timed] = []
         """On the host, when each action ran, from when what it needs had come until what it made was sent."""
         self.outputs: list[tuple[Any, Tensor]] = []
-        """Of the first micro-batches and their totals, until it is known that the loss is a sum over samples."""
+        """Of the pieces looked at and their totals, until it is known that the loss is a sum over samples."""
+        self.written: str | None = None
+        """Why a buffer is not what the whole micro-batch would have left."""
 
     def take(self, action: Action) -> None:
         """Does what the schedule says."""
@@ -128,7 +132,7 @@ class Turn:
         began = time.perf_counter()
         inputs, received = _leaves(*came)
         piece, learner = self._pieces[micro], self._learner
-        with learner.micro_scope(piece, self._step) as current:
+        with self._watched(micro), learner.micro_scope(piece, self._step) as current:
             found = self._place.forward.run(stage, received, learner.task.forward, piece.inputs)
             if stage == self._last:
                 total = term_of(learner.task.exact_loss(), found, piece)
@@ -157,7 +161,7 @@ class Turn:
 
     def _keep_total(self, found: Any, total: Tensor, micro: int) -> None:
         self.totals.append(read(total))
-        if self._checks:
+        if micro < self._looked_at:
             self.outputs.append((map_leaves(detached, found), total.detach()))
 
     def _divide(self) -> float:
@@ -220,9 +224,26 @@ class Turn:
 
     # What is refused
 
-    def refusal(self, micro: MicroBatch, count: int) -> str | None:
-        """Why the loss is not that of the whole micro-batch, of which the first ``count`` pieces are."""
-        found, own = self.outputs[:count], len(micro.samples)
+    @contextmanager
+    def _watched(self, micro: int) -> Iterator[None]:
+        """Looks for buffers to which each piece gives other values: the whole would have given them the first alone."""
+        if not 0 < micro < self._looked_at:
+            yield
+            return
+        before = [(buffer, buffer.clone()) for buffer in self._learner.loose_buffers()]
+        yield
+        changed = [held for held, old in before if held.shape == old.shape and not torch.equal(held, old)]
+        for name, buffer in self._learner.model.named_buffers() if changed else ():
+            if any(buffer is each for each in changed):
+                self.written = (
+                    f"buffer {name} is written in each forward pass, of which one device takes one for a micro-batch "
+                    "and a pipeline one for each piece of it: have it take each micro-batch as it is, with "
+                    "microbatches=1 and micro_batch set to what fills the pipeline"
+                )
+
+    def refusal(self, micro: MicroBatch) -> str | None:
+        """Why the loss is not that of the whole micro-batch, whose pieces were looked at."""
+        found, own, count = self.outputs, len(micro.samples), self._looked_at
         if not all(by_samples(outputs, _samples(outputs)) for outputs, _ in found) or own != sum(
             _samples(outputs) for outputs, _ in found
         ):
