@@ -55,6 +55,7 @@ from evener.strategies.sharding.ownership import chunks
 from evener.strategies.sharding.refused import check_layers, check_types
 from evener.strategies.sharding.turns import Gather, Scatter, Turns
 from evener.strategies.sharding.units import fills_unused, nbytes_of_units, units_of
+from evener.strategies.sharding.writes import refuse_writes
 from evener.strategies.single import Alone
 from evener.strategies.slices import Slice, mark, slice_of
 
@@ -190,6 +191,10 @@ Place = tuple[dict[str, Any], str, str]
 """Where a parameter is held: the parameters of a module, its key there, and its name in the model."""
 
 
+def _whole(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, held[key]) for held, key, name in places)
+
+
 class FsdpSum(Afterwards):
     """What FSDP2 gathers and sums, noted; and parameters that are whole, summed after backward."""
 
@@ -236,6 +241,7 @@ class FsdpSum(Afterwards):
             assert isinstance(unit, nn.Module)
             places = list(self._places(unit))
             self._handles.append(unit.register_forward_pre_hook(partial(self._note_uses, name, places)))
+            self._handles += refuse_writes(unit, partial(_whole, places), self._learner.name)
             if not fills_unused(unit):
                 self._handles.append(unit.register_forward_hook(partial(self._fill_later, name)))
         for name, module in model.named_modules():

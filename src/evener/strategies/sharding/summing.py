@@ -34,6 +34,7 @@ from evener.strategies.sharding.buckets import MOST_ON_THE_WAY, Bucket, Round, b
 from evener.strategies.sharding.ways import ToAll, ToOwners, Way
 from evener.strategies.sharding.weights import AXIS, Weight
 from evener.strategies.sharding.wholes import Wholes
+from evener.strategies.sharding.writes import refuse_writes
 from evener.strategies.slices import slice_of
 
 
@@ -51,6 +52,7 @@ class ZeroSum(Synchronizer):
         self._round = self._round_of(self._all)
         self._way.prepare(max((bucket.nbytes for bucket in self._round.buckets), default=0))
         self._wholes = Wholes(learner.model, self._all, self._buckets(self._all), self._way.owners)
+        refuse_writes(learner.model, self._whole, learner.name)
         self._sound: list[Readout] = []
         self._stepping = self._sending = self._last = False
         self._over = True
@@ -85,6 +87,9 @@ class ZeroSum(Synchronizer):
         """Of the largest that may be there together: one is filled while others are on the way."""
         sizes = sorted((bucket.nbytes for bucket in self._round.buckets), reverse=True)
         return sum(sizes[: MOST_ON_THE_WAY + 1])
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        return ((weight.name, weight.whole) for weight in self._all)
 
     @property
     def _all(self) -> list[Weight]:
