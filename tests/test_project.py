@@ -1,0 +1,70 @@
+"""What people and tools read of the project, held to what is true of it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evener.plugins import find
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+PAGES = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def test_the_version_is_one() -> None:
+    assert read("CITATION.cff")["version"] == PROJECT["version"]
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_workflow_tries_the_versions_of_the_makefile() -> None:
+    made = dict(re.findall(r"^(OLDEST|NEWEST) := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
+    matrix = read(".github/workflows/tests.yml")["jobs"]["versions"]["strategy"]["matrix"]
+    assert matrix["torch"] == [made["OLDEST"], made["NEWEST"]]
+    oldest = re.search(r">=([\d.]+)", PROJECT["requires-python"])
+    assert oldest is not None
+    assert matrix["python"][0] == oldest[1]
+
+
+def test_hooks_call_what_make_calls() -> None:
+    hooks = read(".pre-commit-config.yaml")["repos"][0]["hooks"]
+    assert [hook["entry"].split()[0] for hook in hooks] == [
+        ".venv/bin/ruff",
+        ".venv/bin/ruff",
+        ".venv/bin/mypy",
+    ]
+
+
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form.stem != "config"], ids=lambda form: form.stem
+)
+def test_forms_are_those_of_github(form: Path) -> None:
+    read_form = yaml.safe_load(form.read_text())
+    assert {"name", "description", "body"} == set(read_form)
+    fields = [field["id"] for field in read_form["body"]]
+    assert len(set(fields)) == len(fields)
+    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in read_form["body"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+        assert (ROOT / link).exists(), link
+    for path in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+    for target in re.findall(r"^make ([\w-]+)", text, re.M):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+    for name in re.findall(r"`(evener\.[\w.]+)`", text):
+        module, _, attribute = name.rpartition(".")
+        assert find(f"{module}:{attribute}", "name", "object", lambda value: True)
