@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 OLDEST := 2.11.0
 NEWEST := 2.15.0
 
-.PHONY: install train test test-slow test-versions lint types bench clean
+.PHONY: install train test test-slow test-versions lint types docs bench clean
 .SECONDARY:
 
 install: $(READY)
@@ -25,7 +25,7 @@ train: $(READY)
 	$(BIN)/evener train digits
 
 # Each worker takes tests that lie side by side, which share ranks.
-test: lint types $(READY)
+test: lint types docs $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 # Injected faults, long commands and long trainings.
@@ -52,6 +52,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# The documentation as a site, in build/site: no link may lead nowhere.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'

@@ -123,24 +123,43 @@ class RunSummary:
     """How a run ended. ``seconds`` is the time of training alone, without start-up and evaluation."""
 
     task: str
+    """Its name."""
     strategy: str
+    """What divided the work."""
     world_size: int
+    """Ranks at the end."""
     devices: list[str]
+    """Of each rank."""
     steps: int
+    """Updates in all, with those before a resume."""
     epochs: int
+    """Epochs in all."""
     samples: int
+    """Trained on in all, with those before a resume."""
     seconds: float
+    """Of training alone, without start-up and evaluation."""
     samples_per_second: float
+    """Since the start or the resume."""
     final_loss: float
+    """Of the last step, over the whole batch."""
     metrics: dict[str, float]
+    """Of the last evaluation, its loss among them; empty if there was none."""
     shares: list[float]
+    """Which part of all samples each rank computed."""
     weights_digest: str
+    """sha256 of all parameters and buffers: equal for equal bits."""
     versions: dict[str, str]
+    """Of Evener, Python, torch and NumPy."""
     batch_size: int
+    """Samples of a batch over all ranks."""
     seed: int
+    """Of first weights and the order of samples."""
     ranks: list[dict[str, float]] = field(default_factory=list)
+    """Seconds of each rank: of its own work, of waiting for others, of waiting for input."""
     interrupted: bool = False
+    """Whether it was asked to stop before its end."""
     run_dir: str | None = None
+    """Where records, weights and checkpoints are; None if nothing was kept."""
     emulation: str = ""
     """How unequal devices were emulated, in words; empty if they were not."""
     allreduce: str = ""

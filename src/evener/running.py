@@ -48,7 +48,9 @@ class Trained:
     """What :func:`fit` gives: the summary of the run, and the weights as ``model.load_state_dict`` takes them."""
 
     summary: RunSummary
+    """How the run ended."""
     weights: dict[str, Tensor]
+    """Parameters and buffers by name, whole, on the CPU."""
     rank: int = 0
     """The rank that it comes from: 0, and on further machines that of their first process."""
 

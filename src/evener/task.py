@@ -46,21 +46,27 @@ class Task:
     """
 
     model: MakeModel
+    """Builds the model, on every rank alike."""
     loss: Any
     """A :class:`~evener.losses.Loss`, or a loss of ``torch.nn`` as it is."""
     optimizer: MakeOptimizer
     """From a list of the model's parameters to their optimizer. A function whose first parameter is called
     ``named_parameters`` gets pairs ``(name, parameter)`` instead, and one whose first is called ``model`` the model."""
     train: Dataset[Any]
+    """The training set: map-style, or iterable."""
     evaluate: Dataset[Any] | None = None
+    """What metrics and the evaluation loss are computed on, each sample once; nothing where it is None."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Each a function ``(outputs, targets) -> Sum``, or a torchmetrics object."""
     scheduler: MakeScheduler | None = None
+    """From the optimizer to a learning rate scheduler of torch."""
     scheduler_interval: Literal["epoch", "step"] = "epoch"
+    """When the scheduler steps: after each epoch, or after each step."""
     partition: Literal["batch", "sample"] = "batch"
     """``batch``: all ranks can read all of ``train`` and ``evaluate``. ``sample``: what these hold on a rank is the
     part that it owns, as when hosts hold different files; the parts, of any size, are disjoint."""
     collate: Callable[[list[Any]], tuple[Tree, Tree]] | None = None
+    """From a list of items to one pair ``(inputs, targets)``, as a DataLoader's ``collate_fn``; None stacks them."""
     penalty: Callable[[nn.Module], torch.Tensor] | None = None
     """A term of no sample, such as an L2 norm of weights: counted once a step, not once a rank."""
     forward: Forward = call_model
@@ -71,6 +77,7 @@ class Task:
     epochs: int = 1
     """The number of epochs where a run names none."""
     name: str = "task"
+    """For messages and the names of directories."""
 
     def __post_init__(self) -> None:
         for name in ("model", "optimizer"):

@@ -67,6 +67,7 @@ class Batch:
     """A rank's part of a global batch, and what all ranks know of the whole."""
 
     epoch: int
+    """From 0."""
     index: int
     """Which global batch of the epoch."""
     position: int

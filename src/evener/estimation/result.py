@@ -44,12 +44,17 @@ class MemoryEstimate:
     """Memory of all ranks, by rank."""
 
     task: str
+    """Its name."""
     strategy: str
+    """Its name, with its axes if it has several."""
     device: str
+    """The kind of device it was worked out for."""
     batch_size: int
+    """Samples of a batch over all ranks."""
     shares: tuple[int, ...]
     """Samples of each part of a batch."""
     ranks: tuple[RankMemory, ...]
+    """Each rank's memory."""
     notes: tuple[str, ...] = ()
     """What the estimate could not know, in words."""
 

@@ -26,7 +26,9 @@ class Sum:
     """
 
     total: Number
+    """The sum of the terms."""
     count: Number
+    """How many terms, or the sum of their weights."""
 
     def __add__(self, other: Sum) -> Sum:
         return Sum(self.total + other.total, self.count + other.count)

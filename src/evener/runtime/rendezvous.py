@@ -23,13 +23,17 @@ class Rendezvous:
     node_rank: int = 0
     """Number of this machine, for the static backend."""
     rdzv_backend: str = "static"
+    """``static``, where machine 0 is named, or ``c10d``, where all are given one endpoint."""
     rdzv_endpoint: str = ""
     """``HOST:PORT``; ``master_addr:master_port`` by default for the static backend."""
     rdzv_id: str = "none"
+    """Tells runs apart that meet at one endpoint."""
     rdzv_conf: str = ""
     """More options of the backend, ``key=value,key=value``."""
     master_addr: str = "127.0.0.1"
+    """Machine 0, as the others reach it; of the static backend."""
     master_port: int = 29500
+    """Of machine 0, for the static backend."""
     max_restarts: int | None = None
     """None: as many as the run needs by itself, which is none unless it may go on with fewer ranks."""
     standalone: bool = False

@@ -32,17 +32,27 @@ class Verification:
     """How a division of the work compares with one device."""
 
     task: str
+    """Its name."""
     strategy: str
+    """What divided the work."""
     processes: int
+    """Ranks of the divided run."""
     shares: str
+    """What divided the batches, in words."""
     dtype: str
     """The type in which both computed, or the precision."""
     steps: int
+    """How many both took."""
     batch_size: int
+    """Samples of a batch over all ranks."""
     micro_batch: int | None
+    """Samples of a micro-batch over all ranks; None for whole batches."""
     reference_losses: list[float]
+    """Of one device, by step."""
     losses: list[float]
+    """Of the divided run, by step."""
     max_relative_loss_error: float
+    """The largest of ``|a - b| / |a|``, where a is the reference."""
     max_relative_weight_error: float
     """Over all parameters with a real gradient, the largest of max|a - b| / max|a|, where a is the reference."""
     worst_parameter: str
@@ -63,12 +73,15 @@ class Verification:
     reordered: bool
     """Whether the floor was measured with the samples of each batch in another order."""
     replicas_identical: bool
+    """Whether all ranks ended with the same bits."""
     limit: float
     """The most times the floor that passes."""
     tolerance: float | None
     """If given, the most ``max_relative_weight_error`` that passes, in place of ``limit``."""
     passed: bool
+    """Whether the divided training is that of one device."""
     hint: str = ""
+    """Where to look, if it is not."""
 
 
 @dataclass(frozen=True)
