@@ -139,6 +139,23 @@ def penalties() -> Any:
     return other(penalty=lambda model: sum(p.sum() for p in model.parameters()))
 
 
+def unseeded() -> Any:
+    """As ``torch.randn`` without a generator would give on each rank."""
+    return other(
+        train=TensorDataset(tasks.draws(tasks.SAMPLES, 6, seed=7), torch.zeros(tasks.SAMPLES).long())
+    )
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(()) * 0.1, y
+
+
+def augmented() -> Any:
+    return tasks._task(train=Augmented(*data(20).tensors), evaluate=[(torch.zeros(6), 0)])
+
+
 def same() -> Any:
     return tasks.plain()
 
@@ -179,6 +196,7 @@ def refused(name: str, config: dict[str, list[Any]]) -> str:
             "parameter 0 in the optimizer's group 0 is 0.weight on ranks 0, 2, 2.bias on rank 1",
         ),
         ("losses", {}, "Task.loss is CrossEntropyLoss on ranks 0, 2"),
+        ("unseeded", {}, "sample 0 is not the same in the training set of rank 0 and rank 1"),
         ("penalties", {}, "a penalty of the task is False on ranks 0, 2, True on rank 1"),
         ("same", {"seed": [0, 0, 1]}, "setting seed is 0 on ranks 0, 1, 1 on rank 2"),
         ("same", {"batch_size": [8, 9, 8]}, "setting batch_size is 8 on ranks 0, 2, 9 on rank 1"),
@@ -208,6 +226,7 @@ def refused_for_two(name: str, config: dict[str, list[Any]]) -> str:
 def test_what_machines_may_have_of_their_own_is_not_compared(ranks: Any) -> None:
     config = {"workers": [0, 1], "run_dir": ["a", "b"]}
     assert ranks(2).run(refused, "same", config) == ["nothing was said"] * 2
+    assert ranks(2).run(refused, "augmented", {}) == ["nothing was said"] * 2
 
 
 def test_many_ranks_are_told_in_short() -> None:

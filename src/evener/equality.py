@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from evener.config import RunConfig
+from evener.data.fingerprint import Fingerprint, difference, fingerprint
 from evener.errors import ConfigurationError
 from evener.runtime.session import Session
 from evener.strategies.model import named_tensors
@@ -90,6 +91,8 @@ def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.M
         check_equal([{**fact, _FORM: 0} for fact in facts])
         if len({fact[_FORM] for fact in facts}) > 1:
             check_forms(session.control.gather_objects(form_of(model)))
+        if config.check_data is None:  # else more is looked at
+            check_samples(session.control.gather_objects(_samples_of(task)))
         builds = session.control.gather_objects((platform.python_version(), torch.__version__))
         if session.rank == 0:
             warn_of_builds(builds)
@@ -112,6 +115,29 @@ def warn_of_builds(builds: Sequence[tuple[str, str]]) -> None:
             "what a rank computes may be rounded otherwise, so that a run with other shares has other last bits",
             stacklevel=2,
         )
+
+
+def _samples_of(task: Task) -> dict[str, Fingerprint]:
+    """Digests of a few samples; none where ranks hold data of their own."""
+    if task.partition == "sample":
+        return {}
+    return {"training set": fingerprint(task.train), "evaluation set": fingerprint(task.evaluate)}
+
+
+def check_samples(rows: Sequence[Mapping[str, Fingerprint]]) -> None:
+    """Compares the few samples of all ranks, by rank.
+
+    Raises:
+        ConfigurationError: Names the first sample that is another one on some rank.
+    """
+    for name, of_first in rows[0].items():
+        for rank, row in enumerate(rows):
+            if found := difference(of_first, row[name]):
+                raise ConfigurationError(
+                    f"the ranks do not train the same: {found} in the {name} of rank 0 and rank {rank}. Every rank "
+                    "must build the same data: draw what is random with a seed (torch.Generator().manual_seed(0)); "
+                    'data that hosts hold apart are said by Task(partition="sample")'
+                )
 
 
 def check_forms(forms: Sequence[Sequence[str]]) -> None:

@@ -349,6 +349,10 @@ def together() -> Task:
     return task(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
 
 
+def masked() -> Task:
+    return task(optimizer=lambda parameters: torch.optim.Rprop(parameters))
+
+
 def whole_weights() -> Task:
     return task(optimizer=lambda parameters: torch.optim.Adafactor(parameters))
 
@@ -372,6 +376,7 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
             "the model cannot be sharded by PyTorch's FSDP2: fully_shard does not support",
         ),
         ("together", {}, ConfigurationError, "SGD steps many parameters at once.*foreach=False"),
+        ("masked", {}, ConfigurationError, "Rprop chooses elements by masks.*zero=2"),
         ("whole_weights", {}, ConfigurationError, "Adafactor looks at a weight as a whole"),
         ("task", {"compress": "bf16"}, ConfigurationError, "there is no compress: leave it out"),
         ("task", {"bucket_mb": 1.0}, ConfigurationError, "there is no bucket_mb: leave it out"),

@@ -26,6 +26,7 @@ from evener.strategies.slices import slice_of
 from evener.task import Task
 from evener.testing import check_strategy
 from evener.verification import Trajectory, record, relative_error
+from tests import tasks
 from tests.comparing import handed_on, worst
 from tests.strategies.seven import normalised, penalised, plain, step_by_hand  # noqa: F401 (some by name)
 
@@ -108,6 +109,22 @@ def behind_its_back() -> Task:
     return task(optimizer=lambda parameters: Plain(parameters, lr=0.3))
 
 
+class WithoutALength(nn.Linear):
+    """As what ``torch.compile`` makes of a layer: it says that it has a length, and raises when it is asked."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+def without_a_length() -> Task:
+    return tasks._task(model=lambda: WithoutALength(6, 3))
+
+
+def looked_up() -> Task:
+    """With sparse gradients."""
+    return tasks.sparse()
+
+
 def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
     usual = {"dtype": "float64", "device": "cpu", "steps": 9, "strategy": Zero()}
     return record(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
@@ -131,6 +148,8 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
         ("recurrent", {"allreduce": "native", "bucket_mb": 1e-4, "micro_batch": 5}),
         ("recurrent", {"strategy": Zero(stage=1), "allreduce": "ring"}),
         ("another_method", {"balance": "5,1,2"}),
+        ("looked_up", {"balance": "5,1,2"}),
+        ("without_a_length", {}),
         ("behind_its_back", {"balance": "5,1,2"}),
         ("penalised", {"strategy": Zero(owns="1,0,2"), "balance": "5,1,2", "clip_norm": 0.2}),
         ("recurrent", {"strategy": Zero(in_common=True), "balance": "5,1,2", "bucket_mb": 1e-3}),

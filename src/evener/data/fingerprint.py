@@ -30,7 +30,8 @@ Fingerprint = Mapping[int, str]
 def fingerprint(dataset: Any) -> dict[int, str]:
     """Of a few samples, each read twice: one that is augmented at random is left out. Random generators stay as they
     are. Empty for a dataset that has no numbers or no length."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not (indexed and hasattr(dataset, "__len__") and len(dataset)):
         return {}
     last = len(dataset) - 1
     indices = sorted({round(last * place / (LOOKS - 1)) for place in range(LOOKS)})

@@ -185,7 +185,7 @@ def set_up(
         built, source = _build(strategy, task, session, settings)
         agree(built)
         if session.rank == 0:
-            fill(source or built)
+            fill(built if source is None else source)
         if strategy.divides_model:
             refuse_hooks(built, strategy.label)
         refuse_lookups(built, learner.mesh)

@@ -132,9 +132,12 @@ class Recorder:
             self._at_first_update()
         pairs = [(name, p, self._early.get(p, p.grad)) for name, p in self._parameters()]
         self._gradients.append(
-            {name: self._sketch(name, self._learner.whole(g, p)) for name, p, g in pairs if g is not None}
+            {name: self._sketch(name, self._whole(g, p)) for name, p, g in pairs if g is not None}
         )
         self._early.clear()
+
+    def _whole(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        return self._learner.whole(gradient.to_dense() if gradient.is_sparse else gradient, parameter)
 
     def _at_first_update(self) -> None:
         if self._engine.task.penalty is not None and self._engine.session.world_size == 1:

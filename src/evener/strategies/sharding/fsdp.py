@@ -146,6 +146,11 @@ class Fsdp(Strategy):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer, self.label)
+        if isinstance(optimizer, torch.optim.Rprop):
+            raise ConfigurationError(
+                "Rprop chooses elements by masks, which the DTensors of PyTorch's FSDP2 do not take: use "
+                f"strategy {self.label!r} with zero=2, which has weights as plain tensors, or another optimizer"
+            )
         for group in optimizer.param_groups:
             kinds = {is_divided(parameter) for parameter in group["params"]}
             together = group.get("foreach") or group.get("fused")
