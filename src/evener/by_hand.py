@@ -7,6 +7,8 @@ the gradients are finite, and at the end of the step for its time; the steps tha
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.stopwatch import stopwatch, waiting
 from evener.ledger import Exchange
 from evener.nn.attending import attending
-from evener.nn.scope import divided
+from evener.nn.scope import Scope, divided
 from evener.step import not_finite
 from evener.strategies.learner import Learner
 from evener.strategies.pace import Pace
@@ -101,6 +103,37 @@ class ByHand:
             self._learner.synchronizer.share_buffers(self._learner.loose_buffers(), batch.first_part)
         own = self.pace.taken().value() or math.nan
         return [row[0] for row in self._control.exchange([own]).wait()]
+
+
+class AtHand:
+    """What a loop of the user's own computes in with a batch, and what measures it.
+
+    Of the engine, for close() to end it: an error by which a loop is left may keep the loop's frame.
+    """
+
+    def __init__(self, learner: Learner, pace: Pace) -> None:
+        self._learner, self._pace = learner, pace
+        self._scope: AbstractContextManager[Scope] | None = None
+
+    def of(self, batch: Batch, step: int) -> Self:
+        """Around the step of ``batch``."""
+        self._pace.step(step).__enter__()
+        self._scope = self._learner.micro_scope(batch.micro_batches[0], step)
+        self._scope.__enter__()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it, if it was begun."""
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.__exit__(None, None, None)
+            self._pace.__exit__(None)
 
 
 def _counts_for_something(batch: Batch | None) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from evener import checkpoint
 from evener.assembly import settings_of, strategy_of
 from evener.balance.base import Balancer
-from evener.by_hand import ByHand
+from evener.by_hand import AtHand, ByHand
 from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.equality import agree_on_optimizer, agreement
@@ -104,7 +104,7 @@ class Engine:
             self.skips = self._feed.skips
             self._owned = undo.pop_all()
         self.times = RankTimes()
-        self._at_hand = ExitStack()
+        self._at_hand = AtHand(self.learner, self._by_hand.pace)
         self._current: Batch | None = None
         self._upcoming: Batch | None = None
 
@@ -165,10 +165,7 @@ class Engine:
                 upcoming = None if self.steps_done + 1 == self.config.steps else self._next(loader)
                 self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done
-                # Of the engine, for close() to end it: an error by which a loop is left may keep this frame.
-                with self._at_hand:
-                    self._at_hand.enter_context(self._by_hand.pace.step(taken))
-                    self._at_hand.enter_context(self.learner.micro_scope(batch.micro_batches[0], taken))
+                with self._at_hand.of(batch, taken):
                     yield batch
                 self._current = None
                 if self.steps_done == taken:  # a loop of the user's own, which took the step itself
@@ -200,7 +197,7 @@ class Engine:
         number, watchdog = self.steps_done, self.session.watchdog
         recomputing = self.recomputing.step(batch, number)
         with watchdog.explained(), watchdog.phase("training", step=number), recomputing:
-            step = Step(batch, number, ledger.settle, list(learner.names.values()))
+            step = Step(batch, number, ledger.settle, learner.names_in_order)
             next_count = ledger.count(self._upcoming)
             outcome = learner.run(batch, lambda: ledger.divisor(step), number)
             elapsed = learner.pace.elapsed()
@@ -239,7 +236,8 @@ class Engine:
     def tell(self) -> None:
         """Tells the observers what they have not been told yet of steps that are over and known."""
         for step in self.ledger.told():
-            self.observers.step(step.record())
+            if self.observers.are_some:
+                self.observers.step(step.record())
         for event in self._feed.new_events():
             self.observers.event(event)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -44,7 +45,7 @@ class Feed:
         self._loader: Loader | None = None
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
-        self._told = 0
+        self._told, self._learns = 0, False
         self._graphs: tuple[int, ...] = ()
         self._pieces, self._events = Pieces(), list[MemoryRecord]()
         self.first_step = 0
@@ -52,7 +53,7 @@ class Feed:
         self.input_seconds = 0.0
         """How long the last batch was waited for."""
 
-    @property
+    @cached_property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if the dataset does not tell its length."""
         size = self._reading.size
@@ -89,6 +90,7 @@ class Feed:
         # Besides what the loader draws ahead, a batch is looked at one step early, and times are known late.
         lookahead = self._loader.lookahead + 1 + self._steps_late
         self.balancer = balancer_of(config, self._reading, lookahead)
+        self._learns = type(self.balancer).observe is not Balancer.observe
         if self.balancer_state:
             self.balancer.load_state_dict(self.balancer_state)
         return self._loader
@@ -115,7 +117,7 @@ class Feed:
 
     def observe(self, number: int, batch: Batch, seconds: Sequence[float]) -> None:
         """Tells the balancer the time of each part of the batch that had samples, from that of each rank."""
-        if self.balancer is not None:
+        if self._learns and self.balancer is not None:
             of_parts = self._learner.data.slowest(seconds)
             known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
             self.balancer.observe(number, batch.shares, known)
@@ -130,14 +132,19 @@ class Feed:
         """
         if self.skips is not None:
             self.skips.observe(step)
-        before = self._graphs or (0,) * len(step.graphs)
-        compiled = [now > then for now, then in zip(step.graphs, before, strict=True)]
-        told = zip_longest(step.compute_seconds, compiled, step.retries, fillvalue=0)
-        known = [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
-        self.observe(step.number, step.batch, known)
+        self.observe(step.number, step.batch, self._of_work_alone(step))
         self._graphs = step.graphs
         self._events += self._pieces.changes(step)
         self._events += noticed(step, self._learner.session.device.type)
+
+    def _of_work_alone(self, step: Step) -> Sequence[float]:
+        """NaN where a rank did something else besides."""
+        if step.graphs == self._graphs and not any(step.retries):
+            return step.compute_seconds
+        before = self._graphs or (0,) * len(step.graphs)
+        compiled = [now > then for now, then in zip(step.graphs, before, strict=True)]
+        told = zip_longest(step.compute_seconds, compiled, step.retries, fillvalue=0)
+        return [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
 
     def new_events(self) -> Sequence[Decision | MemoryRecord]:
         """Changes of shares, and of pieces, since the last call."""

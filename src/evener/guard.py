@@ -57,10 +57,12 @@ class Guard:
         Raises:
             DivergenceError: If it is not, and the run cannot go on without it.
         """
-        step.penalty, step.penalty_soundness = self._learner.penalty, self._learner.penalty_soundness
-        if not self.waits and self._late:
-            return True
-        fault = step.fault() if self.waits else step.fault_of_penalty()
+        learner, waits = self._learner, self.waits
+        if learner.task.penalty is not None:
+            step.penalty, step.penalty_soundness = learner.penalty, learner.penalty_soundness
+        if not waits and (self._late or learner.task.penalty is None):
+            return True  # what is not finite on this rank has been told with its row
+        fault = step.fault() if waits else step.fault_of_penalty()
         if fault is None:
             self._went_well()
         elif self._overflowed(step, fault):

@@ -125,22 +125,20 @@ class Ledger:
             DivergenceError: If a number of this rank is not finite and it is known already.
         """
         step.contributors = self._mesh.data.contributors
-        row = Signal(_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
-        row = row._replace(retries=outcome.retries, piece=outcome.piece)
-        row = row._replace(wish=self.wish, skipped=len(step.batch.skipped), graphs=self._graphs())
-        doubtful = False
+        results = total, soundness, _ = (0.0, 0.0, 0.0)
         if self._late:
             step.results = self._gathered(outcome)
-            row = self._with_times(row)
+            times = self._times()
             self._unmeasured = outcome.compute_seconds, elapsed
         else:
             self._unmeasured = outcome.compute_seconds, elapsed
-            row = self._with_times(row)._replace(
-                total=_sum(outcome.totals),
-                soundness=_sum(outcome.soundness),
-                unsound=max((place.value() for place in outcome.unsound), default=0.0),
-            )
-            doubtful = not (math.isfinite(row.total) and math.isfinite(row.soundness))
+            unsound = max((place.value() for place in outcome.unsound), default=0.0)
+            results = total, soundness, _ = _sum(outcome.totals), _sum(outcome.soundness), unsound
+            times = self._times()
+        doubtful = not (math.isfinite(total) and math.isfinite(soundness))
+        counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
+        asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, self._graphs())
+        row = Signal(*counts, *results, *times, *asked)
         step.batch = step.batch.without_samples()  # the step is told when later ones are computed
         self._in_flight = step, upcoming, self.control.exchange(row_of(row, outcome.memory))
         if outcome.missing or doubtful or self._waits or not self._begun:
@@ -148,11 +146,12 @@ class Ledger:
             return self._missing_everywhere(outcome, self.settle())
         return ()
 
-    def _with_times(self, row: Signal) -> Signal:
+    def _times(self) -> tuple[float, float]:
+        """Of work and of waiting, as far as they are measured."""
         if self._unmeasured is None:
-            return row
-        compute, elapsed = (readout.value() for readout in self._unmeasured)
-        return row._replace(compute_seconds=compute, wait_seconds=max(0.0, elapsed - compute))
+            return math.nan, math.nan
+        compute, elapsed = self._unmeasured[0].value(), self._unmeasured[1].value()
+        return compute, max(0.0, elapsed - compute)
 
     def _gathered(self, outcome: StepOutcome) -> Callable[[], list[tuple[float, float, float]]]:
         """Sends total and soundness from device to device, and reads those of all ranks when they are asked for."""
@@ -269,7 +268,8 @@ class Ledger:
         """No step follows at once: also the times of the last one are told. A collective call."""
         self.check()
         if self._late and self._before is not None:
-            row = row_of(self._with_times(Signal(0.0, 0.0, 0.0, 0.0)), NOTHING)
+            compute, wait = self._times()
+            row = row_of(Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=compute, wait_seconds=wait), NOTHING)
             with waiting():
                 signals, _ = read_columns(self.control.exchange(row).wait())
             self._times_known(self._before, signals)
@@ -290,13 +290,12 @@ class Ledger:
 
 
 def _sum(numbers: Iterable[Readout]) -> float:
-    return sum(number.value() for number in numbers)
+    return sum([number.value() for number in numbers])
 
 
 def _of_ranks(numbers: Iterable[float]) -> tuple[int, ...]:
     """Empty if all are 0."""
-    found = tuple(map(int, numbers))
-    return found if any(found) else ()
+    return tuple(map(int, numbers)) if any(numbers) else ()
 
 
 def _in_threes(flat: Sequence[float]) -> list[tuple[float, float, float]]:

@@ -51,6 +51,11 @@ class Observers(Observer):
         if self._rank == 0 or observer.everywhere:
             self._told.append(observer)
 
+    @property
+    def are_some(self) -> bool:
+        """Whether anybody on this rank is told."""
+        return bool(self._told)
+
     def start(self, run: RunStart) -> None:
         for each in self._told:
             each.start(run)

@@ -16,7 +16,7 @@ than one before, such as the last of an epoch, does not count.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,13 +59,17 @@ class Recomputing:
     def _count(self) -> int:
         return len(self._learner.recomputed.names)
 
-    @contextmanager
-    def step(self, batch: Batch, number: int) -> Iterator[None]:
+    def step(self, batch: Batch, number: int) -> AbstractContextManager[None]:
         """Around a step; those in which something is measured end with collective calls.
 
         Raises:
             ConfigurationError: For a budget that cannot be met; on all ranks.
         """
+        is_idle = self._account is None and self._asked is None
+        return nullcontext() if is_idle else self._around(batch, number)
+
+    @contextmanager
+    def _around(self, batch: Batch, number: int) -> Iterator[None]:
         if self._account is None or batch.size < self._size:
             yield
             self._checked()

@@ -212,9 +212,11 @@ class Replicas:
         Args:
             settle: Waits until it is known that all of them went well.
         """
+        if not self._is_on:
+            return
         now = time.perf_counter()
         self._steps.append(now - self._last_time)
-        if self._is_on and step - self._last_step >= self._every:
+        if step - self._last_step >= self._every:
             settle()
             self.check(step)
             self._last_cost = time.perf_counter() - now

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import zip_longest
+from operator import gt
 from typing import Any
 
 import torch
@@ -71,9 +72,10 @@ class Tally(Observer):
     def step(self, record: StepRecord) -> None:
         self.last = record
         self.skipped += record.skipped
-        found = _memory_of(record)
-        pairs = zip_longest(self.memory, found, fillvalue={"peak": -1})
-        self.memory = [max(pair, key=lambda each: each["peak"]) for pair in pairs]
+        known = [each["peak"] for each in self.memory] or [-1] * len(record.memory_peak)
+        if any(map(gt, record.memory_peak, known)):
+            pairs = zip_longest(self.memory, _memory_of(record), fillvalue={"peak": -1})
+            self.memory = [max(pair, key=lambda each: each["peak"]) for pair in pairs]
         self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -278,8 +280,7 @@ class Run:
         for batch in self._batches:
             check()
             engine.ledger.wish = saving.wish() if saving else 0.0
-            engine.step(batch)
-            last = batch.without_samples()
+            last = engine.step(batch).batch  # without its samples
             if batch.last:
                 engine.settle()
                 self._clock.stop()

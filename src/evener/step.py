@@ -16,6 +16,8 @@ from evener.memory import CATEGORIES
 from evener.memory.use import MemoryUse, News
 from evener.records import StepRecord
 
+_NONE = Here(0.0)
+"""The penalty of a task that has none."""
 _HELD, _PEAK, _RESERVED, _PARTS = range(4)
 """Where they are in `MemoryUse.row`."""
 
@@ -120,8 +122,8 @@ class Step:
         self.skipped = 0
         self.seconds = 0.0
         self.lr = 0.0
-        self.penalty: Readout = Here(0.0)
-        self.penalty_soundness: Readout = Here(0.0)
+        self.penalty: Readout = _NONE
+        self.penalty_soundness: Readout = _NONE
         """Not finite if the gradient of the penalty is not."""
         self.results: Callable[[], Sequence[tuple[float, float, float]]] | None = None
         """Of every rank the total of the loss, its soundness and the place of a parameter that is not finite; None
@@ -184,8 +186,8 @@ class Step:
         return tuple(map(int, self.memory_columns[place])) if self.memory_columns else ()
 
     def _memory_parts(self) -> dict[str, tuple[int, ...]]:
-        columns = {name: self._memory(_PARTS + place) for place, name in enumerate(CATEGORIES)}
-        return {name: column for name, column in columns.items() if any(column)}
+        columns = zip(CATEGORIES, self.memory_columns[_PARTS:], strict=False)  # news follow
+        return {name: tuple(map(int, column)) for name, column in columns if any(column)}
 
     def has_finite_loss(self) -> bool:
         """Whether the totals of all ranks are finite, and the penalty with its gradient."""
@@ -194,6 +196,8 @@ class Step:
 
     def fault_of_penalty(self) -> str | None:
         """Likewise, of the penalty alone: the same on all ranks, and known to each without the others."""
+        if self.penalty is _NONE:
+            return None
         if not math.isfinite(self.penalty.value()):
             return f"the penalty is {self.penalty.value()} in step {self.number} on all ranks"
         if not math.isfinite(self.penalty_soundness.value()):

@@ -25,6 +25,8 @@ from evener.types import Forward, MakeModel, MakeOptimizer, MakeScheduler, Tree
 
 def call_model(model: nn.Module, inputs: Tree) -> Tree:
     """Calls the model with one argument, positional arguments (a tuple) or keyword arguments (a dict)."""
+    if isinstance(inputs, torch.Tensor):
+        return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):

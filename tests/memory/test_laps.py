@@ -7,6 +7,8 @@ from evener.memory.use import Lap
 
 
 class Told:
+    every_seconds = 0.0
+
     def __init__(self, *uses: Lap) -> None:
         self._uses = list(uses)
 

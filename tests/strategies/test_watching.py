@@ -91,6 +91,8 @@ def test_what_is_divided_is_told_divided(ranks: Callable[[int], RankPool]) -> No
 class Card:
     """Gives the laps that a test wants; what is cached can be given back."""
 
+    every_seconds = 0.0
+
     def __init__(self) -> None:
         self.held, self.reserved, self.split, self.retries, self.failures = 2 * GIB, 3 * GIB, 0, 0, 0
         self.emptied = 0

@@ -48,12 +48,21 @@ class Cut:
         Raises:
             ShareError: If they are not one integer of at least 0 for each rank, adding up to ``size``.
         """
-        shares = self.shares(step, size)
-        check_shares(shares, size, self.world_size)
-        return tuple(int(share) for share in shares)
+        return _checked(tuple(self.shares(step, size)), size, self.world_size)
 
     def table(self, size: int, shares: Sequence[int]) -> Table:
-        return divide(size, shares, self.micro_batch)
+        return _divided(size, tuple(shares), self.micro_batch)
+
+
+@lru_cache(maxsize=64)
+def _checked(shares: tuple[int, ...], size: int, world_size: int) -> tuple[int, ...]:
+    check_shares(shares, size, world_size)
+    return tuple(int(share) for share in shares)
+
+
+@lru_cache(maxsize=64)
+def _divided(size: int, shares: tuple[int, ...], micro_batch: int | None) -> Table:
+    return divide(size, shares, micro_batch)
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,17 @@ class Plan:
         """The batch of what was read for ``reads``."""
         pairs = list(zip(values, self.reads, strict=True))
         micro_batches = [self._micro_batch(value, ids, weight) for value, (ids, weight) in pairs]
-        skipped = tuple(
+        skipped = self._skipped(pairs) if any(value.skipped for value in values) else ()
+        place = (self.epoch, self.index, self.position, self.size, self.shares)
+        return Batch(*place, micro_batches, self.last, skipped)
+
+    def _skipped(self, pairs: list[tuple[Fetched, tuple[Ids, int]]]) -> tuple[Skipped, ...]:
+        return tuple(
             Skipped(one.sample + self.offset, one.words)
             for value, (_, weight) in pairs
             for one in value.skipped
             if weight
         )
-        place = (self.epoch, self.index, self.position, self.size, self.shares)
-        return Batch(*place, micro_batches, self.last, skipped)
 
     def _micro_batch(self, value: Fetched, ids: Ids, weight: int) -> MicroBatch:
         samples = self._samples(ids if value.samples is None else value.samples)

@@ -56,7 +56,9 @@ class Workers:
         Raises:
             DataError: If reading failed, took longer than the timeout, or a worker died.
         """
-        values = iter(self._loader(dataset, requests))
+        alone = requests is not None and not self.count and not self.pin_memory
+        # The DataLoader would do the same, and take longer for it than a small batch takes to be read.
+        values = map(dataset.__getitem__, requests or ()) if alone else iter(self._loader(dataset, requests))
         try:
             while (value := next(values, _END)) is not _END:
                 if isinstance(value, Failure):

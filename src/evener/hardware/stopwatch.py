@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
@@ -167,22 +166,24 @@ def stopwatch(device: torch.device) -> Stopwatch:
     return STOPWATCHES.get(device.type, HostStopwatch)()
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
+class waiting:  # noqa: N801 # a block of every step, for which a generator's would be dear
     """The stopwatch that runs in this process, if any, stands still while the block waits for other ranks.
 
     A block inside of another changes nothing: the wait is that of the outer one.
     """
-    watch = _running
-    if watch is None:
-        yield
-        return
-    if not watch._waits:
-        watch.pause()
-    watch._waits += 1
-    try:
-        yield
-    finally:
-        watch._waits -= 1
-        if not watch._waits:
-            watch.resume()
+
+    __slots__ = ("_watch",)
+
+    def __enter__(self) -> None:
+        self._watch = watch = _running
+        if watch is not None:
+            if not watch._waits:
+                watch.pause()
+            watch._waits += 1
+
+    def __exit__(self, *_: object) -> None:
+        watch = self._watch
+        if watch is not None:
+            watch._waits -= 1
+            if not watch._waits:
+                watch.resume()

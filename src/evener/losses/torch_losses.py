@@ -61,10 +61,19 @@ def _class_weights(targets: Tensor, options: Options) -> Number:
     """
     if targets.is_floating_point():
         return _positions(targets, options)
-    kept: Tensor = targets != options.get("ignore_index", -100)
-    weight: Tensor | None = options.get("weight")
+    ignored, weight = options.get("ignore_index", -100), options.get("weight")
+    if weight is None and ignored < 0 and _has_all(targets):
+        return targets.numel()
+    kept: Tensor = targets != ignored
     terms: Tensor = kept if weight is None else weight.double()[targets.long().where(kept, 0)] * kept
     return terms.sum()
+
+
+def _has_all(targets: Tensor) -> bool:
+    """Whether none is negative, where the host can see that: in a quarter of the time of a count."""
+    if type(targets) is not Tensor or targets.device.type != "cpu" or not targets.numel():
+        return False
+    return targets.min().item() >= 0
 
 
 @dataclass(frozen=True)
@@ -168,13 +177,14 @@ class TorchLoss(Loss):
         self._form = _FORMS[function]
         self._options = {name: value for name, value in options.items() if name != "reduction"}
         self._reduction = options.get("reduction", "mean")
+        self._is_plain = not any(isinstance(value, Tensor) for value in self._options.values())
         self._moved: dict[tuple[str, torch.device, torch.dtype], tuple[int, Tensor]] = {}
         self._validate()
 
     def count(self, targets: Tensor) -> Number:
         check_targets(targets, self._function.__name__)
         self._refuse_weights_of_samples(targets)
-        options = {name: self._option(name, targets.device) for name in self._options}
+        options = self._options_on(targets.device)
         if self._reduction == "none":
             return self._form.elements(targets, options)
         if self._reduction == "batchmean":
@@ -192,10 +202,11 @@ class TorchLoss(Loss):
             )
         self._refuse_weights_of_samples(targets)
         # A sum over a batch overflows float16 and drowns in bfloat16 where the mean would not.
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        if outputs.dtype is not torch.float32:
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if targets.is_floating_point():
             targets = targets.to(torch.promote_types(targets.dtype, outputs.dtype))
-        options = {name: self._option(name, outputs.device, outputs.dtype) for name in self._options}
+        options = self._options_on(outputs.device, outputs.dtype)
         return self._function(outputs, targets, reduction="sum", **options)
 
     def divisor(self, global_count: float) -> float:
@@ -216,6 +227,11 @@ class TorchLoss(Loss):
             raise LossError(
                 f"{name}: cannot be divided with {', '.join(unknown)} set beforehand; it may set {allowed}"
             )
+
+    def _options_on(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        if self._is_plain:
+            return self._options
+        return {name: self._option(name, device, dtype) for name in self._options}
 
     def _option(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
         """The option; a tensor on that device and of at least that precision, copied there only once."""

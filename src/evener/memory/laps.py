@@ -15,6 +15,7 @@ class Laps:
 
     def __init__(self, inner: Gauge) -> None:
         self._inner, self._peak = inner, 0
+        self.every_seconds = inner.every_seconds
 
     def part(self) -> Lap:
         """Since the last part or lap."""

@@ -127,7 +127,6 @@ def without_placeholder(rows: Tensor) -> Tensor:
     return rows[:0] if scope is not None and scope.weight == 0 else rows
 
 
-@contextmanager
 def scope(
     samples: Tensor,
     step: int,
@@ -135,22 +134,27 @@ def scope(
     weight: int = 1,
     group: GroupMaker = _no_group,
     sequence: DividedSequence | None = None,
-) -> Iterator[Scope]:
+) -> resumed:
     """Makes a new :class:`Scope` the current one, and the one before it again at the end."""
-    with resumed(Scope(samples, step, seed, weight, group, sequence)) as made:
-        yield made
+    return resumed(Scope(samples, step, seed, weight, group, sequence))
 
 
-@contextmanager
-def resumed(found: Scope) -> Iterator[Scope]:
+class resumed:  # noqa: N801 # a block, as `outside`; a generator's would cost each step four times as much
     """Makes ``found`` the current scope, again where its backward comes later, and the one before it at the end."""
-    global _current
-    outer = _current
-    _current = found
-    try:
-        yield found
-    finally:
-        _current = outer
+
+    __slots__ = ("_found", "_outer")
+
+    def __init__(self, found: Scope) -> None:
+        self._found = found
+
+    def __enter__(self) -> Scope:
+        global _current
+        self._outer, _current = _current, self._found
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._outer
 
 
 @contextmanager

@@ -101,6 +101,15 @@ def sum_of(gradient: Tensor) -> Tensor:
     return numbers.sum(dtype=torch.promote_types(numbers.dtype, torch.float32))
 
 
+_WIDE = (torch.float32, torch.float64)
+
+
+def _number_of(gradient: Tensor) -> float:
+    """The same on the host."""
+    plain = type(gradient) is Tensor and gradient.dtype in _WIDE and not gradient.is_sparse
+    return (gradient.sum() if plain else sum_of(gradient)).item()
+
+
 def numbers_of(gradient: Tensor) -> Tensor:
     """The real numbers of a gradient that this rank holds."""
     numbers = stored_values(gradient) if gradient.is_sparse else local(gradient)
@@ -132,20 +141,23 @@ class Unsound:
 
     def of(self, gradients: Named) -> Readout:
         """Looks at each of ``gradients``; a number that is finite if all of theirs are."""
+        return self.of_these([gradient for _, gradient in gradients()], gradients)
+
+    def of_these(self, found: Sequence[Tensor], gradients: Named) -> Readout:
+        """The same of gradients that are at hand, whose names are asked for where one is not finite."""
+        if not found or not is_late(found[0].device):
+            return self._judged(sum(map(_number_of, found)), gradients)
         alike = [(name, gradient) for name, gradient in gradients() if numbers_of(gradient).numel()]
-        if alike and is_late(alike[0][1].device):
-            return self._of_late(alike)
-        sums = [sum_of(gradient) for _, gradient in alike]
-        return self._judged(torch.stack(sums).sum() if sums else torch.zeros(()), gradients)
+        return self._of_late(alike) if alike else Here(0.0)
 
     def of_flat(self, flat: Tensor, gradients: Named) -> Readout:
         """The same where all lie in one tensor, ``flat``."""
         if not is_late(flat.device):
-            return self._judged(sum_of(flat), gradients)
+            return self._judged(sum_of(flat).item(), gradients)
         alike = [each for each in gradients() if each[1].numel()]
         return self._of_late(alike) if alike else read(sum_of(flat))
 
-    def _judged(self, number: Tensor, gradients: Named) -> Readout:
+    def _judged(self, number: float, gradients: Named) -> Readout:
         if math.isfinite(number):
             return Here(number)
         bad = [self._places[name] for name, each in gradients() if not _is_finite(each)]

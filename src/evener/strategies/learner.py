@@ -144,6 +144,8 @@ class Learner:
 
     def own(self, batch: Batch) -> Batch:
         """What of the batch this rank trains on, where the terms of a sample are divided."""
+        if type(self.cut) is Cut:
+            return batch
         own = dataclasses.replace(batch, micro_batches=[self.cut.trained(m) for m in batch.micro_batches])
         return own if batch.on_host is None else dataclasses.replace(own, on_host=self.own(batch.on_host))
 
@@ -259,13 +261,20 @@ class Learner:
         return {p: clean_name(name) for name, p in self.model.named_parameters()}
 
     @cached_property
+    def names_in_order(self) -> list[str]:
+        """Those of :attr:`names`."""
+        return list(self.names.values())
+
+    @cached_property
     def unsound(self) -> gradients.Unsound:
         """What of this rank's own gradients is not finite, where a synchronizer has it looked at."""
         return gradients.Unsound(self.names.values())
 
     def look_at(self, parameters: Iterable[nn.Parameter]) -> Readout:
         """A number that is finite if the gradients of ``parameters`` are; else :attr:`unsound` knows which."""
-        return self.unsound.of(gradients.named((self.names[p], p) for p in parameters))
+        given = list(parameters)
+        found = [p.grad for p in given if p.grad is not None]
+        return self.unsound.of_these(found, lambda: gradients.named((self.names[p], p) for p in given)())
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
@@ -281,10 +290,13 @@ class Learner:
         except BaseException:
             self._clear_gradients()  # of whoever goes on, none would be of his own step
             raise
-        return dataclasses.replace(outcome, unsound=tuple(self.unsound.found), memory=self.watch.end(batch))
+        outcome.unsound, outcome.memory = tuple(self.unsound.found), self.watch.end(batch)
+        return outcome
 
     def _scaled(self, divisor: Callable[[], float]) -> Callable[[], float]:
-        scale = 1.0 if self.scale is None else self.scale.value
+        if self.scale is None:
+            return divisor
+        scale = self.scale.value
         return lambda: divisor() / scale
 
     def _add_penalty(self) -> None:

@@ -11,8 +11,8 @@ that to all others it looks exactly like a device that needs so long::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Self
 
 from evener.balance.emulate import Throttle
 from evener.hardware.readout import Here, Readout
@@ -40,13 +40,19 @@ class Pace:
         self._slept = 0.0
         self._elapsed: Readout = Here(0.0)
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
+    def step(self, number: int) -> Self:
         """Around the rank's part of a step."""
-        self._step, self._slept = number, 0.0
-        with self._stopwatch:
-            yield
+        self._step = number
+        return self
+
+    def __enter__(self) -> None:
+        self._slept = 0.0
+        self._stopwatch.__enter__()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
             self._elapsed = self._stopwatch.whole()
+        self._stopwatch.__exit__()
 
     def work_done(self) -> None:
         """The rank has done its work so far, but for what the emulation adds to it."""

@@ -72,7 +72,7 @@ class Settings:
         return self.dtype or self.precision.weights
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepOutcome:
     """What one rank knows after its part of a step, before the update. Numbers of a device are still on their way."""
 

@@ -1,5 +1,8 @@
 """What each step takes of a rank's memory, by what it is for, at the cost of two readings and a few sums.
 
+Where a reading is dear beside short steps, as that of a process is, it is done 20 times a second at most. The steps in
+between are told what was read last; a peak in one of them is that of the next that is looked at.
+
 What a rank holds all the time does not change from step to step: it is summed up when the optimizer has made new state,
 and every now and then, for what nobody could see change. The rest is worked out (:mod:`evener.memory.use`). Where each
 tensor is counted, what is counted is told.
@@ -67,22 +70,36 @@ class Read:
         self._told: set[str] = set()
         self._neighbours, self._clock, self._looked = neighbours, clock, -math.inf
         self._before = self._between = self._gauge.lap()
+        self._use, self._read, self._looks, self._passed_by = NOTHING, -math.inf, True, False
 
     def begin(self, batch: Batch) -> None:
-        self._between = self._gauge.lap()
+        self._passed_by, self._looks = not self._looks, self._is_due(batch)
+        if self._looks and not self._passed_by:
+            self._between = self._gauge.lap()
+
+    def _is_due(self, batch: Batch) -> bool:
+        """Whether the step is one to look at: also one with new state, and the last of an epoch, for no peak may be
+        lost at the end."""
+        every = self._gauge.every_seconds
+        if not every or batch.last or len(self._learner.optimizer.state) != self._states:
+            return True
+        return self._clock() - self._read >= every
 
     def part(self) -> Lap:
         return self._gauge.part()
 
     def end(self, batch: Batch) -> MemoryUse:
-        passes = self._gauge.lap()
+        if not self._looks:
+            return self._use
+        passes, self._read = self._gauge.lap(), self._clock()
+        between = passes._replace(peak=0) if self._passed_by else self._between
         self._sum_up()
         known = {**self._known, INPUTS: nbytes_of_inputs(batch, self._learner.session.device)}
-        use = use_of(self._between, passes, known, self._kept)
-        return use if passes.reserved == 0 else use._replace(news=self._news(passes))
+        self._use = use_of(between, passes, known, self._kept)
+        return self._use if passes.reserved == 0 else self._use._replace(news=self._news(passes))
 
     def relieve(self, asked: int) -> None:
-        found = self._gauge.lap()
+        found, self._looks = self._gauge.lap(), True
         if worth_emptying(found, asked):
             self._empty(found)
         # The peak of what has failed is that of this step.
