@@ -158,13 +158,22 @@ def failure(error: Exception, doing: str) -> Failure:
 def gatherer(dataset: Any) -> Gather | None:
     """The data set's faster way to a whole batch, if it has one; indexing for two plain tensors."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-        return partial(_index, *dataset.tensors)
+        return partial(_select if all(map(_is_plain, dataset.tensors)) else _index, *dataset.tensors)
     gather: Gather | None = getattr(dataset, "gather_batch", None)
     return gather
 
 
 def _index(inputs: Tensor, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
     return inputs[samples], targets[samples]
+
+
+def _select(inputs: Tensor, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of rows that lie one after the other, in a third of the time where they are few."""
+    return inputs.index_select(0, samples), targets.index_select(0, samples)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def _pin(leaf: Any) -> Any:
