@@ -262,6 +262,16 @@ def told_in_a_run_with_unused_parameters() -> list[tuple[int, float, float]]:
     return [(record.step, record.seconds, record.lr) for record in seen.steps]
 
 
+def test_no_record_is_made_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("evener.step.StepRecord", lambda **fields: made.append(fields))
+    for listening in ([], [Remembering()]):
+        with Engine(tasks.branches(), device="cpu", steps=3, observers=listening) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+        assert len(made) == 3 * len(listening)
+
+
 def test_every_record_is_of_a_step_that_is_over(ranks: Any) -> None:
     """Also of the first, and of those with parameters that no rank used, which are known before they end."""
     for told in ranks(2).run(told_in_a_run_with_unused_parameters):

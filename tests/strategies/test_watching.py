@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 import evener
 from evener.hardware.neighbours import CardUse
 from evener.hardware.survey.facts import Tenant
-from evener.memory.use import Lap, News
+from evener.memory import CATEGORIES
+from evener.memory.use import Lap, MemoryUse, News
 from evener.records import StepRecord
 from evener.strategies.watching import LOOK_SECONDS, Read
 from tests.observers import Remembering
@@ -168,6 +169,72 @@ def test_other_processes_are_asked_for_now_and_then(engine: evener.Engine) -> No
     now[0] += LOOK_SECONDS
     assert after(watch) == News(won=GIB, others=20 * GIB, pid=4712, free=GIB // 10)
     assert card.emptied == 1
+
+
+class Process(Card):
+    """Dear to read; the most since the last reading is what a test says."""
+
+    every_seconds = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self.laps, self.reserved = 2 * GIB, 0, 0
+
+    def lap(self) -> Lap:
+        self.laps += 1
+        peak, self.peak = self.peak, self.held
+        return Lap(self.held, peak)
+
+
+def quick(engine: evener.Engine, process: Process, now: list[float]) -> Callable[..., MemoryUse]:
+    """Takes a step of a rank whose memory is that of ``process``, after which ``seconds`` pass."""
+    watch = Read(engine.learner, process, clock=lambda: now[0])
+
+    def take(peak: int = 0, seconds: float = 0.01, last: bool = False, fails: bool = False) -> MemoryUse:
+        batch: Any = SimpleNamespace(micro_batches=[], last=last)
+        watch.begin(batch)
+        process.peak = max(process.peak, peak)
+        if fails:
+            watch.relieve(GIB)
+        use = watch.end(batch)
+        now[0] += seconds
+        return use
+
+    return take
+
+
+def test_the_memory_of_a_process_is_read_now_and_then_and_no_peak_is_lost(engine: evener.Engine) -> None:
+    process, now = Process(), [0.0]
+    take = quick(engine, process, now)
+    assert take(peak=3 * GIB).peak == 3 * GIB
+    laps = process.laps
+    assert [take(peak=5 * GIB).peak, take().peak] == [3 * GIB, 3 * GIB], "told what was read last"
+    assert process.laps == laps
+    now[0] += 0.05
+    use = take()
+    assert (use.peak, process.laps) == (5 * GIB, laps + 1), "the peak of the steps that nobody looked at"
+    parts = dict(zip(CATEGORIES, use.parts, strict=True))
+    assert parts["activations"] == 3 * GIB, "it came and went in passes, as far as anybody knows"
+
+
+def test_slow_steps_are_all_looked_at_and_their_peaks_told_apart(engine: evener.Engine) -> None:
+    process, now = Process(), [0.0]
+    take = quick(engine, process, now)
+    assert [take(peak=n * GIB, seconds=0.06).peak // GIB for n in (3, 5, 4)] == [3, 5, 4]
+
+
+def test_the_last_step_of_an_epoch_new_state_and_a_failure_are_looked_at_at_once(
+    engine: evener.Engine,
+) -> None:
+    process, now = Process(), [0.0]
+    take = quick(engine, process, now)
+    take()
+    assert take(peak=3 * GIB, last=True).peak == 3 * GIB
+    assert take().peak == 3 * GIB
+    assert take(peak=4 * GIB, fails=True).peak == 4 * GIB
+    assert take(peak=5 * GIB).peak == 4 * GIB
+    engine.learner.optimizer.state[next(iter(engine.learner.names))] = {}
+    assert take().peak == 5 * GIB
 
 
 class Full(nn.Module):

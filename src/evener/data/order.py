@@ -60,6 +60,9 @@ class Order:
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         blocks = range(start // _BLOCK, -(-stop // _BLOCK))
+        if len(blocks) == 1:  # as of nearly all batches
+            within = slice(start - blocks[0] * _BLOCK, stop - blocks[0] * _BLOCK)
+            return _block(self, epoch, blocks[0])[within].copy()
         parts = [
             _block(self, epoch, block)[max(start - block * _BLOCK, 0) : stop - block * _BLOCK]
             for block in blocks

@@ -48,7 +48,9 @@ class Plain(Stepper):
             total = read(term)
             current.rewind()
             with attending(micro.sequence):
-                term.backward(torch.full_like(term, 1 / divisor()))  # as of term / divisor, with one node less
+                term.backward(
+                    torch.full_like(term, 1 / divisor())
+                )  # as of term / divisor, with one node less
         return total
 
     def outputs(self, micro: MicroBatch) -> Tree:

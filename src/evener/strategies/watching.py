@@ -99,11 +99,13 @@ class Read:
         return self._use if passes.reserved == 0 else self._use._replace(news=self._news(passes))
 
     def relieve(self, asked: int) -> None:
-        found, self._looks = self._gauge.lap(), True
+        found = self._gauge.lap()
         if worth_emptying(found, asked):
             self._empty(found)
-        # The peak of what has failed is that of this step.
-        self._between = self._between._replace(peak=max(self._between.peak, found.peak))
+        # The peak of what has failed is that of this step, which is looked at.
+        before = 0 if self._passed_by or not self._looks else self._between.peak
+        self._between = found._replace(peak=max(before, found.peak))
+        self._looks, self._passed_by = True, False
 
     def _empty(self, found: Lap) -> None:
         self._gauge.empty()
