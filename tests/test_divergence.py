@@ -120,6 +120,7 @@ def test_a_penalty_that_is_nan_names_its_own_step() -> None:
         pytest.raises(DivergenceError, match="the penalty is nan in step 2 on all ranks"),
     ):
         list(map(engine.step, engine.batches()))
+    assert all(p.isfinite().all() for p in engine.model.parameters()), "the update was not made"
 
 
 def large_gradients(dtype: str) -> list[float]:

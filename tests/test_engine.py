@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, TaskError
+from evener.hardware import stopwatch
 from evener.losses import Sum
 from evener.nn.scope import current
 from evener.observer import Observer
@@ -365,6 +366,13 @@ def test_a_loop_left_by_an_error_leaves_no_scope_behind() -> None:
     assert current() is None
     batches.close()  # type: ignore[attr-defined]
     assert current() is None
+
+
+def test_no_stopwatch_runs_after_a_step_of_the_users_own() -> None:
+    with engine_of("plain", steps=2) as engine:
+        for _ in engine.batches():
+            assert stopwatch._running is not None
+        assert stopwatch._running is None
 
 
 def test_the_watchdog_is_told_where_the_run_stands() -> None:
