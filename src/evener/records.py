@@ -79,8 +79,8 @@ class StepRecord:
     """Bytes in use on each rank: of a GPU by PyTorch's tensors; on a CPU by the process, or with a memory_limit by what
     that counts."""
     memory_peak: tuple[int, ...] = ()
-    """The most that were in use since the step before. A process is looked at 20 times a second at most: there since the
-    last step that was, and steps in between have its numbers."""
+    """The most that were in use since the step before. A process is looked at 20 times a second at most: since
+    the last step with a look, whose numbers those in between have."""
     memory_reserved: tuple[int, ...] = ()
     """What PyTorch's allocator keeps of each GPU; empty without any."""
     memory_parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
