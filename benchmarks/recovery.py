@@ -53,7 +53,7 @@ import evener
 from benchmarks.interleaved import machine
 from evener.tasks import digits
 
-PLACE = "EVENER_RECOVERY"
+PLACE = "EVENER__RECOVERY"
 """The variable that names the directory in which ranks tell of themselves."""
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 """Without it, ranks that torchrun has started again find gloo's addresses of the first start in the store that it

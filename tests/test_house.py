@@ -16,7 +16,18 @@ ROOT = Path(next(iter(evener.__path__)))
 COLUMNS = (
     ("borrowed",),
     (
-        *("errors", "texts", "system", "streams", "calling", "types", "plugins", "placement", "intervals"),
+        *(
+            "version",
+            "errors",
+            "texts",
+            "system",
+            "streams",
+            "calling",
+            "types",
+            "plugins",
+            "placement",
+            "intervals",
+        ),
         *(
             "halves",
             "sizes",
@@ -24,7 +35,9 @@ COLUMNS = (
             "offload",
             "ranges",
             "settings_checks",
+            "settings_help",
             "config",
+            "settings",
             "records",
             "observer",
             "losses",
@@ -40,7 +53,7 @@ COLUMNS = (
         *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "ledger"),
         *("by_hand", "equality", "guard", "replicas", "assembly", "shortage", "feed", "run_state"),
         *("recomputing", "engine"),
-        *("report", "rundir"),
+        *("report", "rundir", "origin", "outputs"),
     ),
     (
         "surveying",
@@ -51,12 +64,13 @@ COLUMNS = (
         "running",
         "elastic",
         "fitting",
+        "applying",
         "estimation",
         "verification",
         "benching",
         "testing",
     ),
-    ("cli",),
+    ("cli", "__main__"),
 )
 """Imports go to the left only; within a column a single file may import, and be imported, in the order written."""
 PLACES = {name: (column, i) for column, names in enumerate(COLUMNS) for i, name in enumerate(names)}

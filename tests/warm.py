@@ -40,7 +40,7 @@ class Place:
 
     @classmethod
     def here(cls, path: list[str]) -> Place:
-        told = {name: value for name, value in os.environ.items() if name.startswith("EVENER_TESTS_")}
+        told = {name: value for name, value in os.environ.items() if name.startswith("EVENER__TESTS_")}
         return cls(os.getcwd(), tuple(path), told)
 
     @contextmanager

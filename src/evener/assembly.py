@@ -9,7 +9,7 @@ import torch
 
 from evener.balance.base import Balancer, Equal
 from evener.balance.emulate import Throttle
-from evener.balance.registry import BALANCERS, fixed_weights, make_balancer
+from evener.balance.registry import BALANCERS, decides, fixed_weights, make_balancer
 from evener.balance.shares import parse_caps
 from evener.budgets import Recompute
 from evener.collectives.registry import check_compression, find
@@ -150,8 +150,8 @@ def _devices_of(config: RunConfig, strategy: Strategy) -> tuple[str, ...] | None
 
 def _refuse_ignored(config: RunConfig, why: str) -> None:
     """Settings about shares of a batch where there are none."""
-    decides = config.balance != "equal" and (config.balance in BALANCERS or ":" in config.balance)
-    asked = {f"balance {config.balance!r}": decides, "caps": config.caps, "quantum": config.quantum != 1}
+    balances = config.balance != "equal" and decides(config.balance)
+    asked = {f"balance {config.balance!r}": balances, "caps": config.caps, "quantum": config.quantum != 1}
     ignored = [name for name, is_set in asked.items() if is_set]
     if ignored:
         raise ConfigurationError(f"{' and '.join(ignored)} would do nothing: {why}; leave it out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evener.assembly import check_division
-from evener.balance.registry import BALANCERS
+from evener.balance.registry import decides
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.ranges import Range
@@ -56,7 +56,7 @@ def _refuse_launched(processes: str, rendezvous: Rendezvous | None) -> None:
 
 def _refuse_by_hand(config: RunConfig) -> None:
     """A number for each rank, where nobody knows which ranks there will be."""
-    weights = config.balance not in BALANCERS and ":" not in config.balance
+    weights = not decides(config.balance)
     asked = {
         f"balance {config.balance!r}": weights,
         f"caps {config.caps!r}": config.caps,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from evener.assembly import check_division, suggested_processes
 from evener.checkpoint import folder
@@ -17,6 +17,7 @@ from evener.elastic import headcount_of, restarting
 from evener.inheritance import HandedOnError, Heir, made_anew, succeeds
 from evener.observer import Observer
 from evener.offload import Offload
+from evener.origin import Note
 from evener.ranges import one_number
 from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
 from evener.running import Run, Trained
@@ -28,6 +29,7 @@ from evener.runtime.launch import is_launched, launch
 from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.session import RUN_DIR, Session, rejoin
 from evener.runtime.worker import Call, job_in
+from evener.settings import Settings
 from evener.strategies.offloaded.outside import check_outside
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
@@ -42,7 +44,7 @@ def fit(
     show: bool = True,
     observers: Sequence[Observer] = (),
     run_home: Path | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Trained:
     """Trains a task on all ranks.
 
@@ -129,8 +131,13 @@ class FitJob:
                 config = config.replace(run_dir=self._new_directory(task, session))
             resume = _resumed(config, session)
             config = config.replace(resume=resume, weights=config.weights if resume is None else None)
-            trained = Run(task, config, session, self.show, self.observers, heir).execute()
+            told = [*self.observers, *self._note(config.run_dir)]
+            trained = Run(task, config, session, self.show, told, heir).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
+
+    def _note(self, run_dir: Path | None) -> list[Observer]:
+        """What writes down which task this is, where the run leaves a directory."""
+        return [] if run_dir is None else [Note(run_dir, self.task, self.options)]
 
     def _new_directory(self, task: Task, session: Session) -> Path:
         """Made by rank 0, and the same for all."""

@@ -7,9 +7,12 @@ thing. Each is told apart, so that nobody looks for a typing error where a packa
 
 from __future__ import annotations
 
+import difflib
 import pkgutil
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +31,43 @@ STRATEGIES = {
     "layers": "evener.strategies.layers:Layers",
 }
 """Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
+GROUPS = {
+    "task": "evener.tasks",
+    "strategy": "evener.strategies",
+    "all-reduce": "evener.all_reduces",
+    "balancer": "evener.balancers",
+}
+"""The groups of entry points by which other packages give short names to things of their own."""
+
+
+def installed(what: str) -> dict[str, str]:
+    """The short names that other packages have given, with the ``package.module:name`` that each stands for.
+
+    Raises:
+        ConfigurationError: If two packages give one name to different things.
+    """
+    found: dict[str, str] = {}
+    for point in entry_points(group=GROUPS[what]):
+        if found.setdefault(point.name, point.value) != point.value:
+            raise ConfigurationError(
+                f"{what} {point.name!r} is both {found[point.name]} and {point.value}, of two packages that are "
+                "installed: name the one that is meant as package.module:name, or remove a package"
+            )
+    return found
+
+
+def is_named(name: str, what: str, own: Iterable[str]) -> bool:
+    """Whether ``name`` is one of another package or of the user's own, and none of Evener's ``own``."""
+    return name not in own and (":" in name or name in installed(what))
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What may have been meant, as a sentence behind another one; empty if nothing is near."""
+    path = Path(name)
+    if path.suffix == ".py":
+        return f". Did you mean {'.'.join(path.with_suffix('').parts)}:task?"
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def find(
@@ -54,9 +94,11 @@ def find(
             it, the module cannot be imported (chained to the cause), or the value is not of the kind.
         EvenerError: As importing the module raised it.
     """
+    others: Mapping[str, str] = {} if ":" in name else installed(what)
+    name = others.get(name, name)
     module_name, colon, attribute = name.partition(":")
     if not (colon and _dotted(module_name) and _dotted(attribute)):
-        raise error(_unknown(name, what, known))
+        raise error(_unknown(name, what, [*known, *others]))
     module = _module(module_name, f"{what} {name!r}", error)
     try:
         found = pkgutil.resolve_name(name)
@@ -76,10 +118,11 @@ def _dotted(text: str) -> bool:
     return all(part.isidentifier() for part in text.split("."))
 
 
-def _unknown(name: str, what: str, known: Iterable[str]) -> str:
+def _unknown(name: str, what: str, known: list[str]) -> str:
     short = ", ".join(known)
     ways = f"known are {short}, or name" if short else "name"
-    return f"no {what} is called {name!r}; {ways} your own package.module:name"
+    sentence = f"no {what} is called {name!r}; {ways} your own package.module:name"
+    return f"{sentence}{suggestion(name, known)}"
 
 
 def _module(name: str, label: str, error: type[ConfigurationError]) -> ModuleType:

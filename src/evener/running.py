@@ -30,7 +30,6 @@ from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRec
 from evener.report.terminal import Terminal
 from evener.returning import falling_back
 from evener.rundir import CHECKPOINTS, Records, RunDirectory, goes_on_in
-from evener.runtime.agreement import evener_version
 from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
@@ -42,6 +41,7 @@ from evener.strategies.normalize import words_of_normalization
 from evener.strategies.quantized import words_of
 from evener.surveying import head_line
 from evener.task import Task
+from evener.version import evener_version
 
 
 @dataclass(frozen=True)

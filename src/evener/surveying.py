@@ -18,10 +18,10 @@ from evener.hardware.survey.facts import Link, Plan, Speed, Survey
 from evener.hardware.survey.host import cores_allowed
 from evener.hardware.survey.nvml import ask_brakes, find_nvml
 from evener.hardware.survey.reading import glance, read_survey
-from evener.runtime.agreement import evener_version
 from evener.runtime.environment import check_processes, default_device, default_processes
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.session import Session, threads_per_rank
+from evener.version import evener_version
 
 SEE = "`evener devices` tells more"
 _ALL_PAIRS = 8

@@ -83,7 +83,7 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Pat
         )
     entries = _entries(found)
     about = {"format": "pt", "steps": str(found.rest["progress"]["steps"])}
-    with in_words(f"the weights cannot be written to {to}"), _whole(to) as file:
+    with in_words(f"the weights cannot be written to {to}"), whole_file(to) as file:
         file.write(_header(entries, about))
         for name in entries:
             file.write(_bytes(_read(found, name, entries[name])))
@@ -135,7 +135,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that is there when all of it is on disk, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -165,15 +165,18 @@ def filler(path: Path | None) -> Callable[[nn.Module], None]:
 
 
 def read_weights(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file by name, each read from disk when it is asked for.
+    """The tensors of a file or a checkpoint by name, each read from disk when it is asked for.
 
     Raises:
         ConfigurationError: If there is no such file.
         DataError: If it is neither safetensors nor a plain ``state_dict``, or holds more than tensors.
     """
+    if path.is_dir():
+        return _Stored(checkpoint.find(path))
     if not path.is_file():
         raise ConfigurationError(
-            f"there are no weights at {path}: name a file of safetensors (evener export writes one) or of a state_dict"
+            f"there are no weights at {path}: name a file of safetensors (evener export writes one) or of a "
+            "state_dict, a run directory or a checkpoint"
         )
     with in_words(f"the weights cannot be read from {path}"):
         return _safetensors(path) if _is_safetensors(path) else _state_dict(path)
@@ -203,6 +206,22 @@ class _Lazy(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class _Stored(Mapping[str, Tensor]):
+    """The tensors of the model in a checkpoint."""
+
+    def __init__(self, found: checkpoint.Found) -> None:
+        self._found, self._entries = found, _entries(found)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _read(self._found, name, self._entries[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def _safetensors(path: Path) -> Mapping[str, Tensor]:

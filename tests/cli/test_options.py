@@ -6,10 +6,11 @@ import pytest
 
 from evener.cli.main import main
 from evener.cli.options import add_config_options, add_rendezvous_options, config_of
+from evener.cli.parsing import Parser
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_config_options(parser)
     return parser.parse_args(arguments)
 
@@ -31,13 +32,13 @@ def test_nothing_is_emulated_unless_asked_for() -> None:
 
 
 def test_the_help_says_that_it_is_an_emulation() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_config_options(parser, "throttle", "throttle_at")
     assert parser.format_help().count("EMULATE") == 2
 
 
 def test_the_help_names_each_of_torchruns_options_once() -> None:
-    parser = argparse.ArgumentParser(usage="")
+    parser = Parser(usage="")
     add_rendezvous_options(parser)
     assert parser.format_help().count("--nnodes") == 1
     assert parser.parse_args(["--rdzv_backend", "c10d"]) == parser.parse_args(["--rdzv-backend", "c10d"])

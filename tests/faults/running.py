@@ -75,7 +75,7 @@ def suffer_warm(fault: Fault, directory: Path, warm: Warm, printed: pytest.Captu
 
 def command(fault: Fault, directory: Path, processes: int = 2) -> tuple[str, ...]:
     """Of a run in the directory, where its task says when the fault begins."""
-    os.environ["EVENER_TESTS_FAULT"] = str(directory / "fault")
+    os.environ["EVENER__TESTS_FAULT"] = str(directory / "fault")
     settings = ("--processes", str(processes), "--device", "cpu", "--run-dir", str(directory / "run"))
     task = fault.task if ":" in fault.task else f"tests.faults.tasks:{fault.task}"
     return ("train", task, *settings, *fault.arguments)

@@ -24,7 +24,7 @@ SAMPLES = 48
 
 def begun() -> None:
     """The fault begins now."""
-    Path(os.environ["EVENER_TESTS_FAULT"]).write_text("begun")
+    Path(os.environ["EVENER__TESTS_FAULT"]).write_text("begun")
 
 
 class Acts(nn.Module):

@@ -24,7 +24,7 @@ EVALUATION = 14
 
 def dies(place: str) -> bool:
     """Whether it is the turn of this rank, which is never again."""
-    turn = Path(os.environ["EVENER_TESTS_FAULT"]) / place
+    turn = Path(os.environ["EVENER__TESTS_FAULT"]) / place
     if DEATHS[place] != detect().rank or not turn.exists():
         return False
     turn.unlink()

@@ -22,7 +22,7 @@ LAST = 20
 
 
 def train(home: Path, task: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Trained:
-    monkeypatch.setenv("EVENER_TESTS_FAULT", str(home))
+    monkeypatch.setenv("EVENER__TESTS_FAULT", str(home))
     usual: dict[str, Any] = {
         "processes": PROCESSES,
         "device": "cpu",
@@ -51,7 +51,7 @@ def homes(tmp_path: Path) -> tuple[Path, Path]:
 
 def undisturbed(home: str, task: str) -> RunSummary:
     """On a rank that is up already."""
-    os.environ["EVENER_TESTS_FAULT"] = home
+    os.environ["EVENER__TESTS_FAULT"] = home
     run = Path(home) / "run"
     return fit(getattr(tasks_staying, task), device="cpu", run_dir=run, show=False).summary
 

@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_end_is_ended_when_the_grace_is_over(tmp_path: Path
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     """As a machine of several is told that it will be taken away."""
-    os.environ["EVENER_TESTS_FAULT"] = str(tmp_path / "fault")
+    os.environ["EVENER__TESTS_FAULT"] = str(tmp_path / "fault")
     pair = ("--processes", "2", "--device", "cpu", "--run-dir", str(tmp_path / "run"))
     program = start("-m", "evener.cli.main", "train", "tests.faults.tasks:runs", *pair)
     await_files(tmp_path / "fault")
@@ -100,7 +100,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_no_rank_and_the_last_checkpoint(tmp_path: Path) -> None:
-    os.environ["EVENER_TESTS_FAULT"] = str(tmp_path / "fault")
+    os.environ["EVENER__TESTS_FAULT"] = str(tmp_path / "fault")
     pair = ("--processes", "2", "--device", "cpu", "--run-dir", str(tmp_path / "run"))
     program = start(
         "-m", "evener.cli.main", "train", "tests.faults.tasks:runs", *pair, "--save-every", "2steps"

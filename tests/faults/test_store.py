@@ -21,7 +21,7 @@ def lose_the_store(
     task: str, directory: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> tuple[list[int], str]:
     """Kills torchrun when the task says so; the ranks that ended by themselves within so long, and what they said."""
-    monkeypatch.setenv("EVENER_TESTS_FAULT", str(directory / "fault"))
+    monkeypatch.setenv("EVENER__TESTS_FAULT", str(directory / "fault"))
     settings = ("--device", "cpu", "--run-dir", str(directory / "run"))
     program = start(*TORCHRUN, "train", f"tests.faults.{task}", *settings)
     await_files(directory / "fault")

@@ -112,7 +112,7 @@ def test_a_reader_that_left_does_not_fail_a_run(line: str, tmp_path: Path) -> No
 def test_ranks_that_print_to_nobody_finish(tmp_path: Path) -> None:
     line = f"TRAIN --processes 2 --run-dir {tmp_path / 'run'} | true".replace("TRAIN", "PROGRAM")
     program = f"{shlex.quote(sys.executable)} -m evener.cli.main train tests.faults.tasks_input:talkative --device cpu"
-    ended = shell(line.replace("PROGRAM", program), Path.cwd(), EVENER_TESTS_FAULT=str(tmp_path / "fault"))
+    ended = shell(line.replace("PROGRAM", program), Path.cwd(), EVENER__TESTS_FAULT=str(tmp_path / "fault"))
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
 

@@ -23,7 +23,7 @@ from evener.balance.controller import DEFAULT_LOOKAHEAD, BySpeed
 from evener.balance.shares import parse_shares
 from evener.calling import called_with, names_taken
 from evener.errors import ConfigurationError, ShareError
-from evener.plugins import find
+from evener.plugins import find, is_named, suggestion
 
 Caps = Sequence[int | None] | None
 
@@ -52,15 +52,20 @@ def make_balancer(
     """
     if text in BALANCERS:
         return BALANCERS[text](world_size, caps, quantum, lookahead)
-    if ":" in text:
+    if is_named(text, "balancer", BALANCERS):
         offered = {"world_size": world_size, "caps": caps, "quantum": quantum, "lookahead": lookahead}
         return make_own(_imported(text), text, offered)
     if not text or text[0].isalpha():
         raise ShareError(
             f"balance {text!r}: choose {', '.join(BALANCERS)}, one weight for each rank such as 3,2,1, or "
-            "package.module:Class of your own"
+            f"package.module:Class of your own{suggestion(text, BALANCERS)}"
         )
     return Fixed(parse_shares(text, world_size), caps=caps, quantum=quantum)
+
+
+def decides(text: str) -> bool:
+    """Whether ``text`` names a balancer, and is no list of weights."""
+    return text in BALANCERS or is_named(text, "balancer", BALANCERS)
 
 
 def fixed_weights(text: str, world_size: int) -> list[float] | None:
@@ -69,7 +74,7 @@ def fixed_weights(text: str, world_size: int) -> list[float] | None:
     Raises:
         ShareError: As `make_balancer`.
     """
-    return None if text in BALANCERS or ":" in text else parse_shares(text, world_size)
+    return None if decides(text) else parse_shares(text, world_size)
 
 
 def make_own(function: Callable[..., object], name: str, offered: dict[str, Any]) -> Balancer:

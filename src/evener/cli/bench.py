@@ -3,50 +3,66 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from evener.cli import options
+from evener.cli.parsing import Parser, Words, added
 from evener.errors import ConfigurationError
 from evener.ranges import one_number
 
+WORDS = Words(
+    "bench",
+    "measure all-reduces, side by side",
+    "Measure what the machine can do; so far its all-reduces.",
+    usage="WHAT [OPTIONS]",
+    examples=("evener bench allreduce --processes 2 --sizes 4K,1M",),
+)
+ALL_REDUCE = Words(
+    "allreduce",
+    "every algorithm at every size",
+    "Time every all-reduce at every size, in the columns of nccl-tests, beside the predicted time. "
+    "Exit status 1 if a sum is wrong.",
+    usage="[OPTIONS]",
+    examples=(
+        "evener bench allreduce --processes 2 --sizes 4K:64M",
+        "evener bench allreduce --algorithms native,ring --type int32 --plot found.svg",
+        "evener bench allreduce --simulate --ranks 4096 --topology cluster.json",
+    ),
+)
 
-def add(commands: Any) -> None:
-    """Adds the command's parser."""
-    bench: argparse.ArgumentParser = commands.add_parser("bench", help="measure all-reduces, side by side")
-    what = bench.add_subparsers(title="what", dest="what", metavar="WHAT", required=True)
-    parser = what.add_parser(
-        "allreduce",
-        help="every algorithm at every size",
-        description="Time every all-reduce at every size, in the columns of nccl-tests, beside the predicted time. "
-        "Exit status 1 if a sum is wrong.",
+
+def fill(parser: Parser) -> None:
+    """Adds what can be measured, and the options of each."""
+    what = parser.add_subparsers(
+        title="what", dest="what", metavar="WHAT", required=True, prog="evener bench"
     )
-    parser.add_argument(
-        "--sizes", default="4K:64M", metavar="A:B", help="4K:256M, 4K:256M:4 or 4K,1M (default: 4K:64M)"
-    )
-    parser.add_argument(
-        "--algorithms", metavar="A,B", help="names, separated by commas (default: all that suit)"
-    )
-    parser.add_argument(
-        "--type", "--dtype", dest="element", default="float32", help="of the elements (default: float32)"
-    )
-    parser.add_argument(
+    fill_all_reduce(added(what, ALL_REDUCE))
+
+
+def fill_all_reduce(parser: Parser) -> None:
+    """Adds the options of ``evener bench allreduce``."""
+    sizes = "4K:256M, 4K:256M:4 or 4K,1M (default: 4K:64M)"
+    parser.option("what", "--sizes", default="4K:64M", metavar="A:B", help=sizes)
+    named = "names, separated by commas (default: all that suit)"
+    parser.option("what", "--algorithms", metavar="A,B", help=named)
+    elements = "type of the elements (default: float32)"
+    parser.option("what", "--type", dest="element", metavar="NAME", default="float32", help=elements)
+    parser.hidden("--dtype", dest="element", default="float32")
+    parser.option(
+        "what",
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="count wrong elements (default: yes)",
+        help="count wrong elements",
     )
-    parser.add_argument("--simulate", action="store_true", help="predict for ranks that are not at hand")
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --simulate: how many")
-    parser.add_argument(
-        "--topology", type=options.path, metavar="FILE", help="with --simulate: hosts and links, as JSON"
-    )
-    parser.add_argument("--json", type=options.path, metavar="PATH", help="also write the rows to this file")
-    parser.add_argument(
-        "--plot", type=options.path, metavar="FILE.svg", help="also plot bus bandwidth by size"
-    )
+    simulated = "ranks that are not at hand"
+    parser.option(simulated, "--simulate", action="store_true", help="predict for them")
+    parser.option(simulated, "--ranks", type=int, metavar="N", help="how many")
+    parser.option(simulated, "--topology", type=options.path, metavar="FILE", help="hosts and links, as JSON")
+    options.add_json_option(parser, "the rows")
+    plotted = "also plot bus bandwidth by size"
+    parser.option("output", "--plot", type=options.path, metavar="FILE.svg", help=plotted)
     options.add_config_options(parser, "processes", "device", "timeout_seconds")
     options.add_rendezvous_options(parser)
-    parser.set_defaults(execute=execute)
 
 
 def execute(arguments: argparse.Namespace) -> int:

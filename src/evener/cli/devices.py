@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evener.cli import options
+from evener.cli.parsing import Parser, Words
 from evener.errors import ConfigurationError
 from evener.ranges import one_number
 
@@ -19,33 +20,40 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "devices",
-        help="survey this machine, and say what is wrong or slow",
-        description="Survey this machine: its devices and what they do, the links between ranks, the topology, the "
-        "versions, and what is wrong or slow, with its remedy. Exit status 1 if a device cannot train.",
-    )
+WORDS = Words(
+    "devices",
+    "survey this machine, and say what is wrong or slow",
+    "Survey this machine: its devices and what they do, the links between ranks, the topology, the "
+    "versions, and what is wrong or slow, with its remedy. Exit status 1 if a device cannot train.",
+    usage="[OPTIONS]",
+    examples=(
+        "evener devices",
+        "evener devices --no-measure --save machine.json",
+        "evener devices --from machine.json",
+    ),
+)
+
+
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
     options.add_config_options(parser, "processes", "device", "timeout_seconds")
-    parser.add_argument(
+    parser.option(
+        "output",
         "--measure",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure devices, and links between ranks that it starts (default: yes)",
+        help="devices, and links between ranks",
     )
-    parser.add_argument("--save", type=options.path, metavar="FILE", help="write the survey to this file")
-    parser.add_argument(
+    parser.option("output", "--save", type=options.path, metavar="FILE", help="write the survey to this file")
+    parser.option(
+        "output",
         "--from",
         dest="source",
         type=options.path,
         metavar="FILE",
-        help="say what is wrong with the machine of a survey that was saved",
+        help="a survey that was saved, of another machine",
     )
-    parser.add_argument(
-        "--json", type=options.path, metavar="PATH", help="also write survey and findings to this file"
-    )
-    parser.set_defaults(execute=execute)
+    options.add_json_option(parser, "survey and findings")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -82,9 +90,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
     """What asks for something of this machine does not go with the survey of another."""
     asked = {
         "--save": arguments.save,
-        "--processes": arguments.processes,
-        "--device": arguments.device,
-        "--timeout-seconds": arguments.timeout_seconds,
+        **options.said(arguments, "processes", "device", "timeout_seconds"),
         "--no-measure": None if arguments.measure else True,
     }
     given = [name for name, value in asked.items() if value is not None]

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from evener.cli import options
+from evener.cli.parsing import Parser, Words
+
+WORDS = Words(
+    "export",
+    "write the weights of a run as safetensors",
+    "Write the weights of a run's latest checkpoint, or of the checkpoint that is named, as a file of "
+    "safetensors by the names of the plain model.",
+    usage="RUN [OPTIONS]",
+    examples=(
+        "evener export runs/first",
+        "evener export runs/first/checkpoints/best --to weights.safetensors",
+    ),
+)
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "export",
-        help="write the weights of a run as safetensors",
-        description="Write the weights of a run's latest checkpoint, or of the checkpoint that is named, as a file of "
-        "safetensors by the names of the plain model.",
-    )
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
     parser.add_argument(
         "run", type=options.path, metavar="RUN", help="a run directory, or one of its checkpoints"
     )
-    parser.add_argument(
-        "--to", type=options.path, metavar="FILE", help="the file (default: step-N.safetensors in RUN)"
+    parser.option(
+        "output",
+        "--to",
+        type=options.path,
+        metavar="FILE",
+        help="the file (default: step-N.safetensors in RUN)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
-    parser.set_defaults(execute=execute)
+    parser.option("output", "--overwrite", action="store_true", help="replace a file that is there")
 
 
 def execute(arguments: argparse.Namespace) -> int:

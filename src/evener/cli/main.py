@@ -9,24 +9,78 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from evener.cli import bench, devices, export, plan, run, train, verify
+from evener.cli import (
+    bench,
+    completion,
+    devices,
+    evaluate,
+    export,
+    listing,
+    plan,
+    predict,
+    run,
+    sources,
+    train,
+    verify,
+)
+from evener.cli.parsing import Parser, added
 from evener.errors import EvenerError, RankError
 from evener.streams import guarded, open_missing, unheard
 from evener.system import words
 
-COMMANDS = (train, run, verify, plan, devices, bench, export)
+COMMANDS = (train, evaluate, predict, run, verify, plan, devices, bench, export, listing, completion)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    top = argparse.ArgumentParser(
+class Version(argparse.Action):
+    """Prints Evener's version, which is looked up only then, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from evener.version import evener_version
+
+        print(f"evener {evener_version()}", flush=True)
+        parser.exit()
+
+
+def parser(only: str | None = None) -> Parser:
+    """The whole command line.
+
+    Args:
+        only: The one command that gets its options; None is all. A help that shows none needs none.
+    """
+    top = Parser(
         prog="evener",
         description="Train one PyTorch model on all the devices there are, equal or not, as if they were one device.",
+        usage="%(prog)s COMMAND [OPTIONS]",
+        epilog="evener COMMAND --help explains a command, evener COMMAND --help-full all of its options.",
     )
-    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    top.add_argument("--version", nargs=0, action=Version, help="show the version of Evener, and end")
+    commands = top.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True, prog="evener"
+    )
     for command in COMMANDS:
-        command.add(commands)
+        of_command = added(commands, command.WORDS)
+        if only in (None, command.WORDS.name):
+            command.fill(of_command)
+            of_command.set_defaults(execute=command.execute, parser=parser, own=of_command)
     return top
+
+
+def _parsed(given: Sequence[str]) -> argparse.Namespace:
+    """With the settings that files and variables say."""
+    named = next((word for word in given if not word.startswith("-")), "")
+    parsed: argparse.Namespace = parser(named).parse_args(given)
+    sources.complete(parsed)
+    return parsed
+
+
+def _executed(parsed: argparse.Namespace) -> int:
+    if getattr(parsed, "print_config", False):
+        print(sources.as_toml(parsed), flush=True)
+        return 0
+    if getattr(parsed, "needs_task", False) and not parsed.task:
+        parsed.own.error("no task is named: give TASK, or `task` in --config; `evener list tasks` shows some")
+    status: int = parsed.execute(parsed)
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_missing()
     try:
         with guarded():
-            parsed = parser().parse_args(arguments)
-            status: int = parsed.execute(parsed)
+            status = _executed(_parsed(sys.argv[1:] if arguments is None else arguments))
     except SystemExit:
         raise
     except EvenerError as error:

@@ -6,12 +6,16 @@ import argparse
 import ast
 import dataclasses
 import os
+import re
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener import settings_help
+from evener.cli.parsing import HelpFull, Parser
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 
@@ -28,41 +32,62 @@ RENDEZVOUS = {
     "master_addr": ("address of machine 0, for a static rendezvous", str),
     "master_port": ("port of machine 0, for a static rendezvous", int),
     "max_restarts": (
-        "restarts after a rank has failed (default: 0, or with --processes MIN:MAX one for each that can be spared)",
+        "after a rank has failed (default: 0, or those to spare)",
         int,
     ),
 }
 """torchrun's options, under the same names."""
 
 
-def add_config_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Adds an option for each field of ``RunConfig`` that is named, or for all."""
-    kinds = typing.get_type_hints(RunConfig)
-    for entry in dataclasses.fields(RunConfig):
-        if not names or entry.name in names:
-            _add(parser, entry, _scalar(kinds[entry.name]))
-
-
-def _add(parser: argparse.ArgumentParser, entry: dataclasses.Field[Any], kind: type) -> None:
-    if kind is bool:
-        option = f"--{entry.name.replace('_', '-')}"
-        parser.add_argument(
-            option, action="store_true", default=None, help=entry.metadata["help"].replace("%", "%%")
-        )
-        return
-    without = entry.metadata["without_value"]
-    optional: dict[str, Any] = {"nargs": "?", "const": without} if without else {}
+def add_config_options(parser: Parser, *names: str) -> None:
+    """Adds an option for each field of ``RunConfig`` that is named, or for all, and other places to say them."""
+    fields = {entry.name: entry for entry in dataclasses.fields(RunConfig)}
+    unknown = set(names) - fields.keys()
+    assert not unknown, unknown
+    grouped = [name for lines in settings_help.GROUPS.values() for name in lines if name in fields]
+    for name in dict.fromkeys([*grouped, *fields]):
+        if not names or name in names:
+            _add(parser, fields[name], KINDS[name])
+    group = "settings from elsewhere (the command line wins over EVENER_* variables, these over the file)"
+    parser.option(
+        group, "--config", type=path, metavar="FILE", help="settings as TOML, by their names in Python"
+    )
+    parser.option(
+        group,
+        "--print-config",
+        action="store_true",
+        help="print all settings as such a file, and do nothing else",
+    )
     parser.add_argument(
-        f"--{entry.name.replace('_', '-')}",
+        "--help-full",
+        nargs=0,
+        action=HelpFull,
+        help="this help, with all that there is to say of each option",
+    )
+
+
+def _add(parser: Parser, entry: dataclasses.Field[Any], kind: type) -> None:
+    option, more = f"--{entry.name.replace('_', '-')}", entry.metadata
+    default = "" if entry.default in (None, (), False) else f" (default: {entry.default})"
+    texts = {"help": settings_help.brief(entry.name, more["help"]) + default, "full": more["help"] + default}
+    group = settings_help.group_of(entry.name)
+    if kind is bool:
+        parser.option(group, option, action="store_true", default=None, **texts)
+        parser.hidden(f"--no-{option[2:]}", dest=entry.name, action="store_false", default=None)
+        return
+    without = more["without_value"]
+    optional: dict[str, Any] = {"nargs": "?", "const": without} if without else {}
+    parser.option(
+        group,
+        option,
         dest=entry.name,
         **optional,
         action="append" if kind is tuple else "store",
         type=str if kind is tuple else path if kind is Path else kind,
         default=None,
-        metavar=entry.metadata["metavar"],
-        choices=entry.metadata["choices"] or None,
-        help=entry.metadata["help"].replace("%", "%%")
-        + ("" if entry.default in (None, ()) else f" (default: {entry.default})"),
+        metavar=more["metavar"] or "NAME",
+        choices=more["choices"] or None,
+        **texts,
     )
 
 
@@ -86,13 +111,29 @@ def _scalar(kind: Any) -> type:
     return scalar
 
 
-def add_task_options(parser: argparse.ArgumentParser) -> None:
+KINDS = {name: _scalar(kind) for name, kind in typing.get_type_hints(RunConfig).items()}
+"""What each setting is; ``tuple`` of texts for one that may be repeated."""
+FURTHER = {"task": str, "data_dir": Path} | {name: kind for name, (_, kind) in RENDEZVOUS.items()}
+"""What a file or a variable may say besides, and what it is."""
+
+
+def add_task_options(parser: Parser, *, positional: bool = True) -> None:
     """The task and what its function takes."""
-    parser.add_argument("task", metavar="TASK", help="digits, mnist, shakespeare, or package.module:function")
-    parser.add_argument(
-        "--data-dir", type=path, metavar="DIR", help="where the task finds its data (a file, for shakespeare)"
+    names = "digits, mnist, shakespeare, or package.module:function"
+    if positional:
+        parser.add_argument("task", metavar="TASK", nargs="?", help=names)
+        parser.set_defaults(needs_task=True)
+    else:
+        parser.option("task", "--task", metavar="TASK", help=f"{names} (default: that of the run)")
+    parser.option(
+        "task",
+        "--data-dir",
+        type=path,
+        metavar="DIR",
+        help="where the task finds its data (a file, for shakespeare)",
     )
-    parser.add_argument(
+    parser.option(
+        "task",
         "--option",
         action="append",
         default=[],
@@ -101,9 +142,10 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_shares_option(parser: argparse.ArgumentParser) -> None:
+def add_shares_option(parser: Parser) -> None:
     """Fixed shares, as fractions or weights."""
-    parser.add_argument(
+    parser.option(
+        "shares of a batch",
         "--shares",
         dest="balance",
         metavar="W0,W1,...",
@@ -111,27 +153,55 @@ def add_shares_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
+def add_json_option(parser: Parser, what: str) -> None:
+    """A file for what the command also prints."""
+    parser.option("output", "--json", type=path, metavar="PATH", help=f"also write {what} to this file")
+
+
+def add_rendezvous_options(parser: Parser) -> None:
     """How several machines meet."""
-    group = parser.add_argument_group("several machines (torchrun's options)")
     for name, (text, kind) in RENDEZVOUS.items():
-        spellings = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
-        group.add_argument(*spellings, dest=name, type=kind, help=text)
+        option = f"--{name.replace('_', '-')}"
+        metavar = "N" if kind is int else name.rpartition("_")[2].upper()
+        group = "several machines (torchrun's options)"
+        parser.option(group, option, dest=name, type=kind, metavar=metavar, help=text)
+        if "_" in name:
+            parser.hidden(f"--{name}", dest=name, type=kind)
 
 
-def config_of(arguments: argparse.Namespace) -> RunConfig:
+def config_of(arguments: argparse.Namespace, below: Mapping[str, Any] | None = None) -> RunConfig:
     """The settings that were given.
 
+    Args:
+        below: Settings that hold where nothing else was given.
+
     Raises:
-        ConfigurationError: For values that cannot work.
+        ConfigurationError: For values that cannot work; says where they were given, if not on the command line.
     """
-    names = {entry.name for entry in dataclasses.fields(RunConfig)}
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(arguments).items()
-        if name in names and value is not None
+        if name in KINDS and value is not None
     }
-    return RunConfig(**given)
+    try:
+        return RunConfig(**{**(below or {}), **given})
+    except ConfigurationError as error:
+        raise type(error)(_with_sources(str(error), getattr(arguments, "sources", {}))) from error
+
+
+def _with_sources(message: str, sources: Mapping[str, str]) -> str:
+    """What is wrong, behind the places that have said it."""
+    named = [sources[name] for name in sources if re.search(rf"\b{name}\b", message)]
+    return ": ".join((*dict.fromkeys(named), message))
+
+
+def said(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """By option what was given on the command line itself, and not by a file or a variable; None of what was not."""
+    elsewhere = getattr(arguments, "sources", {})
+    return {
+        f"--{name.replace('_', '-')}": None if name in elsewhere else getattr(arguments, name)
+        for name in names
+    }
 
 
 def find_modules_here() -> None:
@@ -141,19 +211,22 @@ def find_modules_here() -> None:
         sys.path.insert(0, here)
 
 
-def task_options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def task_options_of(arguments: argparse.Namespace, *, data_dir: bool = True) -> dict[str, Any]:
     """Keyword arguments for the task's function.
+
+    Args:
+        data_dir: Whether the place of its data is among them.
 
     Raises:
         ConfigurationError: For an option that is not ``KEY=VALUE``.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(getattr(arguments, "options_below", {}))
     for text in arguments.option:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigurationError(f"--option {text!r} is not KEY=VALUE")
         options[key] = _literal(value)
-    if arguments.data_dir is not None:
+    if data_dir and arguments.data_dir is not None:
         options["data_dir"] = arguments.data_dir
     return options
 

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from evener.cli import options
+from evener.cli.parsing import Parser, Words
 from evener.errors import ConfigurationError
 from evener.sizes import parse_limits, size_words
 
+WORDS = Words(
+    "plan",
+    "say what memory a run would take, without running it",
+    "Say what a run would need, without running it: with --memory the bytes that each rank would take, "
+    "and for what. Options are those of train; ranks are as many as --processes says, whether this machine has "
+    "room for them or not. Exit status 1 if a rank would need more than --memory-limit.",
+    usage="TASK --memory [OPTIONS]",
+    examples=(
+        "evener plan digits --memory --processes 2",
+        "evener plan mytask:task --memory --strategy sharded --memory-limit 24GB",
+    ),
+)
 
-def add(commands: Any) -> None:
-    """Adds the command's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "plan",
-        help="say what memory a run would take, without running it",
-        description="Say what a run would need, without running it: with --memory the bytes that each rank would take, "
-        "and for what. Options are those of train; ranks are as many as --processes says, whether this machine has "
-        "room for them or not. Exit status 1 if a rank would need more than --memory-limit.",
-    )
+
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
     options.add_task_options(parser)
-    parser.add_argument(
-        "--memory", action="store_true", help="bytes by rank and purpose; the only plan that there is so far"
+    parser.option(
+        "output", "--memory", action="store_true", help="bytes by rank and purpose; the only plan so far"
     )
     options.add_config_options(parser)
     options.add_shares_option(parser)
-    parser.add_argument("--json", type=options.path, metavar="PATH", help="also write the plan to this file")
-    parser.set_defaults(execute=execute)
+    options.add_json_option(parser, "the plan")
 
 
 def execute(arguments: argparse.Namespace) -> int:

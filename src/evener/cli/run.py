@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from evener.cli import options
+from evener.cli.parsing import Parser, Words
 from evener.errors import ConfigurationError
 from evener.ranges import one_number
 
+WORDS = Words(
+    "run",
+    "run an unchanged torchrun script on all devices",
+    "Run an unchanged torchrun-style script on all local devices, with Evener's reports of errors "
+    "and hangs. Options of the command come before SCRIPT, the script's own behind it.",
+    usage="[OPTIONS] SCRIPT [ARGS]",
+    examples=(
+        "evener run --processes 2 script.py --epochs 3",
+        "evener run --observe -m package.module",
+    ),
+)
 
-def add(commands: Any) -> None:
-    """Adds the command's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "run",
-        help="run an unchanged torchrun script on all devices",
-        description="Run an unchanged torchrun-style script on all local devices, with Evener's reports of errors "
-        "and hangs. Options of the command come before SCRIPT, the script's own behind it.",
-    )
+
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
     options.add_config_options(parser, "processes", "device", "timeout_seconds")
     options.add_rendezvous_options(parser)
-    parser.add_argument(
+    parser.option(
+        "output",
         "--observe",
         action="store_true",
-        help="show at the end where each rank's time went in a step of DDP training, and its collectives",
+        help="show at the end where each rank's time went in a step",
+        full="show at the end where each rank's time went in a step of DDP training, and its collectives",
     )
-    parser.add_argument(
-        "--json", type=options.path, metavar="PATH", help="also write what --observe saw to this file"
-    )
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    options.add_json_option(parser, "what --observe saw")
+    parser.option("script", "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
-    parser.set_defaults(execute=execute)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from evener.cli import options
+from evener.cli.parsing import Parser, Words
 from evener.config import RunConfig
+from evener.streams import unheard
+from evener.version import evener_version
+
+WORDS = Words(
+    "train",
+    "train a task on all devices",
+    "Train a task on all devices, equal or not, as if they were one.",
+    usage="TASK [OPTIONS]",
+    examples=(
+        "evener train digits --processes 2 --epochs 1",
+        "evener train mytask:task --balance auto --run-dir runs/first",
+        "evener train mytask:task --resume runs/first --epochs 20",
+        "evener train --config run.toml --batch-size 128",
+    ),
+)
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "train", help="train a task on all devices", description="Train a task on all devices."
-    )
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
     options.add_task_options(parser)
     options.add_config_options(parser)
     options.add_shares_option(parser)
     options.add_rendezvous_options(parser)
-    parser.add_argument(
-        "--json", type=options.path, metavar="PATH", help="also write the summary to this file"
-    )
-    parser.set_defaults(execute=execute)
+    options.add_json_option(parser, "the summary")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Trains and prints the summary."""
     config = options.config_of(arguments)
+    if speaks(os.environ):
+        print(first_words(arguments.task, config), file=unheard(sys.stderr), flush=True)
     options.find_modules_here()
     from evener.fitting import fit
     from evener.records import as_json, write_json
@@ -47,6 +61,19 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0
+
+
+def speaks(variables: Mapping[str, str]) -> bool:
+    """Whether this process is no rank but the first, by what torchrun and SLURM tell it."""
+    rank = variables.get("RANK", variables.get("SLURM_PROCID", "0"))
+    return rank in ("", "0")
+
+
+def first_words(task: str, config: RunConfig) -> str:
+    """What is known before PyTorch is there, which takes seconds to come."""
+    ranks = f" on {config.processes} processes" if config.processes not in (None, 1, "1") else ""
+    kept = f", kept in {config.run_dir}" if config.run_dir is not None else ""
+    return f"training {task}{ranks} with evener {evener_version()}{kept}"
 
 
 def _resumed(config: RunConfig) -> Path | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evener.cli import options
+from evener.cli.parsing import Parser, Words
 
 if TYPE_CHECKING:
     from evener.verification import Verification
@@ -48,28 +49,33 @@ SETTINGS = (
 SHOWN_STEPS = 20
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "verify",
-        help="prove that dividing the work changes nothing",
-        description="Train the same steps on one device and divided, and compare losses, gradients and weights. "
-        "How far rounding alone drives two runs apart is measured, on one device. Exit status 1 if they differ by "
-        "more.",
-    )
+WORDS = Words(
+    "verify",
+    "prove that dividing the work changes nothing",
+    "Train the same steps on one device and divided, and compare losses, gradients and weights. "
+    "How far rounding alone drives two runs apart is measured, on one device. Exit status 1 if they differ by "
+    "more.",
+    usage="TASK [OPTIONS]",
+    examples=(
+        "evener verify digits --processes 3",
+        "evener verify mytask:task --shares 3,1 --steps 20 --json verified.json",
+    ),
+)
+
+
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
     options.add_task_options(parser)
     options.add_config_options(parser, *SETTINGS)
     options.add_shares_option(parser)
-    parser.add_argument(
+    parser.option(
+        "output",
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest relative weight error that passes (default: what rounding explains, as measured)",
+        help="largest relative weight error (default: that of rounding)",
     )
-    parser.add_argument(
-        "--json", type=options.path, metavar="PATH", help="also write the result to this file"
-    )
-    parser.set_defaults(execute=execute)
+    options.add_json_option(parser, "the result")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -82,7 +88,10 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.verification import verify
 
     result = verify(
-        arguments.task, config, options=options.task_options_of(arguments), tolerance=arguments.tolerance
+        arguments.task,
+        config,
+        options=options.task_options_of(arguments),
+        tolerance=arguments.tolerance,
     )
     if arguments.json is not None:
         write_json(arguments.json, dataclasses.asdict(result))

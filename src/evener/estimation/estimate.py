@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from evener.assembly import strategy_of, suggested_processes
 from evener.config import RunConfig
@@ -14,6 +14,7 @@ from evener.estimation.rank import Found, Place, estimate_rank
 from evener.estimation.result import MemoryEstimate
 from evener.ranges import one_number
 from evener.runtime.environment import default_device, default_processes
+from evener.settings import Settings
 from evener.strategies.base import Strategy
 from evener.strategies.composed import Composed
 from evener.strategies.pipeline import Pipeline
@@ -26,7 +27,7 @@ def estimate_memory(
     config: RunConfig | None = None,
     *,
     options: Mapping[str, Any] | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> MemoryEstimate:
     """What memory a run would take, on each rank and for what, without the memory.
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -45,14 +44,6 @@ class Terms:
     @classmethod
     def from_json(cls, text: str | bytes) -> Terms:
         return cls(**json.loads(text))
-
-
-def evener_version() -> str:
-    """The version of Evener that this process runs."""
-    try:
-        return version("evener")
-    except PackageNotFoundError:  # from a checkout that was not installed
-        return "of a checkout"
 
 
 def disagreement(all_terms: Sequence[Terms]) -> str | None:

@@ -11,7 +11,7 @@ import time
 
 from evener.runtime.processes import find, state_of
 
-LAUNCHER_PID = "EVENER_LAUNCHER_PID"
+LAUNCHER_PID = "EVENER__LAUNCHER_PID"
 """Environment variable with the process that a rank does not outlive."""
 
 

@@ -26,7 +26,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import has_float64, kind_of
-from evener.runtime.agreement import Terms, agree, evener_version
+from evener.runtime.agreement import Terms, agree
 from evener.runtime.backends import backend_of
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
@@ -43,10 +43,11 @@ from evener.runtime.watchdog import (
     current_watchdog,
     process_watchdogs,
 )
+from evener.version import evener_version
 
 _PATIENCE = timedelta(hours=24)
 
-RUN_DIR = "EVENER_RUN_DIR"
+RUN_DIR = "EVENER__RUN_DIR"
 """Environment variable in which Evener's launcher names the directory it shares with its ranks."""
 
 

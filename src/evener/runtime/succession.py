@@ -24,7 +24,7 @@ from evener.errors import RankError
 from evener.runtime.generation import generation
 from evener.runtime.severing import sever
 
-ALLOWED = "EVENER_RANKS_MAY_STAY"
+ALLOWED = "EVENER__RANKS_MAY_STAY"
 """Environment variable by which the agent says that it replaces single ranks."""
 
 _LOOK_SECONDS = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -16,6 +16,7 @@ from evener.fitting import check_plan
 from evener.losses.torch_losses import is_torch_loss
 from evener.runtime.environment import Environment, default_device
 from evener.runtime.launch import is_launched, launch
+from evener.settings import Settings
 from evener.strategies.precision import able
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
@@ -44,7 +45,7 @@ def verify(
     *,
     options: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Verification:
     """Trains the same steps on one device and divided, and compares; rounding is measured and explains the rest.
 

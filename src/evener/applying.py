@@ -1,0 +1,165 @@
+"""A trained model applied on all ranks: the evaluation and the predictions of a run that is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evener import checkpoint
+from evener.config import RunConfig
+from evener.engine import Engine
+from evener.errors import ConfigurationError
+from evener.fitting import check_plan
+from evener.observer import Observer
+from evener.origin import origin
+from evener.outputs import dataset_called, has_inputs_alone
+from evener.records import EvaluationRecord
+from evener.runtime.headcount import Headcount
+from evener.runtime.launch import launch
+from evener.runtime.rendezvous import Rendezvous
+from evener.runtime.session import Session
+from evener.task import TaskLike, resolve
+from evener.tasks import BUILT_IN
+from evener.types import Tree
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a model is applied with.
+
+    Raises:
+        ConfigurationError: If there is no checkpoint, or nobody says which task it is of.
+    """
+
+    weights: Path
+    """A checkpoint."""
+    steps: int
+    epoch: int
+    """The epoch that the last evaluation before it was of, from 0."""
+    task: TaskLike
+    options: dict[str, Any]
+    config: RunConfig
+
+    @classmethod
+    def of(
+        cls,
+        run: Path,
+        task: TaskLike | None = None,
+        config: RunConfig | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Applied:
+        """The latest checkpoint of a run directory, or the one that is named, with the run's own task.
+
+        Args:
+            task, options: What the task is called, and arguments of its function besides those of the run.
+            config: All settings; None takes those of the run that decide what is computed.
+        """
+        found, known = checkpoint.find(run), origin(run)
+        chosen = known.task if task is None else task
+        if chosen is None:
+            raise ConfigurationError(
+                f"{run} does not say which task it is of, which was none that has a name: give --task "
+                "package.module:function"
+            )
+        of_task = {**(known.options if task is None else {}), **(options or {})}
+        resolve(chosen, BUILT_IN, of_task)
+        config = config or RunConfig(**known.settings)
+        config = config.replace(weights=found.path, resume=None, run_dir=None)
+        progress = found.rest["progress"]
+        epoch = max(0, int(progress["epoch"]) - (progress["position"] == 0))
+        return cls(found.path, int(progress["steps"]), epoch, chosen, of_task, config)
+
+    def on_all_ranks(self, act: Callable[[Engine], R], rendezvous: Rendezvous | None = None) -> list[R]:
+        """What ``act`` gave on each rank of this machine, for an engine that has the weights."""
+        return launch(
+            _Job(self, act),
+            processes=Headcount((check_plan(self.config, rendezvous),)),
+            timeout_seconds=self.config.timeout_seconds,
+            rendezvous=rendezvous,
+            device=self.config.device,
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank is sent to do."""
+
+    applied: Applied
+    act: Callable[[Engine], Any]
+
+    def __call__(self) -> Any:
+        applied, config = self.applied, self.applied.config
+        with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
+            task = resolve(applied.task, BUILT_IN, applied.options)()
+            with Engine(task, config, session=session) as engine:
+                return self.act(engine)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation came to."""
+
+    checkpoint: str
+    steps: int
+    epoch: int
+    """As the run told of it, from 0."""
+    metrics: dict[str, float]
+    samples: int | None
+    ranks: int
+    rank: int = 0
+    """The rank that it comes from."""
+
+
+class _Heard(Observer):
+    samples: int | None = None
+    everywhere = True
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.samples = record.samples
+
+
+def evaluate_run(
+    applied: Applied, data: str | None = None, rendezvous: Rendezvous | None = None
+) -> Evaluated:
+    """The loss and the metrics of the task, as training tells them.
+
+    Args:
+        data: The dataset, as `dataset_called` names it; None is the task's own.
+
+    Raises:
+        EvenerError: Whatever ended it.
+    """
+
+    def act(engine: Engine) -> Evaluated:
+        heard = _Heard()
+        engine.observers.add(heard)
+        metrics = engine.evaluate(None if data is None else dataset_called(data, engine.task))
+        session = engine.session
+        at = (str(applied.weights), applied.steps, applied.epoch)
+        return Evaluated(*at, metrics, heard.samples, session.world_size, session.rank)
+
+    return applied.on_all_ranks(act, rendezvous)[0]
+
+
+def predict_run(
+    applied: Applied, data: str = "evaluate", *, targets: bool = True, rendezvous: Rendezvous | None = None
+) -> Tree | None:
+    """The outputs for all samples of a dataset, in its order; None where this process is a rank other than 0.
+
+    Args:
+        data: The dataset, as `dataset_called` names it.
+        targets: Whether items are pairs ``(inputs, targets)``; rows of files never are.
+
+    Raises:
+        EvenerError: Whatever ended it.
+    """
+
+    def act(engine: Engine) -> Tree | None:
+        dataset = dataset_called(data, engine.task)
+        return engine.predict(dataset, targets=targets and not has_inputs_alone(data))
+
+    return applied.on_all_ranks(act, rendezvous)[0]

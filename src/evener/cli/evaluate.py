@@ -1,0 +1,80 @@
+"""``evener evaluate``: the task's loss and metrics with the weights of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evener.cli import options
+from evener.cli.parsing import Parser, Words
+
+if TYPE_CHECKING:
+    from evener.applying import Applied
+
+SETTINGS = (
+    *("batch_size", "micro_batch", "processes", "device", "strategy", "strategy_option", "mesh", "devices"),
+    *("balance", "caps", "quantum", "dtype", "precision", "precision_of", "compile", "compile_mode"),
+    *("compile_backend", "workers", "on_bad_sample", "timeout_seconds"),
+)
+WORDS = Words(
+    "evaluate",
+    "evaluate the model of a run, on all devices",
+    "Evaluate the model of a run on all devices, each sample counted once: the task's loss and metrics with the "
+    "weights of the run's latest checkpoint, or of the one that is named. Batch size and precision are the run's where "
+    "nothing else is said.",
+    usage="RUN [OPTIONS]",
+    examples=(
+        "evener evaluate runs/first",
+        "evener evaluate runs/first --best --processes 2 --json metrics.json",
+        "evener evaluate runs/first/checkpoints/step-00000120 --data mytask:test_set",
+    ),
+)
+
+
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
+    add_run_options(parser)
+    named = "train, evaluate or package.module:dataset (default: the task's)"
+    parser.option("what", "--data", metavar="DATA", help=named)
+    options.add_task_options(parser, positional=False)
+    options.add_json_option(parser, "the result")
+    options.add_config_options(parser, *SETTINGS)
+    options.add_rendezvous_options(parser)
+
+
+def add_run_options(parser: Parser) -> None:
+    """Whose weights."""
+    named = "a run directory, or one of its checkpoints"
+    parser.add_argument("run", type=options.path, metavar="RUN", help=named)
+    parser.option(
+        "what", "--best", action="store_true", help="the best checkpoint, which --keep-best has kept"
+    )
+
+
+def applied_of(arguments: argparse.Namespace) -> Applied:
+    """What the command names: the weights, the task, and how they are applied."""
+    options.find_modules_here()
+    from evener.applying import Applied
+    from evener.origin import origin
+
+    run: Path = arguments.run / "checkpoints" / "best" if arguments.best else arguments.run
+    config = options.config_of(arguments, origin(arguments.run).settings)
+    return Applied.of(run, arguments.task, config, options.task_options_of(arguments))
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Evaluates and prints."""
+    applied = applied_of(arguments)
+    import dataclasses
+
+    from evener.applying import evaluate_run
+    from evener.records import write_json
+
+    found = evaluate_run(applied, arguments.data, options.rendezvous_of(arguments))
+    if found.rank == 0:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
+        print(f"epoch {found.epoch + 1}: {values}", flush=True)
+        if arguments.json is not None:
+            write_json(arguments.json, dataclasses.asdict(found))
+    return 0

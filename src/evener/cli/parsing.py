@@ -1,0 +1,109 @@
+"""The parser of a command line: short usage, help of one line an option, and errors that name what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+WIDTH = 100
+_COLUMN = 36
+"""Where the explanation of an option begins."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a command is called, and what its help says."""
+
+    name: str
+    help: str
+    """One line, for the list of commands."""
+    description: str
+    usage: str
+    """What follows the name, as ``TASK [OPTIONS]``."""
+    examples: tuple[str, ...]
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names only, and explains its errors with its own usage."""
+
+    def __init__(self, **known: Any) -> None:
+        self.options: list[str] = []
+        self.explained: list[tuple[argparse.Action, str]] = []
+        """Options that have more to say than one line, and what."""
+        self._titled: dict[str, Any] = {}
+        super().__init__(allow_abbrev=False, formatter_class=_formatter, **known)
+
+    def option(self, group: str, *names: str, help: str, full: str = "", **known: Any) -> None:
+        """Adds an option to the group of that title.
+
+        Args:
+            help: One line.
+            full: What ``--help-full`` says; the line if it is empty.
+        """
+        if group not in self._titled:
+            self._titled[group] = self.add_argument_group(group)
+        action = self._titled[group].add_argument(*names, help=help.replace("%", "%%"), **known)
+        self.options += action.option_strings
+        if full:
+            self.explained.append((action, full.replace("%", "%%")))
+
+    def hidden(self, name: str, **known: Any) -> None:
+        """Adds another spelling of an option, of which help says nothing."""
+        self.add_argument(name, help=argparse.SUPPRESS, **known)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, strange = super().parse_known_args(args, namespace)
+        if strange:
+            self.error(self._strange(strange))
+        return found, strange
+
+    def _strange(self, strange: Sequence[str]) -> str:
+        named = [word.partition("=")[0] for word in strange if word.startswith("-")]
+        if not named:
+            return f"unrecognized arguments: {' '.join(strange)}"
+        near = did_you_mean(named[0], self.options)
+        return f"there is no option {named[0]}" + (f"; {near}" if near else "")
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        near = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}{f'; {near}' if near else ''}\n")
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, width=WIDTH, max_help_position=_COLUMN)
+
+
+class HelpFull(argparse.Action):
+    """Shows the help with all that there is to say of each option, and ends."""
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        for action, full in parser.explained:
+            action.help = full
+        parser.print_help()
+        parser.exit()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question with the nearest of the known names; empty if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def added(commands: Any, words: Words) -> Parser:
+    """The parser of a command, without its options."""
+    parser: Parser = commands.add_parser(
+        words.name,
+        help=words.help,
+        description=textwrap.fill(words.description, WIDTH),
+        usage=f"%(prog)s {words.usage}",
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in words.examples) if words.examples else None,
+    )
+    return parser

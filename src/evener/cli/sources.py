@@ -1,0 +1,206 @@
+"""Settings from a file of TOML and from variables of the environment, for what the command line leaves open.
+
+::
+
+    command line  >  EVENER_BATCH_SIZE=32  >  batch_size = 32 in --config run.toml  >  defaults
+
+All settings are known by their names in Python; ``task``, ``data_dir`` and torchrun's options may be said in the same
+way, and arguments of the task's function in a table ``[option]``. One file may serve several commands, each of which
+takes what it has an option for. A name that no command knows is refused, and so is a value of a wrong kind, each with
+the place that said it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import tomllib
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evener.cli.options import FURTHER, KINDS, config_of, task_options_of
+from evener.cli.parsing import did_you_mean
+from evener.config import RunConfig
+from evener.errors import ConfigurationError
+from evener.system import words
+
+PREFIX = "EVENER_"
+OWN = "EVENER__"
+"""Of variables by which Evener's processes tell each other things; they are no settings."""
+OPTIONS = "option"
+"""The table of arguments of the task's function."""
+_TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_EXPECTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of texts",
+    str: "a text",
+    Path: "a path that is not empty",
+}
+_FIELDS = {entry.name: entry for entry in dataclasses.fields(RunConfig)}
+_KINDS: dict[str, Any] = {**KINDS, **FURTHER}
+_HINTS: dict[str, Any] = typing.get_type_hints(RunConfig)
+
+
+def complete(arguments: argparse.Namespace, variables: Mapping[str, str] | None = None) -> None:
+    """Fills in what the command line left open; ``arguments.sources`` says then where each value is from.
+
+    Args:
+        variables: The environment; that of the process if None.
+
+    Raises:
+        ConfigurationError: For a file that cannot be read, unknown names, and values of a wrong kind.
+    """
+    if not hasattr(arguments, "config"):
+        return
+    arguments.sources, arguments.options_below = {}, {}
+    for values, source in (
+        _of_variables(os.environ if variables is None else variables),
+        _of_file(arguments.config),
+    ):
+        arguments.options_below |= values.pop(OPTIONS, {})
+        for name, value in values.items():
+            if getattr(arguments, name, False) is None:
+                setattr(arguments, name, value)
+                arguments.sources[name] = source(name)
+
+
+Found = tuple[dict[str, Any], Callable[[str], str]]
+"""Values by name, and what errors call the place that said one."""
+
+
+def _of_variables(variables: Mapping[str, str]) -> Found:
+    found = {
+        name.removeprefix(PREFIX).lower(): text
+        for name, text in variables.items()
+        if name.startswith(PREFIX) and not name.startswith(OWN)
+    }
+    _check_names(found, _KINDS, _variable)
+    return {name: _from_text(name, text) for name, text in found.items()}, _variable
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}{name.upper()}"
+
+
+def _of_file(path: Path | None) -> Found:
+    def source(name: str) -> str:
+        return str(path)
+
+    if path is None:
+        return {}, source
+    found = _read(path)
+    _check_names(found, [*_KINDS, OPTIONS], lambda name: f"{path}: {name}")
+    if not isinstance(options := found.pop(OPTIONS, {}), dict):
+        raise ConfigurationError(
+            f"{path}: {OPTIONS} = {options!r}: it must be a table [{OPTIONS}] of arguments"
+        )
+    values = {name: _from_toml(name, value, f"{path}: {name} = {value!r}") for name, value in found.items()}
+    return {**values, OPTIONS: options}, source
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"the settings cannot be read: {words(error)}") from error
+    except ValueError as error:  # of TOML, or no UTF-8
+        raise ConfigurationError(f"{path} is no TOML: {error}") from error
+
+
+def _check_names(found: Mapping[str, Any], known: Any, said: Callable[[str], str]) -> None:
+    for name in found:
+        if name not in known:
+            near = did_you_mean(name.replace("-", "_"), known)
+            near = near.replace(near[len("did you mean ") : -1], said(near[len("did you mean ") : -1]))
+            ways = near or f"settings are {', '.join(known)}"
+            raise ConfigurationError(f"{said(name)} is no setting; {ways}")
+
+
+def _from_text(name: str, text: str) -> Any:
+    """The value that a variable says; lists are of words, as a shell has them."""
+    kind, said = _KINDS[name], f"{_variable(name)} = {text!r}"
+    try:
+        if kind is bool:
+            return _TRUTH[text.lower()]
+        if kind is tuple:
+            return tuple(shlex.split(text))
+        return _chosen(name, _path(text) if kind is Path else kind(text), said)
+    except (ValueError, KeyError):
+        raise _wrong(said, kind) from None
+
+
+def _from_toml(name: str, value: Any, said: str) -> Any:
+    kind, given = _KINDS[name], type(value)
+    without = _FIELDS[name].metadata["without_value"] if name in _FIELDS else None
+    if without and value is True:
+        return without
+    if kind is tuple and given is list and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    if kind is Path and given is str and value:
+        return Path(value)
+    fits = given is kind or (kind is float and given is int)
+    if not fits and not (given is int and int in typing.get_args(_HINTS.get(name))):
+        raise _wrong(said, kind)
+    return _chosen(name, kind(value) if kind is float else value, said)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError(text)
+    return Path(text)
+
+
+def _chosen(name: str, value: Any, said: str) -> Any:
+    choices = _FIELDS[name].metadata["choices"] if name in _FIELDS else ()
+    if choices and value not in choices:
+        raise ConfigurationError(f"{said}: it must be one of {', '.join(choices)}")
+    return value
+
+
+def _wrong(said: str, kind: type) -> ConfigurationError:
+    return ConfigurationError(f"{said}: it must be {_EXPECTED[kind]}")
+
+
+# Out
+
+
+def as_toml(arguments: argparse.Namespace) -> str:
+    """All settings that the command has an option for, as a file that says the same.
+
+    Raises:
+        ConfigurationError: For settings that cannot work, or arguments that TOML has no word for.
+    """
+    config, sources = config_of(arguments), arguments.sources
+    lines = []
+    for name in dict.fromkeys(("task", "data_dir", *_FIELDS, *FURTHER)):
+        if not hasattr(arguments, name):
+            continue
+        value = getattr(config, name) if name in _FIELDS else getattr(arguments, name)
+        place = sources.get(name) or ("" if getattr(arguments, name) is None else "the command line")
+        if value is not None:
+            lines.append(f"{name} = {_toml(name, value)}" + (f"  # {place}" if place else ""))
+    options = task_options_of(arguments, data_dir=False) if hasattr(arguments, "option") else {}
+    if options:
+        lines += ["", f"[{OPTIONS}]", *(f"{key} = {_toml(key, value)}" for key, value in options.items())]
+    return "\n".join(lines)
+
+
+def _toml(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list) or (isinstance(value, tuple) and name in _FIELDS):
+        return f"[{', '.join(_toml(name, each) for each in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_toml(name, str(key))} = {_toml(name, each)}' for key, each in value.items())}}}"
+    raise ConfigurationError(f"{name} is {value!r}, for which TOML has no word: leave it to the command line")

@@ -1,0 +1,89 @@
+"""The settings in groups, each in one line, as ``--help`` shows them. The record of the settings says the rest."""
+
+from __future__ import annotations
+
+GROUPS: dict[str, dict[str, str]] = {
+    "training": {
+        "batch_size": "samples in a global batch, over all ranks",
+        "epochs": "passes over the training data",
+        "steps": "stop after this many steps, whatever the epochs",
+        "seed": "seed of the weights, the order of samples and dropout",
+        "micro_batch": "cut batches into parts of at most N samples; or auto",
+        "clip_norm": "clip gradients to this global norm",
+        "non_finite": "a loss not finite: stop, skip or restore",
+        "evaluate_every": "evaluate after every N epochs; 0: at the end",
+        "weights": "begin with these weights: safetensors, state_dict, run",
+    },
+    "devices": {
+        "processes": "ranks on this machine, or MIN:MAX",
+        "device": "kind of device: cpu, cuda, ... (default: cuda if any)",
+        "strategy": "how a step runs over ranks: see evener list",
+        "strategy_option": "an option of the strategy; may be repeated",
+        "mesh": "ranks along the axes, such as data=2,tensor=2",
+        "devices": "devices of one process, such as cuda:0,cuda:1",
+    },
+    "shares of a batch": {
+        "balance": "equal, auto, W0,W1,... or package.module:Class",
+        "caps": "most samples of each rank, such as 64,- (-: no limit)",
+        "quantum": "shares are multiples of N, but for one rank's",
+        "throttle": "EMULATE unequal devices: speeds such as 1,0.5",
+        "throttle_at": "EMULATE a change of speed; may be repeated",
+    },
+    "gradients and BatchNorm between ranks": {
+        "allreduce": "how gradients are summed: see evener list",
+        "compress": "send fewer bits, not exact: fp16, int8, top-k, ...",
+        "bucket_mb": "buckets in which gradients are sent, in MiB",
+        "batch_norm": "exact: all ranks' samples; local: own",
+    },
+    "precision and compiling": {
+        "dtype": "type of weights and inputs, such as float64",
+        "precision": "what is computed in: fp32, tf32, bf16, fp16, auto, ...",
+        "precision_of": "of single modules, as head=fp32; may be repeated",
+        "compile": "torch.compile: auto, blocks or whole",
+        "compile_mode": "torch.compile's mode, such as reduce-overhead",
+        "compile_backend": "torch.compile's backend",
+        "fused_optimizer": "PyTorch's fused Adam: auto or no",
+    },
+    "memory": {
+        "memory_limit": "what ranks may use of it: 24GB, or one size for each",
+        "memory_limit_at": "another limit from STEP on; may be repeated",
+        "recompute": "compute blocks again in backward: blocks, 60%, 8GB",
+        "offload": "keep outside of it: optimizer, activations, or both",
+        "offload_to": "keep it in files of this directory, not in host memory",
+        "optimizer_state": "8bit: Adam's state in 8 bits, other numbers",
+        "update_in_backward": "update in backward, freeing gradients as they come",
+    },
+    "data": {
+        "workers": "processes that load data, for each rank",
+        "check_data": "read samples twice first: exact or augmented",
+        "on_bad_sample": "samples that cannot be read: stop or skip",
+    },
+    "run directory": {
+        "run_dir": "directory of the run (default: runs/TASK-TIME)",
+        "overwrite": "replace a finished run that is there",
+        "resume": "go on from this run; auto: from --run-dir",
+        "save_every": "checkpoints: 500steps, 10min, 1epoch",
+        "keep": "so many of the last checkpoints stay",
+        "keep_best": "and the best one by METRIC, METRIC:min or METRIC:max",
+        "save_mode": "async, or blocking: training waits",
+        "on_full_disk": "stop, or go-on without records",
+    },
+    "faults": {
+        "timeout_seconds": "longest wait for other ranks",
+        "grace_seconds": "time to save and end after Ctrl-C",
+        "check_replicas": "compare the ranks' state every N steps; 0: never",
+        "heal": "where ranks differ, take the state of majority or rank0",
+        "recover": "after a death: memory of others, or file",
+    },
+}
+
+
+def brief(name: str, help: str) -> str:
+    """The line of a setting; of one that has none, the beginning of its help."""
+    found = next((lines[name] for lines in GROUPS.values() if name in lines), None)
+    return found or help.partition(";")[0].partition(":")[0].partition(" (")[0]
+
+
+def group_of(name: str) -> str:
+    """The group of a setting."""
+    return next((title for title, lines in GROUPS.items() if name in lines), "other settings")

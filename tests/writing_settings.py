@@ -1,0 +1,43 @@
+"""Writes ``src/evener/settings.py``, by which an editor and mypy know the settings, from the record of settings.
+
+python -m tests.writing_settings
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from evener.config import RunConfig
+
+TARGET = Path(__file__).parents[1] / "src/evener/settings.py"
+_HEAD = '''"""The settings as keyword arguments: what an editor completes in a call of ``fit``, and mypy checks there.
+
+Written from the fields of ``RunConfig`` by ``python -m tests.writing_settings``; a test compares both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypedDict
+
+from evener.config import Recipe
+
+
+class Settings(TypedDict, total=False):
+    """Single settings of a run; ``evener train --help-full`` explains each."""
+
+'''
+
+
+def written() -> str:
+    """The text of the file. A path may be given as a text too."""
+    lines = [
+        f"    {entry.name}: {str(entry.type).replace('Path', 'str | Path')}"
+        for entry in dataclasses.fields(RunConfig)
+    ]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(written())
