@@ -134,6 +134,12 @@ def evaluate_run(
         EvenerError: Whatever ended it.
     """
 
+    if data is not None and has_inputs_alone(data):
+        raise ConfigurationError(
+            f"{data} holds inputs without targets, with which nothing can be compared: name a dataset as "
+            "package.module:dataset"
+        )
+
     def act(engine: Engine) -> Evaluated:
         heard = _Heard()
         engine.observers.add(heard)

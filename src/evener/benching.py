@@ -37,6 +37,13 @@ class BenchResult:
     left_out: dict[str, str] = field(default_factory=dict)
     """All-reduces that would suit these ranks but cannot be made on them, with the reason."""
 
+    def __repr__(self) -> str:
+        """In one line; the rows hold the rest."""
+        kind = "simulated" if self.simulated else "measured"
+        return (
+            f"<BenchResult of {self.ranks} ranks, {kind}: {len(self.rows)} rows, {self.wrong} wrong elements>"
+        )
+
     @property
     def wrong(self) -> int:
         return sum(row.wrong or 0 for row in self.rows)

@@ -196,7 +196,14 @@ def _write_npz(file: BinaryIO, outputs: Tree) -> None:
 
 
 def _write_csv(file: BinaryIO, outputs: Tree) -> None:
-    columns = [column for name, value in tensors(outputs, ".csv").items() for column in _columns(name, value)]
+    found = tensors(outputs, ".csv")
+    sizes = {name: len(value) for name, value in found.items()}
+    if len(set(sizes.values())) != 1:
+        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigurationError(
+            f"the outputs have different numbers of rows ({told}): --out FILE.npz holds them"
+        )
+    columns = [column for name, value in found.items() for column in _columns(name, value)]
     writer = csv.writer(codecs.getwriter("utf-8")(file))
     writer.writerow([name for name, _ in columns])
     writer.writerows(zip(*(values for _, values in columns), strict=True))

@@ -47,7 +47,7 @@ def installed(what: str) -> dict[str, str]:
         ConfigurationError: If two packages give one name to different things.
     """
     found: dict[str, str] = {}
-    for point in entry_points(group=GROUPS[what]):
+    for point in entry_points(group=GROUPS[what]) if what in GROUPS else ():
         if found.setdefault(point.name, point.value) != point.value:
             raise ConfigurationError(
                 f"{what} {point.name!r} is both {found[point.name]} and {point.value}, of two packages that are "

@@ -191,6 +191,19 @@ class RunSummary:
     skipped: int = 0
     """Of the samples of this run, those that could not be read and count for nothing."""
 
+    def __repr__(self) -> str:
+        """In one line; all of it is `as_json`."""
+        return f"<RunSummary of {self.words}>"
+
+    @property
+    def words(self) -> str:
+        """What was trained, how far, and what came of it."""
+        values = {"loss": self.final_loss} | self.metrics
+        found = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        ranks = f"{self.world_size} rank{'s' if self.world_size != 1 else ''}"
+        broken_off = ", interrupted" if self.interrupted else ""
+        return f"{self.task}: {self.steps:,} steps on {ranks} in {self.seconds:.1f} s{broken_off}, {found}"
+
 
 def as_json(record: Any) -> dict[str, Any]:
     """The fields of a record, with its kind first where it has one."""

@@ -55,6 +55,9 @@ class Trained:
     rank: int = 0
     """The rank that it comes from: 0, and on further machines that of their first process."""
 
+    def __repr__(self) -> str:
+        return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
+
 
 class Tally(Observer):
     """What the summary tells of steps and evaluations."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words, added
+from evener.cli.parsing import Parser, Words, path
 from evener.errors import ConfigurationError
 from evener.ranges import one_number
 
@@ -35,7 +35,7 @@ def fill(parser: Parser) -> None:
     what = parser.add_subparsers(
         title="what", dest="what", metavar="WHAT", required=True, prog="evener bench"
     )
-    fill_all_reduce(added(what, ALL_REDUCE))
+    fill_all_reduce(parser.command(what, ALL_REDUCE))
 
 
 def fill_all_reduce(parser: Parser) -> None:
@@ -57,10 +57,10 @@ def fill_all_reduce(parser: Parser) -> None:
     simulated = "ranks that are not at hand"
     parser.option(simulated, "--simulate", action="store_true", help="predict for them")
     parser.option(simulated, "--ranks", type=int, metavar="N", help="how many")
-    parser.option(simulated, "--topology", type=options.path, metavar="FILE", help="hosts and links, as JSON")
+    parser.option(simulated, "--topology", type=path, metavar="FILE", help="hosts and links, as JSON")
     options.add_json_option(parser, "the rows")
     plotted = "also plot bus bandwidth by size"
-    parser.option("output", "--plot", type=options.path, metavar="FILE.svg", help=plotted)
+    parser.option("output", "--plot", type=path, metavar="FILE.svg", help=plotted)
     options.add_config_options(parser, "processes", "device", "timeout_seconds")
     options.add_rendezvous_options(parser)
 

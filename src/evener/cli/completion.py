@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from evener.cli.parsing import Parser, Words
 
@@ -29,5 +30,14 @@ def execute(arguments: argparse.Namespace) -> int:
     """Prints the script."""
     import shtab
 
-    print(shtab.complete(arguments.parser(), arguments.shell), flush=True)
+    whole: Parser = arguments.parser()
+    for action in _files(whole):
+        action.complete = shtab.FILE  # type: ignore[attr-defined] # where shtab looks
+    print(shtab.complete(whole, arguments.shell), flush=True)
     return 0
+
+
+def _files(parser: Parser) -> Iterator[argparse.Action]:
+    yield from parser.files
+    for inner in parser.inner:
+        yield from _files(inner)

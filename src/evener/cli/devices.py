@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import Parser, Words, path
 from evener.errors import ConfigurationError
 from evener.ranges import one_number
 
@@ -44,12 +44,12 @@ def fill(parser: Parser) -> None:
         default=True,
         help="devices, and links between ranks",
     )
-    parser.option("output", "--save", type=options.path, metavar="FILE", help="write the survey to this file")
+    parser.option("output", "--save", type=path, metavar="FILE", help="write the survey to this file")
     parser.option(
         "output",
         "--from",
         dest="source",
-        type=options.path,
+        type=path,
         metavar="FILE",
         help="a survey that was saved, of another machine",
     )

@@ -46,7 +46,7 @@ def fill(parser: Parser) -> None:
 def add_run_options(parser: Parser) -> None:
     """Whose weights."""
     named = "a run directory, or one of its checkpoints"
-    parser.add_argument("run", type=options.path, metavar="RUN", help=named)
+    parser.file("run", "RUN", named)
     parser.option(
         "what", "--best", action="store_true", help="the best checkpoint, which --keep-best has kept"
     )

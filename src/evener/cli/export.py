@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from evener.cli import options
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import Parser, Words, path
 
 WORDS = Words(
     "export",
@@ -22,13 +21,11 @@ WORDS = Words(
 
 def fill(parser: Parser) -> None:
     """Adds the command's options."""
-    parser.add_argument(
-        "run", type=options.path, metavar="RUN", help="a run directory, or one of its checkpoints"
-    )
+    parser.add_argument("run", type=path, metavar="RUN", help="a run directory, or one of its checkpoints")
     parser.option(
         "output",
         "--to",
-        type=options.path,
+        type=path,
         metavar="FILE",
         help="the file (default: step-N.safetensors in RUN)",
     )

@@ -23,7 +23,7 @@ from evener.cli import (
     train,
     verify,
 )
-from evener.cli.parsing import Parser, added
+from evener.cli.parsing import Parser
 from evener.errors import EvenerError, RankError
 from evener.streams import guarded, open_missing, unheard
 from evener.system import words
@@ -58,7 +58,7 @@ def parser(only: str | None = None) -> Parser:
         title="commands", dest="command", metavar="COMMAND", required=True, prog="evener"
     )
     for command in COMMANDS:
-        of_command = added(commands, command.WORDS)
+        of_command = top.command(commands, command.WORDS)
         if only in (None, command.WORDS.name):
             command.fill(of_command)
             of_command.set_defaults(execute=command.execute, parser=parser, own=of_command)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener import settings_help
-from evener.cli.parsing import HelpFull, Parser
+from evener.cli.parsing import HelpFull, Parser, path
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 
@@ -68,7 +68,7 @@ def add_config_options(parser: Parser, *names: str) -> None:
 
 def _add(parser: Parser, entry: dataclasses.Field[Any], kind: type) -> None:
     option, more = f"--{entry.name.replace('_', '-')}", entry.metadata
-    default = "" if entry.default in (None, (), False) else f" (default: {entry.default})"
+    default = "" if entry.default in (None, ()) or entry.default is False else f" (default: {entry.default})"
     texts = {"help": settings_help.brief(entry.name, more["help"]) + default, "full": more["help"] + default}
     group = settings_help.group_of(entry.name)
     if kind is bool:
@@ -89,17 +89,6 @@ def _add(parser: Parser, entry: dataclasses.Field[Any], kind: type) -> None:
         choices=more["choices"] or None,
         **texts,
     )
-
-
-def path(text: str) -> Path:
-    """The path that is named; an empty name would be the working directory.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is empty.
-    """
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return Path(text)
 
 
 def _scalar(kind: Any) -> type:
@@ -124,7 +113,13 @@ def add_task_options(parser: Parser, *, positional: bool = True) -> None:
         parser.add_argument("task", metavar="TASK", nargs="?", help=names)
         parser.set_defaults(needs_task=True)
     else:
-        parser.option("task", "--task", metavar="TASK", help=f"{names} (default: that of the run)")
+        parser.option(
+            "task",
+            "--task",
+            metavar="TASK",
+            help="its name, where the run does not say it, or another one",
+            full=names,
+        )
     parser.option(
         "task",
         "--data-dir",

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 WIDTH = 100
@@ -36,8 +37,29 @@ class Parser(argparse.ArgumentParser):
         self.options: list[str] = []
         self.explained: list[tuple[argparse.Action, str]] = []
         """Options that have more to say than one line, and what."""
+        self.files: list[argparse.Action] = []
+        """Those that take the name of a file or a directory."""
+        self.inner: list[Parser] = []
+        """Of its commands."""
         self._titled: dict[str, Any] = {}
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **known)
+
+    def command(self, commands: Any, words: Words) -> Parser:
+        """Adds a command, without its options, to what ``add_subparsers`` gave."""
+        examples = "\n".join(f"  {line}" for line in words.examples)
+        parser: Parser = commands.add_parser(
+            words.name,
+            help=words.help,
+            description=textwrap.fill(words.description, WIDTH),
+            usage=f"%(prog)s {words.usage}",
+            epilog=f"examples:\n{examples}" if examples else None,
+        )
+        self.inner.append(parser)
+        return parser
+
+    def file(self, name: str, metavar: str, help: str) -> None:
+        """Adds an argument that names a file or a directory."""
+        self.files.append(self.add_argument(name, type=path, metavar=metavar, help=help))
 
     def option(self, group: str, *names: str, help: str, full: str = "", **known: Any) -> None:
         """Adds an option to the group of that title.
@@ -50,6 +72,7 @@ class Parser(argparse.ArgumentParser):
             self._titled[group] = self.add_argument_group(group)
         action = self._titled[group].add_argument(*names, help=help.replace("%", "%%"), **known)
         self.options += action.option_strings
+        self.files += [action] if known.get("type") is path else []
         if full:
             self.explained.append((action, full.replace("%", "%%")))
 
@@ -81,6 +104,17 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, width=WIDTH, max_help_position=_COLUMN)
 
 
+def path(text: str) -> Path:
+    """The path that is named; an empty name would be the working directory.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 class HelpFull(argparse.Action):
     """Shows the help with all that there is to say of each option, and ends."""
 
@@ -91,19 +125,12 @@ class HelpFull(argparse.Action):
         parser.exit()
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like it; empty if none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question with the nearest of the known names; empty if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]}?" if near else ""
-
-
-def added(commands: Any, words: Words) -> Parser:
-    """The parser of a command, without its options."""
-    parser: Parser = commands.add_parser(
-        words.name,
-        help=words.help,
-        description=textwrap.fill(words.description, WIDTH),
-        usage=f"%(prog)s {words.usage}",
-        epilog="examples:\n" + "\n".join(f"  {line}" for line in words.examples) if words.examples else None,
-    )
-    return parser
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else ""

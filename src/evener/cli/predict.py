@@ -6,7 +6,7 @@ import argparse
 
 from evener.cli import options
 from evener.cli.evaluate import SETTINGS, add_run_options, applied_of
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import Parser, Words, path
 from evener.errors import ConfigurationError
 
 WORDS = Words(
@@ -41,7 +41,7 @@ def fill(parser: Parser) -> None:
     )
     options.add_task_options(parser, positional=False)
     formats = "the file: .npy, .npz, .csv or .pt"
-    parser.option("output", "--out", type=options.path, metavar="FILE", required=True, help=formats)
+    parser.option("output", "--out", type=path, metavar="FILE", required=True, help=formats)
     parser.option("output", "--overwrite", action="store_true", help="replace a file that is there")
     options.add_config_options(parser, *(name for name in SETTINGS if name != "on_bad_sample"))
     options.add_rendezvous_options(parser)

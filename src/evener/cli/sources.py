@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.cli.options import FURTHER, KINDS, config_of, task_options_of
-from evener.cli.parsing import did_you_mean
+from evener.cli.parsing import nearest
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.system import words
@@ -101,6 +101,9 @@ def _of_file(path: Path | None) -> Found:
         raise ConfigurationError(
             f"{path}: {OPTIONS} = {options!r}: it must be a table [{OPTIONS}] of arguments"
         )
+    for key in options:
+        if not key.isidentifier():
+            raise ConfigurationError(f"{path}: [{OPTIONS}] {key!r} is no name of an argument")
     values = {name: _from_toml(name, value, f"{path}: {name} = {value!r}") for name, value in found.items()}
     return {**values, OPTIONS: options}, source
 
@@ -117,9 +120,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_names(found: Mapping[str, Any], known: Any, said: Callable[[str], str]) -> None:
     for name in found:
         if name not in known:
-            near = did_you_mean(name.replace("-", "_"), known)
-            near = near.replace(near[len("did you mean ") : -1], said(near[len("did you mean ") : -1]))
-            ways = near or f"settings are {', '.join(known)}"
+            near = nearest(name.replace("-", "_"), known)
+            ways = f"did you mean {said(near)}?" if near else f"settings are {', '.join(known)}"
             raise ConfigurationError(f"{said(name)} is no setting; {ways}")
 
 
@@ -131,9 +133,10 @@ def _from_text(name: str, text: str) -> Any:
             return _TRUTH[text.lower()]
         if kind is tuple:
             return tuple(shlex.split(text))
-        return _chosen(name, _path(text) if kind is Path else kind(text), said)
+        value = _path(text) if kind is Path else kind(text)
     except (ValueError, KeyError):
         raise _wrong(said, kind) from None
+    return _chosen(name, value, said)
 
 
 def _from_toml(name: str, value: Any, said: str) -> Any:

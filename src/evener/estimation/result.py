@@ -58,6 +58,13 @@ class MemoryEstimate:
     notes: tuple[str, ...] = ()
     """What the estimate could not know, in words."""
 
+    def __repr__(self) -> str:
+        """In one line; ``str`` is the table."""
+        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) != 1 else ''}"
+        return (
+            f"<MemoryEstimate of {self.task}: at most {size_words(self.peak)} on {ranks} ({self.strategy})>"
+        )
+
     @property
     def peak(self) -> int:
         """Bytes that the rank which needs the most has to have."""

@@ -83,6 +83,14 @@ class Verification:
     hint: str = ""
     """Where to look, if it is not."""
 
+    def __repr__(self) -> str:
+        """In one line; the fields hold the rest."""
+        found = "the same training" if self.passed else f"NOT the same training: {self.worst}"
+        return (
+            f"<Verification of {self.task}: {found}, {self.times_floor:.3g} times the floor, {self.steps} steps on "
+            f"{self.processes} processes>"
+        )
+
 
 @dataclass(frozen=True)
 class Apart:

@@ -1,0 +1,178 @@
+"""Help, errors and completion of the command line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from evener import settings_help
+from evener.cli.main import main, parser
+from evener.cli.parsing import WIDTH, Parser
+from evener.config import RunConfig
+from tests.runtime.processes import run
+
+
+def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def whole_parsers(top: Parser) -> Iterator[Parser]:
+    yield top
+    for inner in top.inner:
+        yield from whole_parsers(inner)
+
+
+def test_every_setting_is_in_one_group_with_one_line() -> None:
+    lines = [name for group in settings_help.GROUPS.values() for name in group]
+    assert sorted(lines) == sorted(entry.name for entry in fields(RunConfig))
+
+
+@pytest.mark.parametrize("of_command", list(whole_parsers(parser())), ids=lambda parser: parser.prog)
+def test_an_option_has_one_line_in_the_help(of_command: Parser) -> None:
+    shown = of_command.format_help().splitlines()
+    for line in shown:
+        assert len(line) <= WIDTH
+    explained = [line for line in shown if re.match(r"  -", line)]
+    for option in of_command.options:
+        if not option.startswith("--no-"):
+            assert (
+                sum(bool(re.search(rf"(^|[ ,]){option}[ ,\]]|{option}$", line[:36])) for line in explained)
+                == 1
+            ), option
+    following = [after for line, after in pairwise(shown) if line in explained]
+    assert not [line for line in following if line.startswith(" " * 10)], "an explanation goes on"
+
+
+def test_defaults_and_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert re.search(r"--seed N .*\(default: 0\)", shown)
+    assert "examples:\n  evener train digits" in shown
+    assert "usage: evener train TASK [OPTIONS]\n" in shown
+
+
+def test_the_full_help_says_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help-full"])
+    said = "".join(capsys.readouterr().out.split())
+    for entry in fields(RunConfig):
+        assert "".join(entry.metadata["help"].split()) in said, entry.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "words"),
+    [
+        (
+            ("train", "digits", "--bach-size", "3"),
+            "train TASK",
+            "no option --bach-size; did you mean --batch-size?",
+        ),
+        (("train", "digits", "--epo", "3"), "train TASK", "no option --epo; did you mean --epochs?"),
+        (("bench", "allreduce", "--size=4"), "bench allreduce", "no option --size; did you mean --sizes?"),
+        (("export", "x", "y"), "export RUN", "unrecognized arguments: y"),
+        (("verfy",), "COMMAND", "did you mean verify?"),
+        (("train", "digits", "--heal", "rank1"), "train TASK", "did you mean rank0?"),
+        (("verify",), "verify TASK", "no task is named"),
+        (("predict", "x"), "predict RUN", "required: --data, --out"),
+    ],
+)
+def test_an_error_has_the_commands_own_usage_and_what_was_meant(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], usage: str, words: str
+) -> None:
+    shown = failed(capsys, *arguments)
+    assert shown.startswith(f"usage: evener {usage}")
+    assert words in shown
+    assert len(shown.splitlines()) == 2
+
+
+def test_the_version_is_printed_without_torch() -> None:
+    """By ``python -m evener`` too. What is imported for a help or the version is counted, not timed."""
+    for arguments in (
+        ["--version"],
+        ["--help"],
+        ["train", "--help"],
+        ["list"],
+        ["train", "x", "--print-config"],
+    ):
+        ask = (
+            "import runpy, sys\nsys.argv[1:] = %r\ntry:\n    runpy.run_module('evener', run_name='__main__')\n"
+            "finally:\n    print(len(sys.modules), [m for m in ('torch', 'numpy', 'shtab') if m in sys.modules])"
+        )
+        ended = run("-c", ask % arguments)
+        number, _, strange = ended.out.splitlines()[-1].partition(" ")
+        assert strange == "[]", arguments
+        assert int(number) < 260, arguments
+        assert arguments != ["--version"] or re.match(r"evener \d+\.\d+", ended.out)
+
+
+def test_evener_itself_imports_next_to_nothing() -> None:
+    ended = run(
+        "-c", "import sys; before = set(sys.modules); import evener; print(len(set(sys.modules) - before))"
+    )
+    assert int(ended.out) < 60
+
+
+def test_each_command_has_its_options_alone() -> None:
+    """Those of the others are not made, which costs the most of a help."""
+    assert [len(each.options) > 5 for each in parser("train").inner].count(True) == 1
+
+
+# Completion
+
+ASK = """
+source {script}
+complete -p evener >&2
+COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()
+_shtab_evener
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "evener.bash"
+    ended = subprocess.run(
+        [sys.executable, "-m", "evener", "completion", "bash"], capture_output=True, check=True
+    )
+    path.write_bytes(ended.stdout)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("evener tr", "train"),
+        ("evener train digits --ba", "--batch-size --balance --batch-norm"),
+        ("evener train digits --non-finite s", "stop skip"),
+        ("evener bench allreduce --si", "--sizes --simulate"),
+        ("evener list b", "balancers"),
+        ("evener train digits --config some", "some.toml"),
+        ("evener evaluate so", "some.toml"),
+        ("evener train --rdzv_b", ""),
+    ],
+)
+def test_bash_completes(words: str, found: str, script: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.toml").touch()
+    text = ASK.format(script=script, words=words)
+    ended = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=tmp_path)
+    assert "_shtab_evener" in ended.stderr
+    assert ended.stdout.strip() == found
+
+
+@pytest.mark.parametrize(("shell", "begin"), [("zsh", "#compdef evener"), ("fish", "complete -c evener")])
+def test_other_shells_get_a_script(shell: str, begin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    shown = capsys.readouterr().out
+    assert begin in shown
+    assert "batch-size" in shown
