@@ -113,7 +113,7 @@ class Engine:
         session = self.session
         strategy = strategy_of(self.config, session.world_size)
         settings = settings_of(self.config, strategy, session.world_size)
-        agree, fill = agreement(self.task, self.config, session), filler(self.config.weights)
+        agree, fill = agreement(self.task, self.config, session), filler(self.config)
         return set_up(strategy, self.task, session, settings, agree, fill)
 
     @property

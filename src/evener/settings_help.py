@@ -7,7 +7,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "batch_size": "samples in a global batch, over all ranks",
         "epochs": "passes over the training data",
         "steps": "stop after this many steps, whatever the epochs",
-        "seed": "seed of the weights, the order of samples and dropout",
+        "seed": "seed of weights, order of samples and dropout",
         "micro_batch": "cut batches into parts of at most N samples; or auto",
         "clip_norm": "clip gradients to this global norm",
         "non_finite": "a loss not finite: stop, skip or restore",

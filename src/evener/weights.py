@@ -31,8 +31,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from evener import checkpoint
+from evener.config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.nn.names import clean_name
+from evener.strategies.model import settle_on
 from evener.system import in_words
 from evener.texts import few
 
@@ -154,12 +156,20 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 # In
 
 
-def filler(path: Path | None) -> Callable[[nn.Module], None]:
-    """What fills a model with the weights of a file; None leaves it as it is."""
+def filler(config: RunConfig) -> Callable[[nn.Module], None]:
+    """What fills a model with the weights that the settings name; with none it leaves it as it is.
+
+    Weights of float64 are not rounded to float32 on their way into a model that is about to be of float64.
+    """
+    path = config.weights
 
     def fill_model(model: nn.Module) -> None:
-        if path is not None:
-            fill(model, read_weights(path), str(path))
+        if path is None:
+            return
+        if config.dtype == "float64":
+            place = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+            settle_on(model, place, torch.float64)
+        fill(model, read_weights(path), str(path))
 
     return fill_model
 

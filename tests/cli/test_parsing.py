@@ -15,6 +15,7 @@ import pytest
 from evener import settings_help
 from evener.cli.main import main, parser
 from evener.cli.parsing import WIDTH, Parser
+from evener.cli.train import speaks
 from evener.config import RunConfig
 from tests.runtime.processes import run
 
@@ -176,3 +177,35 @@ def test_other_shells_get_a_script(shell: str, begin: str, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert begin in shown
     assert "batch-size" in shown
+
+
+# The first line
+
+
+FIRST = """
+import sys
+class Stream:
+    def write(self, text):
+        print(repr(text), 'torch' in sys.modules, 'numpy' in sys.modules, file=sys.__stdout__, flush=True)
+        raise SystemExit(0)
+    def flush(self): pass
+    def isatty(self): return False
+sys.stderr = Stream()
+from evener.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_the_first_line_comes_before_torch() -> None:
+    ended = run("-c", FIRST, "train", "digits", "--processes", "2", "--run-dir", "runs/a")
+    text, *imported = ended.out.splitlines()[0].rsplit(" ", 2)
+    assert re.fullmatch(r"'training digits on 2 processes with evener .*, kept in runs/a'", text)
+    assert imported == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "speaking"),
+    [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"SLURM_PROCID": "3"}, False)],
+)
+def test_one_rank_alone_says_it(variables: dict[str, str], speaking: bool) -> None:
+    assert speaks(variables) == speaking
