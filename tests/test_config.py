@@ -10,7 +10,7 @@ import pytest
 
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
-from evener.plugins import STRATEGIES
+from evener.short_names import STRATEGIES
 from evener.strategies import Strategy
 from evener.strategies.names import strategy_called
 

@@ -15,7 +15,6 @@ from typing import Any
 from evener.errors import ConfigurationError
 from evener.intervals import Interval
 from evener.offload import Offload
-from evener.plugins import STRATEGIES
 from evener.ranges import processes_of
 from evener.settings_checks import (
     at_least,
@@ -31,6 +30,7 @@ from evener.settings_checks import (
     one_of,
     positive,
 )
+from evener.short_names import STRATEGIES
 
 AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""

@@ -18,19 +18,6 @@ from typing import Any
 
 from evener.errors import ConfigurationError, EvenerError
 
-STRATEGIES = {
-    "single": "evener.strategies.single:Single",
-    "ddp": "evener.strategies.ddp:Ddp",
-    "dimension": "evener.strategies.features:FeatureParallel",
-    "experts": "evener.strategies.experts:ExpertParallel",
-    "tensor": "evener.strategies.tensor:TensorParallel",
-    "sharded": "evener.strategies.sharded:Sharded",
-    "pipeline": "evener.strategies.pipeline:Pipeline",
-    "context": "evener.strategies.context:ContextParallel",
-    "data_parallel": "evener.strategies.data_parallel:DataParallel",
-    "layers": "evener.strategies.layers:Layers",
-}
-"""Those that Evener has, by their short names; here, where the help of the command can read them without torch."""
 GROUPS = {
     "task": "evener.tasks",
     "strategy": "evener.strategies",

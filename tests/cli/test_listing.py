@@ -12,7 +12,8 @@ from evener.cli.listing import KINDS
 from evener.cli.main import main
 from evener.collectives.registry import ALL_REDUCES, find
 from evener.errors import ConfigurationError, TaskError
-from evener.plugins import STRATEGIES, installed, suggestion
+from evener.plugins import installed, suggestion
+from evener.short_names import STRATEGIES
 from evener.strategies.names import strategies_called
 from evener.task import resolve
 from evener.tasks import BUILT_IN

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from evener.plugins import STRATEGIES
+from evener.short_names import STRATEGIES
 from evener.strategies.features import FeatureParallel
 from evener.strategies.sharded import Sharded
 from evener.strategies.tensor import TensorParallel

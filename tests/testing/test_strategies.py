@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evener.errors import ConfigurationError
-from evener.plugins import STRATEGIES
+from evener.short_names import STRATEGIES
 from evener.strategies.names import strategy_called
 from evener.testing import ConformanceError, check_strategy
 from evener.testing.strategies import TOLERANCE, difference

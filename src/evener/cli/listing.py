@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 
 from evener.cli.parsing import Parser, Words
-from evener.plugins import GROUPS, STRATEGIES
+from evener.short_names import STRATEGIES
 
 _OPTIONS = {
     "tasks": "TASK",
@@ -42,6 +41,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _lines(what: str) -> Iterator[str]:
+    from importlib.metadata import entry_points
+
+    from evener.plugins import GROUPS
+
     own = _own(what)
     for name, stands_for in own.items():
         yield f"  {name:<16} {stands_for}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import os
 import re
@@ -239,6 +238,8 @@ def rendezvous_of(arguments: argparse.Namespace) -> Rendezvous | None:
 
 
 def _literal(text: str) -> Any:
+    import ast
+
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 import textwrap
@@ -127,6 +126,8 @@ class HelpFull(argparse.Action):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like it; empty if none is near."""
+    import difflib
+
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 

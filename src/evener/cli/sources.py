@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import shlex
-import tomllib
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,6 +108,8 @@ def _of_file(path: Path | None) -> Found:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import tomllib
+
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

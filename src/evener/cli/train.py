@@ -12,7 +12,6 @@ from evener.cli import options
 from evener.cli.parsing import Parser, Words
 from evener.config import RunConfig
 from evener.streams import unheard
-from evener.version import evener_version
 
 WORDS = Words(
     "train",
@@ -71,6 +70,8 @@ def speaks(variables: Mapping[str, str]) -> bool:
 
 def first_words(task: str, config: RunConfig) -> str:
     """What is known before PyTorch is there, which takes seconds to come."""
+    from evener.version import evener_version
+
     ranks = f" on {config.processes} processes" if config.processes not in (None, 1, "1") else ""
     kept = f", kept in {config.run_dir}" if config.run_dir is not None else ""
     return f"training {task}{ranks} with evener {evener_version()}{kept}"

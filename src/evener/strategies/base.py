@@ -32,9 +32,9 @@ from torch import nn
 from evener.budgets import Recompute
 from evener.config import Recipe
 from evener.errors import ConfigurationError
-from evener.plugins import STRATEGIES
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.session import Session
+from evener.short_names import STRATEGIES
 from evener.strategies import model
 from evener.strategies.agreed_pieces import fitted
 from evener.strategies.build import build_optimizer, check_trainable

@@ -17,7 +17,8 @@ from typing import Any
 
 from evener.calling import called_with
 from evener.errors import ConfigurationError
-from evener.plugins import STRATEGIES, find
+from evener.plugins import find
+from evener.short_names import STRATEGIES
 from evener.strategies.base import Strategy
 
 Kind = type[Strategy]
