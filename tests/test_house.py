@@ -24,6 +24,7 @@ COLUMNS = (
             "streams",
             "calling",
             "types",
+            "short_names",
             "plugins",
             "placement",
             "intervals",
