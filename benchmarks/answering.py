@@ -1,6 +1,6 @@
 """How soon the command answers: help, version, and the first line of a training, in turns.
 
-python -m benchmarks.startup --turns 15 [--other DIRECTORY]
+python -m benchmarks.answering --turns 15 [--other DIRECTORY]
 
 DIRECTORY is the ``src`` of another version of Evener, measured in the same turns. A time is that of a whole process,
 but for the training: from its start to the first line that it prints, after which it is ended.
