@@ -48,6 +48,7 @@ from evener.step import RankTimes, Step
 from evener.strategies.base import set_up
 from evener.strategies.build import build_scheduler
 from evener.strategies.learner import Learner
+from evener.strategies.own_samples import share_buffers
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
 from evener.types import Tree
@@ -204,7 +205,7 @@ class Engine:
             forget = ledger.post(step, outcome, self._upcoming, next_count, elapsed, self._feed.input_seconds)
             learner.update(forget, number, lambda: self.guard.passes(step))
             if ledger.buffers_changed:
-                learner.synchronizer.share_buffers(learner.loose_buffers(), batch.first_part)
+                share_buffers(learner, batch)
         step.lr = float(learner.optimizer.param_groups[0]["lr"])
         self._advance(batch)
         step.seconds = time.perf_counter() - began

@@ -99,6 +99,8 @@ class Learner:
         self.when_drawn: Callable[[int], None] = lambda step: None
         """Called with each step when this rank has drawn all its random numbers, before it gives its last gradients to
         others; by a synchronizer that can tell."""
+        self.has_shared_buffers = False
+        """Whether loose buffers went from one rank to all."""
         self._step = 0
         self._portion = portion
         self._portions: dict[int, Any] = {}  # of the task's own data sets, which live as long

@@ -1,0 +1,63 @@
+"""Buffers that a forward pass writes from a rank's own samples, told once.
+
+Ranks that divide a batch are given the same buffers after each step, those of one of them. Where what is written
+follows from the weights alone (``spectral_norm``), that is what one device would have; where it follows from samples
+(a running average in a module of the user's), it is not, and no collective of ours can know how to make it so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+
+import torch
+from torch import Tensor
+
+from evener.data.batch import Batch
+from evener.nn.names import clean_name
+from evener.strategies.learner import Learner
+from evener.strategies.local import local
+
+_DIGEST_NBYTES = 8
+
+
+def share_buffers(learner: Learner, batch: Batch) -> None:
+    """Gives all ranks one rank's loose buffers, written with ``batch``. A collective call."""
+    if not learner.has_shared_buffers:
+        learner.has_shared_buffers = True
+        _tell(learner, batch)
+    learner.synchronizer.share_buffers(learner.loose_buffers(), batch.first_part)
+
+
+def _tell(learner: Learner, batch: Batch) -> None:
+    """Compares the buffers of ranks that have had samples of a batch.
+
+    Warns:
+        UserWarning: On rank 0, if they differ.
+    """
+    divided = learner.data.degree > 1 and learner.mesh.degree("pipeline") == 1
+    if not divided or learner.settings.batch_norm == "local":
+        return
+    loose = {id(buffer) for buffer in learner.loose_buffers()}
+    own = {
+        clean_name(name): _digest(buffer)
+        for name, buffer in learner.model.named_buffers()
+        if id(buffer) in loose
+    }
+    has_samples = any(micro.weight for micro in batch.micro_batches)
+    said = [row for row in learner.session.control.gather_objects(own if has_samples else None) if row]
+    differing = [name for name in own if len({row.get(name) for row in said}) > 1]
+    if differing and learner.session.rank == 0:
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        warnings.warn(
+            f"buffer {differing[0]}{more} is not the same on all ranks after a step: the model's forward writes it "
+            "from the samples that a rank has. After each step all get those of the first rank with samples, which is not "
+            "what one device would have; see docs/exactness.md",
+            stacklevel=2,
+        )
+
+
+def _digest(buffer: Tensor) -> bytes:
+    numbers = local(buffer.detach()).cpu().contiguous()
+    raw = bytes(numbers.reshape(-1).view(torch.uint8).numpy()) if numbers.numel() else b""
+    return hashlib.blake2b(raw, digest_size=_DIGEST_NBYTES).digest()
