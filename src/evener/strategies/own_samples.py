@@ -51,8 +51,8 @@ def _tell(learner: Learner, batch: Batch) -> None:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         warnings.warn(
             f"buffer {differing[0]}{more} is not the same on all ranks after a step: the model's forward writes it "
-            "from the samples that a rank has. After each step all get those of the first rank with samples, which is not "
-            "what one device would have; see docs/exactness.md",
+            "from the samples that a rank has. After each step all get those of the first rank with samples, which is "
+            "not what one device would have; see docs/exactness.md",
             stacklevel=2,
         )
 
