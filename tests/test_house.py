@@ -59,6 +59,7 @@ COLUMNS = (
     (
         "surveying",
         "saving",
+        "stopping",
         "returning",
         "generators",
         "inheritance",

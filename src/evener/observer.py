@@ -6,8 +6,11 @@ late. One of the user's own derives from :class:`Observer` and is given to ``fit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from evener.errors import EvenerError
 from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 
 
@@ -19,6 +22,9 @@ class Observer:
     """
 
     everywhere: bool = False
+    ends_because: str = ""
+    """Set to the reason, it ends the run as if it were complete: all ranks stop after the same step, which is this one
+    or one of the next two."""
 
     def start(self, run: RunStart) -> None:
         """Everything has been set up and the first step is about to be taken."""
@@ -40,6 +46,8 @@ class Observers(Observer):
     """Tells several, in their order; those that are on one rank alone only there."""
 
     def __init__(self, observers: list[Observer], rank: int) -> None:
+        self.ended = False
+        """Whether all ranks have agreed to take no further step."""
         self._rank = rank
         self._told: list[Observer] = []
         self._started: list[Observer] = []
@@ -56,24 +64,66 @@ class Observers(Observer):
         """Whether anybody on this rank is told."""
         return bool(self._told)
 
+    @property
+    def ending(self) -> str:
+        """Who wants the run to end, and why; empty if nobody of this rank does."""
+        return next((f"{_name(each)}: {each.ends_because}" for each in self._told if each.ends_because), "")
+
     def start(self, run: RunStart) -> None:
         for each in self._told:
-            each.start(run)
+            with _named(each, "at the start"):
+                each.start(run)
             self._started.append(each)
 
     def step(self, record: StepRecord) -> None:
         for each in self._told:
-            each.step(record)
+            try:  # not _named, which would cost microseconds of every step
+                each.step(record)
+            except Exception as error:
+                _add_name(error, each, f"of step {record.step}")
+                raise
 
     def evaluation(self, record: EvaluationRecord) -> None:
         for each in self._told:
-            each.evaluation(record)
+            with _named(each, f"of the evaluation after {record.step} steps"):
+                each.evaluation(record)
 
     def event(self, record: Any) -> None:
         for each in self._told:
-            each.event(record)
+            with _named(each, f"of an event at step {record.step}"):
+                each.event(record)
 
     def end(self, summary: RunSummary | None) -> None:
-        """Only those that have started: where one could not, as for want of room on a disk, those behind it did not."""
+        """Only those that have started: where one could not, as for want of room on a disk, those behind it did not.
+
+        All of them end, whatever one of them raises; the first error is raised then.
+        """
+        errors: list[Exception] = []
         for each in self._started:
-            each.end(summary)
+            try:
+                with _named(each, "at the end"):
+                    each.end(summary)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+@contextmanager
+def _named(observer: Observer, when: str) -> Iterator[None]:
+    """An error in it says whose it is."""
+    try:
+        yield
+    except Exception as error:
+        _add_name(error, observer, when)
+        raise
+
+
+def _add_name(error: Exception, observer: Observer, when: str) -> None:
+    """The run's own errors say it all; of others the traceback ends with the note."""
+    if not isinstance(error, EvenerError):
+        error.add_note(f"raised by the observer {_name(observer)}, told {when}")
+
+
+def _name(observer: Observer) -> str:
+    return type(observer).__name__

@@ -34,6 +34,7 @@ from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
 from evener.saving import Saving
+from evener.stopping import Stopping
 from evener.strategies import fused
 from evener.strategies.in_backward import updates_of
 from evener.strategies.model import named_tensors
@@ -275,14 +276,14 @@ class Run:
     def _train(self, stop: Deferral) -> None:
         engine, run_dir, last = self._engine, self._config.run_dir, None
         saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop) if run_dir else None
-        progress = engine.progress
+        stopping, progress = Stopping(engine), engine.progress
         if not self._heir.evaluated and progress.epoch and not progress.position:
             self._evaluate(saving, progress.epoch - 1)
         self._clock.start()
         self._batches = engine.batches()
         for batch in self._batches:
             check()
-            engine.ledger.wish = saving.wish() if saving else 0.0
+            engine.ledger.wish = stopping.wish(saving.wish() if saving else 0.0)
             last = engine.step(batch).batch  # without its samples
             if batch.last:
                 engine.settle()
@@ -293,6 +294,7 @@ class Run:
             if batch.last:
                 self._evaluate(saving, batch.epoch)
                 self._clock.start()
+            stopping.stepped(batch)
         self._clock.stop()
         if last is not None and not last.last:
             self._tell_skipped(last.epoch)

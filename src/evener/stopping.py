@@ -1,0 +1,41 @@
+"""The end that an observer asks for, on all ranks after the same step.
+
+The wish of a rank goes with its row of a step, as that of a save does, and is fulfilled when all are sure to have read
+it. After the last batch of an epoch, and the evaluation that may follow, the ranks ask each other: there is no next
+row to wait for.
+"""
+
+from __future__ import annotations
+
+from evener.data.batch import Batch
+from evener.engine import Engine
+from evener.records import Note
+
+_END = 3.0
+"""More than the wish to save, which the end fulfils, and less than any signal."""
+
+
+class Stopping:
+    """Whether a run is to end. All ranks call its methods after the same steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        engine.observers.ended = False
+
+    def wish(self, other: float) -> float:
+        """What this rank tells with its next step, if it wants ``other`` besides."""
+        return max(other, _END) if self._engine.observers.ending else other
+
+    def stepped(self, batch: Batch) -> None:
+        """A step was taken; if it is the last one, the engine gives no further batch and the observers are told why."""
+        due = self._asked_now() if batch.last else self._engine.ledger.wished(self._engine.steps_done - 2) == _END
+        if due:
+            self._engine.observers.ended = True
+            words = self._engine.observers.ending or "an observer of another rank"
+            self._engine.observers.event(
+                Note(self._engine.steps_done, f"ends after step {self._engine.steps_done}, asked by {words}")
+            )
+
+    def _asked_now(self) -> bool:
+        asked = float(bool(self._engine.observers.ending))
+        return any(row[0] for row in self._engine.ledger.control.exchange([asked]).wait())
