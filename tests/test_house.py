@@ -54,7 +54,7 @@ COLUMNS = (
         *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "ledger"),
         *("by_hand", "equality", "guard", "replicas", "assembly", "shortage", "feed", "run_state"),
         *("recomputing", "engine"),
-        *("report", "rundir", "origin", "outputs"),
+        *("report", "rundir", "origin", "outputs", "observers"),
     ),
     (
         "surveying",

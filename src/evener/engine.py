@@ -177,7 +177,7 @@ class Engine:
             self._replicas.check(self.steps_done, everything=True)
 
     def _reached_last_step(self) -> bool:
-        return self.observers.ended or (self.config.steps is not None and self.steps_done >= self.config.steps)
+        return self.observers.ended or self.steps_done >= (self.config.steps or math.inf)
 
     def _next(self, source: Iterator[Batch]) -> Batch | None:
         batch = self._feed.next(source, self.steps_done)

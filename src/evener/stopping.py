@@ -28,7 +28,11 @@ class Stopping:
 
     def stepped(self, batch: Batch) -> None:
         """A step was taken; if it is the last one, the engine gives no further batch and the observers are told why."""
-        due = self._asked_now() if batch.last else self._engine.ledger.wished(self._engine.steps_done - 2) == _END
+        due = (
+            self._asked_now()
+            if batch.last
+            else self._engine.ledger.wished(self._engine.steps_done - 2) == _END
+        )
         if due:
             self._engine.observers.ended = True
             words = self._engine.observers.ending or "an observer of another rank"

@@ -1,0 +1,39 @@
+"""A run's numbers for Weights & Biases (``pip install 'evener[wandb]'``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evener.observer import Observer
+from evener.observers import numbers
+from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+
+
+class WandB(Observer):
+    """Numbers by ``steps``, after how many they were so, and the settings as the run's config.
+
+    Args:
+        options: For ``wandb.init``, as ``project``, ``name`` or ``mode="offline"``.
+
+    Raises:
+        ConfigurationError: If wandb is not installed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        numbers.needed("wandb", "wandb")
+        self._options = options
+        self._run: Any = None
+
+    def start(self, run: RunStart) -> None:
+        self._run = numbers.needed("wandb", "wandb").init(**{"config": run.settings, **self._options})
+        self._run.define_metric("*", step_metric="steps")
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log({"steps": record.step + 1, **numbers.of_step(record)})
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._run.log({"steps": record.step, **numbers.of_evaluation(record)})
+
+    def end(self, summary: RunSummary | None) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=int(summary is None))
