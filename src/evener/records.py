@@ -26,6 +26,14 @@ class RunStart:
     """Steps that the run took before, if it goes on."""
     parts: tuple[int, ...] = ()
     """For each rank, which part of every batch it computes; if empty, each rank computes one of its own."""
+    devices: tuple[str, ...] = ()
+    """Of each rank."""
+    parameters: int = 0
+    """Numbers that are trained, of the whole model."""
+    strategy: str = ""
+    allreduce: str = ""
+    """What sums the gradients; empty if that is not known yet."""
+    run_dir: str | None = None
 
 
 @dataclass(frozen=True)

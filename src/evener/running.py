@@ -37,7 +37,7 @@ from evener.saving import Saving
 from evener.stopping import Stopping
 from evener.strategies import fused
 from evener.strategies.in_backward import updates_of
-from evener.strategies.model import named_tensors
+from evener.strategies.model import named_tensors, whole_size
 from evener.strategies.normalize import words_of_normalization
 from evener.strategies.quantized import words_of
 from evener.surveying import head_line
@@ -257,7 +257,13 @@ class Run:
         engine, world_size = self._engine, self._session.world_size
         resolved = {"task": self._task.name, **self._config.as_dict()}
         resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
+        devices = self._session.control.gather_objects(accelerators.words_of(self._session.device))
         return RunStart(
+            devices=tuple(devices),
+            parameters=whole_size(engine.model),
+            strategy=engine.learner.name,
+            allreduce=engine.learner.synchronizer.words,
+            run_dir=str(self._config.run_dir) if self._config.run_dir else None,
             task=self._task.name,
             settings=resolved,
             world_size=world_size,
@@ -323,9 +329,8 @@ class Run:
 
     def _own_part(self) -> dict[str, Any]:
         engine, times = self._engine, self._engine.times
-        device = self._session.device
         return {
-            "device": f"{device} {accelerators.name_of(device)}".strip(),
+            "device": accelerators.words_of(self._session.device),
             "offloaded": engine.learner.offloaded.peaks,
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
             "times": {

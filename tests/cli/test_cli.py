@@ -148,7 +148,7 @@ def test_an_epoch_on_one_process_from_the_users_own_module(
     assert status_of(*train, "--epochs", "1", "--json", "out.json") == 0
     captured = capsys.readouterr()
     assert "trained plain with single on 1 rank" in captured.out
-    assert "epoch 1: loss" in captured.err
+    assert "epoch 1, evaluation: loss" in captured.err
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("mine-task-")
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(

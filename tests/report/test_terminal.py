@@ -1,7 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
+import termios
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -24,6 +31,14 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a person at a terminal, wherever the tests run."""
+    for name in ("CI", "NO_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
 
 
 @pytest.fixture
@@ -76,9 +91,9 @@ def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
     shown.end(None)
     text = screen.getvalue()
     assert "10/40 steps" in text
-    assert "loss 0.5000, 40 samples/s" in text
+    assert "train loss 0.5000, 40 samples/s" in text
     assert "\r" in text
-    assert "epoch 1: loss 0.5000, accuracy 0.7500\n" in text
+    assert "epoch 1, evaluation: loss 0.5000, accuracy 0.7500\n" in text
 
 
 def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> None:
@@ -90,10 +105,10 @@ def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> 
     shown.end(None)
     lines = out.getvalue().splitlines()
     assert lines == [
-        "step 5 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:35 left",
-        "step 10 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:30 left",
-        "step 15 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:25 left",
-        "step 20 of 40, epoch 1, loss 0.2500, 8 samples/s, 00:20 left",
+        "step 5 of 40, epoch 1, train loss 0.2500, 8 samples/s, 00:35 left",
+        "step 10 of 40, epoch 1, train loss 0.2500, 8 samples/s, 00:30 left",
+        "step 15 of 40, epoch 1, train loss 0.2500, 8 samples/s, 00:25 left",
+        "step 20 of 40, epoch 1, train loss 0.2500, 8 samples/s, 00:20 left",
     ]
 
 
@@ -103,7 +118,7 @@ def test_speed_is_that_of_this_run_where_it_goes_on_from_another(clock: Clock) -
     clock.now += 10
     shown.step(step(34, epoch=3))
     shown.end(None)
-    assert out.getvalue() == "step 35 of 40, epoch 4, loss 0.2500, 4 samples/s, 00:10 left\n"
+    assert out.getvalue() == "step 35 of 40, epoch 4, train loss 0.2500, 4 samples/s, 00:10 left\n"
 
 
 def test_a_run_of_unknown_length_has_no_time_left(clock: Clock) -> None:
@@ -176,3 +191,76 @@ def test_memory_is_shown_by_what_it_is_for(clock: Clock) -> None:
     most = {"peak": 6 << 20, "parameters": 1 << 20, "gradients": 0, "activations": 3 << 20, "other": 2 << 20}
     text = summary_text(summary(memory=[{"peak": 1 << 20, "other": 1 << 20}, most]))
     assert "  memory at most 6 MiB on rank 1: parameters 1 MiB, activations 3 MiB, other 2 MiB\n" in text
+
+
+def test_the_header_says_what_the_run_is_at_once() -> None:
+    out = io.StringIO()
+    run = RunStart(
+        "digits", {}, 3, 64, 460, 0, (), ("cpu", "cpu", "cuda:0 H100"), 12345, "ddp", "ring", "runs/a"
+    )
+    shown = Terminal(out)
+    shown.start(run)
+    assert out.getvalue().splitlines() == [
+        "digits: 12,345 parameters, ddp",
+        "  3 ranks: 2 × cpu, cuda:0 H100",
+        "  batches of 64, 460 steps",
+        "  gradients summed by ring",
+        "  records, weights and checkpoints in runs/a",
+    ]
+    shown.end(None)
+    again = terminal.header_lines(dataclasses.replace(run, steps_done=90, run_dir=None, world_size=1))
+    assert again[2:] == ["  batches of 64, goes on after step 90 of 460", "  nothing is kept on disk"]
+
+
+@pytest.mark.parametrize("name", ["CI", "TERM"])
+def test_a_terminal_that_keeps_its_lines_gets_whole_ones(
+    name: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, {"CI": "true", "TERM": "dumb"}[name])
+    screen = Screen()
+    shown = following(40, screen)
+    clock.now += 6
+    shown.step(step(9))
+    shown.end(None)
+    assert "\r" not in screen.getvalue()
+    assert screen.getvalue().startswith("step 10 of 40")
+
+
+def seen_at(columns: int, total_steps: int | None = 40) -> str:
+    """What a pseudo terminal of so many columns is sent."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(theirs, "w", encoding="utf-8") as stream:
+        shown = Terminal(stream)
+        shown.start(RunStart("task", {}, 2, 8, total_steps=total_steps, steps_done=0))
+        shown._last_line -= 1  # so long ago that the line about the ranks is due
+        shown.step(compared(9))
+        shown._bar.refresh()
+        shown.end(None)
+    text = b""
+    with suppress(OSError):  # by which Linux says that there is no more
+        while more := os.read(ours, 1 << 16):
+            text += more
+    os.close(ours)
+    return text.decode()
+
+
+def drawn(text: str) -> list[str]:
+    """The lines as they were written, each over the one before, without colours and moves."""
+    return [part for part in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)) if part.strip()]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_the_live_line_fits_any_width_and_says_the_time_left_first(columns: int) -> None:
+    for total_steps in (40, None):
+        lines = drawn(seen_at(columns, total_steps))
+        assert max(map(len, lines)) <= columns
+        assert any("10" in line and "steps" in line for line in lines)
+    assert re.match(r"[0-9:?]+ left ", next(line for line in drawn(seen_at(columns)) if "10/40" in line))
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    green = "\x1b[32m"
+    assert green in seen_at(80)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert green not in seen_at(80)

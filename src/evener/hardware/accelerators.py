@@ -119,3 +119,8 @@ def all_of_process() -> list[torch.device]:
 
 def _module(device: torch.device | str) -> Any:
     return torch.get_device_module(device)
+
+
+def words_of(device: torch.device) -> str:
+    """``cuda:0 NVIDIA H100``, or ``cpu``."""
+    return f"{device} {name_of(device)}".strip()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -36,7 +39,7 @@ class Terminal(Observer):
         self._batch_size = run.batch_size
         self._first = run.steps_done
         self._began = self._last_line = time.monotonic()
-        live = self._stream.isatty()
+        live = _is_live(self._stream, os.environ)
         self._bar = tqdm(
             total=run.total_steps,
             initial=run.steps_done,
@@ -44,11 +47,21 @@ class Terminal(Observer):
             disable=not live,
             unit="step",
             dynamic_ncols=True,
-            bar_format="{desc} |{bar:20}| {n_fmt}/{total_fmt} steps{postfix}, {remaining} left",
+            bar_format=_bar_format(run.total_steps),
+            colour="green" if _is_coloured(os.environ) else None,
         )
-        self._ranks = tqdm(file=self._stream, disable=not live, position=1, leave=False, bar_format="{desc}")
+        self._ranks = tqdm(
+            file=self._stream,
+            disable=not live,
+            position=1,
+            leave=False,
+            dynamic_ncols=True,
+            bar_format="{desc}",
+        )
         self._recent = RecentSteps(run.parts)
         self._live = live
+        for line in header_lines(run):
+            self._print(line)
 
     def step(self, record: StepRecord) -> None:
         done = record.step + 1
@@ -75,14 +88,14 @@ class Terminal(Observer):
     def _state(self, record: StepRecord) -> str:
         slowest = f", {self._recent.slowest()}" if self._recent.several else ""
         speed = self._speed(record.step + 1)
-        return f"loss {record.loss:.4f}, {speed:,.0f} samples/s{_memory(record)}{slowest}"
+        return f"train loss {record.loss:.4f}, {speed:,.0f} samples/s{_memory(record)}{slowest}"
 
     def event(self, record: Any) -> None:
         self._print(record.words)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         values = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-        self._print(f"epoch {record.epoch + 1}: {values}")
+        self._print(f"epoch {record.epoch + 1}, evaluation: {values}")
 
     def where(self, record: StepRecord) -> str:
         """Where the run stands, in words."""
@@ -106,6 +119,46 @@ class Terminal(Observer):
             return ""
         seconds = (time.monotonic() - self._began) / (done - self._first) * (self._total - done)
         return f", {tqdm.format_interval(seconds)} left"
+
+
+def _is_live(stream: Any, environment: Mapping[str, str]) -> bool:
+    """Whether lines can be written over; a CI that gives its jobs a terminal keeps every line all the same."""
+    return bool(stream.isatty()) and environment.get("TERM") != "dumb" and not environment.get("CI")
+
+
+def _is_coloured(environment: Mapping[str, str]) -> bool:
+    """As no-color.org has it: not if NO_COLOR is something."""
+    return not environment.get("NO_COLOR")
+
+
+def _bar_format(total_steps: int | None) -> str:
+    """What matters most comes first: a narrow terminal cuts the end off."""
+    if total_steps is None:
+        return "{n_fmt} steps, {desc}{postfix}"
+    return "{remaining} left |{bar:10}| {n_fmt}/{total_fmt} steps, {desc}{postfix}"
+
+
+def header_lines(run: RunStart) -> list[str]:
+    """What the run is, each line for a terminal of 60 columns as far as names allow; nothing that is not known."""
+    kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
+    ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
+    of = f" of {run.total_steps:,}" if run.total_steps else ""
+    lines = [f"{run.task}: {run.parameters:,} parameters, {run.strategy}", f"  {ranks}: {kinds}"]
+    lines += (
+        [f"  batches of {run.batch_size}, goes on after step {run.steps_done}{of}"] if run.steps_done else []
+    )
+    lines += [f"  batches of {run.batch_size}{_steps_words(run)}"] if not run.steps_done else []
+    lines += [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
+    lines += (
+        [f"  records, weights and checkpoints in {run.run_dir}"]
+        if run.run_dir
+        else ["  nothing is kept on disk"]
+    )
+    return lines if run.devices else []
+
+
+def _steps_words(run: RunStart) -> str:
+    return f", {run.total_steps:,} steps" if run.total_steps else ""
 
 
 def _memory(record: StepRecord) -> str:

@@ -13,6 +13,7 @@ built for real.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -229,3 +230,10 @@ def _share_sparse(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup
 def _keep(tensor: Tensor, whole: Tensor) -> None:
     piece = slice_of(tensor)
     local(tensor).copy_(piece.part(whole) if piece else whole)
+
+
+def whole_size(model: nn.Module) -> int:
+    """Numbers that are trained, of the whole model, of which this rank may hold a part."""
+    pairs = [(each, slice_of(each)) for each in model.parameters() if each.requires_grad]
+    shapes = [piece.whole_shape(local(each).shape) if piece else each.shape for each, piece in pairs]
+    return sum(math.prod(shape) for shape in shapes)
