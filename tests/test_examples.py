@@ -28,6 +28,8 @@ SHOWN = {
     "metrics_from_torchmetrics": r"accuracy 0\.\d+\nf1 0\.\d+\ncalibration 0\.\d+",
     "predict": r"3[0-6]\d of 360 right",
     "resume": r"stopped after 11 steps(.|\n)*ended after 29 steps(.|\n)*without a stop: (0e\+00|\de-(0[89]|1\d))",
+    "early_stopping": r"ended after ([2-9]|1\d) epochs: loss 0\.\d+",
+    "keep_the_best": r"best after \d+ steps: accuracy 0\.\d+, kept in step-0+\d+",
     "launch": r"rank 0: 30\.0",
     "partition_by_sample": r"5748 samples in 92 steps.*held 0\.333, 0\.667\naccuracy 0\.9",
     "partition_by_dimension": r"hold \[1333, 667\] of 2000 columns\naccuracy (0\.9|1\.)",

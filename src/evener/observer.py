@@ -23,8 +23,8 @@ class Observer:
 
     everywhere: bool = False
     ends_because: str = ""
-    """Set to the reason, it ends the run as if it were complete: all ranks stop after the same step, which is this one
-    or one of the next two."""
+    """Set to the reason, it ends the run as if it were complete. All ranks stop after the same step: after an
+    evaluation at an epoch's end at once, else some steps after the one that it was told of."""
 
     def start(self, run: RunStart) -> None:
         """Everything has been set up and the first step is about to be taken."""
