@@ -60,6 +60,7 @@ COLUMNS = (
         "surveying",
         "saving",
         "stopping",
+        "tally",
         "returning",
         "generators",
         "inheritance",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import platform
 import threading
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import zip_longest
-from operator import gt
 from typing import Any
 
 import torch
@@ -23,10 +20,9 @@ from evener.engine import Engine
 from evener.errors import InterruptedRunError
 from evener.hardware import accelerators
 from evener.inheritance import HandedOnError, Heir, succession
-from evener.memory import CATEGORIES
 from evener.nn.names import clean_name
 from evener.observer import Observer
-from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
+from evener.records import Note, RunStart, RunSummary
 from evener.report.terminal import Terminal
 from evener.returning import falling_back
 from evener.rundir import CHECKPOINTS, Records, RunDirectory, goes_on_in
@@ -41,6 +37,7 @@ from evener.strategies.model import named_tensors, whole_size
 from evener.strategies.normalize import words_of_normalization
 from evener.strategies.quantized import words_of
 from evener.surveying import head_line
+from evener.tally import Clock, Tally
 from evener.task import Task
 from evener.version import evener_version
 
@@ -58,65 +55,6 @@ class Trained:
 
     def __repr__(self) -> str:
         return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
-
-
-class Tally(Observer):
-    """What the summary tells of steps and evaluations."""
-
-    def __init__(self, parts: int) -> None:
-        self.taken = [0] * parts
-        self.last: StepRecord | None = None
-        self.skipped = 0
-        self.memory: list[dict[str, int]] = []
-        """Of each rank the most bytes in use in a step, and what these were for."""
-        self.evaluation_record: EvaluationRecord | None = None
-
-    everywhere = True
-
-    def step(self, record: StepRecord) -> None:
-        self.last = record
-        self.skipped += record.skipped
-        known = [each["peak"] for each in self.memory] or [-1] * len(record.memory_peak)
-        if any(map(gt, record.memory_peak, known)):
-            pairs = zip_longest(self.memory, _memory_of(record), fillvalue={"peak": -1})
-            self.memory = [max(pair, key=lambda each: each["peak"]) for pair in pairs]
-        self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self.evaluation_record = record
-
-    @property
-    def samples(self) -> int:
-        return sum(self.taken)
-
-
-def _memory_of(record: StepRecord) -> list[dict[str, int]]:
-    """Of each rank."""
-    none = (0,) * len(record.memory_peak)
-    return [
-        {"peak": peak} | {name: record.memory_parts.get(name, none)[rank] for name in CATEGORIES}
-        for rank, peak in enumerate(record.memory_peak)
-    ]
-
-
-class Clock:
-    """The seconds of training, without what comes between."""
-
-    def __init__(self) -> None:
-        self._before = 0.0
-        self._began: float | None = None
-
-    def start(self) -> None:
-        self._before = self.seconds
-        self._began = time.perf_counter()
-
-    def stop(self) -> None:
-        self._before, self._began = self.seconds, None
-
-    @property
-    def seconds(self) -> float:
-        """So far, also while it runs."""
-        return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
 
 class Run:

@@ -1,0 +1,70 @@
+"""What a run counts of itself for its summary."""
+
+from __future__ import annotations
+
+import time
+from itertools import zip_longest
+from operator import gt
+
+from evener.memory import CATEGORIES
+from evener.observer import Observer
+from evener.records import EvaluationRecord, StepRecord
+
+
+class Tally(Observer):
+    """What the summary tells of steps and evaluations."""
+
+    def __init__(self, parts: int) -> None:
+        self.taken = [0] * parts
+        self.last: StepRecord | None = None
+        self.skipped = 0
+        self.memory: list[dict[str, int]] = []
+        """Of each rank the most bytes in use in a step, and what these were for."""
+        self.evaluation_record: EvaluationRecord | None = None
+
+    everywhere = True
+
+    def step(self, record: StepRecord) -> None:
+        self.last = record
+        self.skipped += record.skipped
+        known = [each["peak"] for each in self.memory] or [-1] * len(record.memory_peak)
+        if any(map(gt, record.memory_peak, known)):
+            pairs = zip_longest(self.memory, _memory_of(record), fillvalue={"peak": -1})
+            self.memory = [max(pair, key=lambda each: each["peak"]) for pair in pairs]
+        self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluation_record = record
+
+    @property
+    def samples(self) -> int:
+        return sum(self.taken)
+
+
+def _memory_of(record: StepRecord) -> list[dict[str, int]]:
+    """Of each rank."""
+    none = (0,) * len(record.memory_peak)
+    return [
+        {"peak": peak} | {name: record.memory_parts.get(name, none)[rank] for name in CATEGORIES}
+        for rank, peak in enumerate(record.memory_peak)
+    ]
+
+
+class Clock:
+    """The seconds of training, without what comes between."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._began: float | None = None
+
+    def start(self) -> None:
+        self._before = self.seconds
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        self._before, self._began = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """So far, also while it runs."""
+        return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
