@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import ABSENT, PEERS, Contender, Work, ours
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, ratio, take_turns
 from evener.balance import BySpeed, solve
 from evener.balance.base import Balancer
@@ -64,7 +64,7 @@ def model() -> nn.Module:
 
 
 def work(name: str, build: Callable[[], nn.Module] = model) -> Work:
-    data = TensorDataset(torch.rand(BATCH_SIZE * 20, 3, 16, 16), torch.randint(10, (BATCH_SIZE * 20,)))
+    data = TensorDataset(rand(BATCH_SIZE * 20, 3, 16, 16), randint(10, (BATCH_SIZE * 20,)))
     return Work(name, build, data, BATCH_SIZE)
 
 

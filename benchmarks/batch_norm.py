@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import Work, ours, plain_ddp
+from benchmarks.drawn import randint, randn
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.runtime.session import Session
 
@@ -58,7 +59,7 @@ def measure(batches: list[int], turns: int, steps: int) -> dict[str, dict[str, T
         "Evener, exact": ours(),
         "Evener, local": ours(batch_norm="local"),
     }
-    data = TensorDataset(torch.randn(1024, 3, 32, 32), torch.randint(10, (1024,)))
+    data = TensorDataset(randn(1024, 3, 32, 32), randint(10, (1024,)))
     works = {f"{batch} a rank": Work("ResNet18", resnet18, data, RANKS * batch) for batch in batches}
     with Session(device="cpu") as session:
         return {

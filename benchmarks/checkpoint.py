@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.data import TensorDataset
 
 import evener
+from benchmarks.drawn import rand
 from benchmarks.interleaved import machine
 from evener.engine import Engine
 from evener.runtime.session import Session
@@ -42,7 +43,7 @@ WIDTH = 1024
 def task(megabytes: int) -> evener.Task:
     """An MLP with AdamW: weights and two states of 4 bytes each, so many megabytes of state together."""
     layers = max(1, round(megabytes * 1e6 / (12 * WIDTH * (WIDTH + 1))))
-    data = TensorDataset(torch.rand(64, WIDTH), torch.rand(64, WIDTH))
+    data = TensorDataset(rand(64, WIDTH), rand(64, WIDTH))
     return evener.Task(
         model=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))),
         loss=nn.MSELoss(),

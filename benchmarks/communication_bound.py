@@ -10,21 +10,21 @@ from __future__ import annotations
 import argparse
 from itertools import pairwise
 
-import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.runtime.session import Session
 from evener.tasks import digits
 
 
 def works() -> list[Work]:
-    wide = TensorDataset(torch.rand(512, 2048), torch.randint(10, (512,)))
-    narrow = TensorDataset(torch.rand(512, 1024), torch.randint(10, (512,)))
-    images = TensorDataset(torch.rand(1024, 1, 8, 8), torch.randint(10, (1024,)))
+    wide = TensorDataset(rand(512, 2048), randint(10, (512,)))
+    narrow = TensorDataset(rand(512, 1024), randint(10, (512,)))
+    images = TensorDataset(rand(1024, 1, 8, 8), randint(10, (1024,)))
     return [
         Work("25M parameters, 24 layers, batch 4", lambda: mlp(*[1024] * 25), narrow, 4),
         Work("25M parameters, 24 layers, batch 16", lambda: mlp(*[1024] * 25), narrow, 16),

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import Contender, Work, ours
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.engine import Engine
 from evener.runtime.environment import Environment
@@ -31,7 +32,7 @@ PROCESSES, THREADS, ONE = "ddp, 2 processes", "data_parallel, 2 devices", "singl
 
 def works() -> list[Work]:
     """From steps that are all Python to steps that are all arithmetic."""
-    images, labels = torch.rand(4096, 1, 8, 8), torch.randint(10, (4096,))
+    images, labels = rand(4096, 1, 8, 8), randint(10, (4096,))
     data = TensorDataset(images, labels)
 
     def deep() -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from benchmarks.drawn import rand
 from evener.task import Task
 
 KINDS, WORDS, LENGTH = 10, 2000, 64
@@ -149,11 +150,11 @@ def _embeddings() -> nn.Module:
 
 
 def _rows(count: int) -> TensorDataset:
-    return TensorDataset(torch.rand(count, 256), torch.arange(count) % KINDS)
+    return TensorDataset(rand(count, 256), torch.arange(count) % KINDS)
 
 
 def _images(count: int) -> TensorDataset:
-    return TensorDataset(torch.rand(count, 3, 32, 32), torch.arange(count) % KINDS)
+    return TensorDataset(rand(count, 3, 32, 32), torch.arange(count) % KINDS)
 
 
 def _texts(count: int) -> TensorDataset:

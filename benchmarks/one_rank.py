@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.contenders import Work
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import machine
 from evener.engine import Engine
 from evener.runtime.session import Session
@@ -36,7 +37,7 @@ def mlp(width: int, inputs: int = 64) -> nn.Module:
 
 
 def works() -> list[Work]:
-    data = TensorDataset(torch.rand(4096, 64), torch.randint(10, (4096,)))
+    data = TensorDataset(rand(4096, 64), randint(10, (4096,)))
     return [
         Work("MLP 64-64-10, batch 16", lambda: mlp(64), data, 16),
         Work("MLP 64-512-10, batch 64", lambda: mlp(512), data, 64),

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 
-import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import PEERS, Work, ours
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.runtime.session import Session
 from evener.tasks import digits
@@ -20,7 +20,7 @@ from evener.tasks import digits
 
 def works() -> list[Work]:
     """Small steps, where overhead shows."""
-    images, labels = torch.rand(4096, 1, 8, 8), torch.randint(10, (4096,))
+    images, labels = rand(4096, 1, 8, 8), randint(10, (4096,))
     data = TensorDataset(images, labels)
     mlp = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # noqa: E731
     return [

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
+from benchmarks.drawn import randn
 from benchmarks.interleaved import machine
 from evener.engine import Engine
 from evener.runtime.session import Session
@@ -50,7 +51,7 @@ def task() -> evener.Task:
         model=lambda: nn.Sequential(*map(Layer, COSTS)),
         loss=nn.MSELoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        train=TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)),
+        train=TensorDataset(randn(SAMPLES, WIDTH), randn(SAMPLES, WIDTH)),
         batch_size=BATCH,
     )
 

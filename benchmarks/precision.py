@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
 from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import PEERS, Work, ours
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from benchmarks.towers import tower
 from evener.runtime.session import Session
@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def works(way: dict[str, Any]) -> list[Work]:
-    data = TensorDataset(torch.rand(4096, 64), torch.randint(10, (4096,)))
+    data = TensorDataset(rand(4096, 64), randint(10, (4096,)))
     return [Work("4 blocks of width 256, batch 256", tower, data, 256, **way)]
 
 

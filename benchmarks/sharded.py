@@ -31,6 +31,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 import evener
 from benchmarks import balance
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.config import RunConfig
 from evener.engine import Engine
@@ -42,7 +43,7 @@ OWNS = "2,1,1"
 
 
 def works() -> list[Work]:
-    narrow = TensorDataset(torch.rand(512, 1024), torch.randint(10, (512,)))
+    narrow = TensorDataset(rand(512, 1024), randint(10, (512,)))
     return [
         Work("25M parameters, 24 layers, batch 16", lambda: layers(*[1024] * 25), narrow, 16),
         Work("25M parameters, 24 layers, batch 256", lambda: layers(*[1024] * 25), narrow, 256),

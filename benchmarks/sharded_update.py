@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.communication_bound import mlp
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.runtime.session import Session
 from evener.strategies.sharded import Sharded
@@ -34,8 +35,8 @@ class WithAdamW(Work):
 
 
 def works(batches: list[int]) -> list[WithAdamW]:
-    data = TensorDataset(torch.rand(512, 1024), torch.randint(10, (512,)))
-    few = TensorDataset(torch.rand(512, 2048), torch.randint(10, (512,)))
+    data = TensorDataset(rand(512, 1024), randint(10, (512,)))
+    few = TensorDataset(rand(512, 2048), randint(10, (512,)))
     layers = [
         WithAdamW(f"25M parameters, 24 layers, batch {n}", partial(mlp, *[1024] * 25), data, n)
         for n in batches

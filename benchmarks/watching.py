@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.contenders import Contender, Work
+from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.config import RunConfig
 from evener.hardware.readout import Here, Readout
@@ -75,7 +76,7 @@ CONTENDERS = {
 def work() -> Work:
     """About 5 ms a step on two cores, and 0.3 million weights."""
     model = lambda: nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 10))  # noqa: E731
-    data = TensorDataset(torch.rand(4096, 256), torch.randint(10, (4096,)))
+    data = TensorDataset(rand(4096, 256), randint(10, (4096,)))
     return Work("MLP 256-512-256-10, batch 256", model, data, 256)
 
 
@@ -98,7 +99,7 @@ def memory_microseconds(layers: int, rounds: int = 5) -> tuple[int, float, float
     """Of a model of so many layers: its parameters, the time of a step's two readings with the sums that are due in
     the mean, and of one of these sums alone."""
     model = lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))  # noqa: E731
-    data = TensorDataset(torch.rand(64, 16), torch.rand(64, 16))
+    data = TensorDataset(rand(64, 16), rand(64, 16))
     task = evener.Task(model=model, loss=nn.MSELoss(), optimizer=torch.optim.AdamW, train=data, batch_size=16)
     with Session(device="cpu") as session, evener.Engine(task, session=session, epochs=9) as engine:
         batches = engine.batches()

@@ -47,7 +47,7 @@ def task():
         model=lambda: nn.Sequential(*layers),
         loss=nn.MSELoss(),
         optimizer=lambda parameters: torch.optim.SGD(list(parameters), 0.1),
-        train=TensorDataset(torch.randn(64, 4), torch.randn(64, 1)),
+        train=TensorDataset(torch.ones(64, 4), torch.ones(64, 1)),
         batch_size=8,
     )
 

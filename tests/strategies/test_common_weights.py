@@ -22,6 +22,7 @@ from evener.strategies.sharding import summing
 from evener.strategies.sharding.zero import Zero
 from evener.task import Task
 from tests.strategies.test_zero import recurrent
+from tests.tasks import classes, draws
 
 
 class Shift(nn.Module):
@@ -49,7 +50,7 @@ def weights_in_a_late_backward() -> list[bool]:
         shifted: Tensor = model(x)
         return shifted
 
-    data = TensorDataset(torch.rand(12, 4), torch.randint(4, (12,)))
+    data = TensorDataset(draws(12, 4), classes(12, 4))
     task = Task(
         model=Shift,
         loss=nn.CrossEntropyLoss(),

@@ -21,6 +21,7 @@ from evener.records import StepRecord
 from evener.strategies.watching import LOOK_SECONDS, Read
 from tests.observers import Remembering
 from tests.ranks import RankPool
+from tests.tasks import draws
 
 WIDTH, SAMPLES, MIB, GIB = 512, 64, 2**20, 2**30
 NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -32,7 +33,7 @@ def task(optimizer: Any = None) -> evener.Task:
         model=lambda: nn.Linear(WIDTH, WIDTH),
         loss=nn.MSELoss(),
         optimizer=optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-        train=TensorDataset(torch.rand(SAMPLES, WIDTH), torch.rand(SAMPLES, WIDTH)),
+        train=TensorDataset(draws(SAMPLES, WIDTH), draws(SAMPLES, WIDTH, seed=2)),
         batch_size=16,
         epochs=2,
     )
