@@ -17,6 +17,7 @@ from evener.cli import (
     export,
     listing,
     plan,
+    plot,
     predict,
     run,
     sources,
@@ -28,7 +29,7 @@ from evener.errors import EvenerError, RankError
 from evener.streams import guarded, open_missing, unheard
 from evener.system import words
 
-COMMANDS = (train, evaluate, predict, run, verify, plan, devices, bench, export, listing, completion)
+COMMANDS = (train, evaluate, predict, run, verify, plan, plot, devices, bench, export, listing, completion)
 
 
 class Version(argparse.Action):

@@ -1,0 +1,46 @@
+"""``evener plot``: what balancing did in a run, as a drawing."""
+
+from __future__ import annotations
+
+import argparse
+
+from evener.cli.parsing import Parser, Words, path
+from evener.errors import ConfigurationError
+
+WORDS = Words(
+    "plot",
+    "draw a run's shares, times and speed",
+    "Draw the share that each rank had of the batches, the time of its own work, and the steps per second, "
+    "from a run's records, as SVG. Further runs are compared with the first by their steps per second.",
+    usage="RUN [RUN ...] --out FILE [OPTIONS]",
+    examples=(
+        "evener plot runs/first --out first.svg",
+        "evener plot runs/auto runs/equal --out compared.svg",
+    ),
+)
+
+
+def fill(parser: Parser) -> None:
+    """Adds the command's options."""
+    parser.files.append(
+        parser.add_argument("runs", type=path, metavar="RUN", nargs="+", help="a run directory")
+    )
+    parser.option("output", "--out", type=path, metavar="FILE", required=True, help="the file, .svg")
+    parser.option("output", "--overwrite", action="store_true", help="replace a file that is there")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Writes the drawing and prints its title."""
+    from evener.report.plot import RunSteps, drawn
+    from evener.system import in_words
+
+    out = arguments.out
+    if out.suffix != ".svg":
+        raise ConfigurationError(f"{out} does not end with .svg, which is what is drawn")
+    if out.exists() and not arguments.overwrite:
+        raise ConfigurationError(f"{out} is there already: name another file with --out, or give --overwrite")
+    text = drawn([RunSteps.of(run) for run in arguments.runs])
+    with in_words(f"the drawing cannot be written to {out}"):
+        out.write_text(text, encoding="utf-8")
+    print(f"{out}: {text.split('<title>')[1].split('</title>')[0]}", flush=True)
+    return 0
