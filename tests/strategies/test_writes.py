@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import TaskError
+from evener.strategies.local import changeable
 from evener.strategies.sharded import Sharded
+from evener.strategies.sharding.writes import refuse_writes
 from tests.tasks import _task
 
 
@@ -56,3 +59,21 @@ def test_writes_are_refused_by_name(ranks: Any, zero: int) -> None:
 @pytest.mark.parametrize("zero", [2, 3])
 def test_who_does_not_write_is_looked_at_once(ranks: Any, zero: int) -> None:
     assert ranks(2).run(said, zero, -1) == ["", ""]
+
+
+class Tried(nn.Linear):
+    """Other weights for the time of a trial, within its first pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ExitStack() as stack, torch.no_grad():
+            for parameter in self.parameters():
+                changeable(parameter, stack).add_(1.0)
+        return super().forward(x)
+
+
+def test_a_trial_is_no_write() -> None:
+    layer = Tried(2, 2)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    refuse_writes(layer, layer.named_parameters, "any")
+    layer(torch.ones(1, 2)).sum().backward()
+    assert all(map(torch.equal, layer.parameters(), before))

@@ -40,9 +40,10 @@ def changeable(parameter: nn.Parameter, stack: ExitStack) -> Tensor:
         numbers = local(held)
         stack.callback(numbers.copy_, numbers.clone())
         return numbers
+    numbers = held.clone()  # of which autograd does not count the writes as those to the parameter
     stack.callback(setattr, parameter, "data", parameter.data)
-    parameter.data = held.clone()
-    return parameter.detach()
+    parameter.data = numbers
+    return numbers
 
 
 def as_held(numbers: Tensor, like: Tensor) -> Tensor:
