@@ -34,7 +34,7 @@ class Best(evener.Observer):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        evener.fit(
+        trained = evener.fit(
             "digits",
             processes=1,
             epochs=3,
@@ -42,6 +42,7 @@ if __name__ == "__main__":
             keep_best="accuracy",
             observers=[Best(home / "best.json")],
         )
-        best = json.loads((home / "best.json").read_text())
-        kept = (home / "run/checkpoints/best").read_text().split()[0]
-        print(f"best after {best['steps']} steps: accuracy {best['accuracy']:.3f}, kept in {kept}")
+        if trained.rank == 0:  # which observers are told on
+            best = json.loads((home / "best.json").read_text())
+            kept = (home / "run/checkpoints/best").read_text().split()[0]
+            print(f"best after {best['steps']} steps: accuracy {best['accuracy']:.3f}, kept in {kept}")
