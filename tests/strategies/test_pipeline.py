@@ -264,7 +264,6 @@ def refused(name: str, options: dict[str, Any]) -> tuple[type[BaseException], st
         ),
         ("layers", {"cut": "1,2"}, ConfigurationError, "cut '1,2' begins 2 stages besides the first"),
         ("contrasting", {}, ConfigurationError, "it looks at several samples together.* microbatches=1"),
-        ("moved_on", {}, ConfigurationError, r"buffer .*_[uv] is written in each forward .* microbatches=1"),
         ("whole_weights", {}, ConfigurationError, "each rank of strategy 'pipeline' holds a slice"),
         ("by_hand", {}, ConfigurationError, r"take steps with engine.step\(batch\)"),
         ("infinite", {}, DivergenceError, "the loss is nan in step 0 on rank 1"),
@@ -276,6 +275,21 @@ def test_what_cannot_be_is_refused(
     for found, message in ranks(2).run(refused, name, options):
         assert issubclass(found, kind), message
         assert re.search(words, message), message
+
+
+def told(name: str, options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trajectory(name, options=options, steps=3)
+    return [str(each.message) for each in caught if "buffer" in str(each.message)]
+
+
+def test_buffers_that_each_piece_moves_on_are_told_of_once(ranks: Any) -> None:
+    for of_rank in ranks(2).run(told, "moved_on", {}):
+        (words,) = of_rank
+        assert re.search(r"buffer .*_[uv] is written in each forward .* microbatches=1", words)
+    assert ranks(2).run(told, "moved_on", {"microbatches": 1}) == [[], []]
+    assert ranks(2).run(told, "normalized", {}) == [[], []]
 
 
 @pytest.mark.parametrize(

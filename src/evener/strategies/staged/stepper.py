@@ -62,7 +62,7 @@ class PipelineStepper(Stepper):
                 for action in plan.own:
                     turn.take(action)
                 place.post.finish()
-            place.forward.refusal = self._of_several(before) or turn.written or self._of_loss(turn, batch)
+            place.forward.refusal = self._of_several(before) or self._of_loss(turn, batch)
             self._unchecked = self._unchecked and not looked_at
             place.forward.totals = turn.totals
             missing = learner.synchronizer.complete()

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,8 +107,6 @@ class Turn:
         """On the host, when each action ran, from when what it needs had come until what it made was sent."""
         self.outputs: list[tuple[Any, Tensor]] = []
         """Of the pieces looked at and their totals, until it is known that the loss is a sum over samples."""
-        self.written: str | None = None
-        """Why a buffer is not what the whole micro-batch would have left."""
 
     def take(self, action: Action) -> None:
         """Does what the schedule says."""
@@ -226,8 +225,12 @@ class Turn:
 
     @contextmanager
     def _watched(self, micro: int) -> Iterator[None]:
-        """Looks for buffers to which each piece gives other values: the whole would have given them the first alone."""
-        if not 0 < micro < self._looked_at:
+        """Looks for buffers to which the second piece gives other values: the whole would have given the first alone.
+
+        Warns:
+            UserWarning: On the rank of that stage, if there is one.
+        """
+        if micro != 1 or self._looked_at < 2:
             yield
             return
         before = [(buffer, buffer.clone()) for buffer in self._learner.loose_buffers()]
@@ -235,11 +238,13 @@ class Turn:
         changed = [held for held, old in before if held.shape == old.shape and not torch.equal(held, old)]
         for name, buffer in self._learner.model.named_buffers() if changed else ():
             if any(buffer is each for each in changed):
-                self.written = (
+                warnings.warn(
                     f"buffer {name} is written in each forward pass, of which one device takes one for a micro-batch "
-                    "and a pipeline one for each piece of it: have it take each micro-batch as it is, with "
-                    "microbatches=1 and micro_batch set to what fills the pipeline"
+                    "and a pipeline one for each piece of it, which is another training. With microbatches=1, and "
+                    "micro_batch set to what fills the pipeline, each micro-batch stays whole",
+                    stacklevel=2,
                 )
+                return
 
     def refusal(self, micro: MicroBatch) -> str | None:
         """Why the loss is not that of the whole micro-batch, whose pieces were looked at."""
