@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evener.data.batch import Batch
+from evener.hardware.readout import is_late
 from evener.nn.names import clean_name
 from evener.strategies.learner import Learner
 from evener.strategies.local import local
@@ -30,14 +31,14 @@ def share_buffers(learner: Learner, batch: Batch) -> None:
 
 
 def _tell(learner: Learner, batch: Batch) -> None:
-    """Compares the buffers of ranks that have had samples of a batch.
+    """Compares the buffers of ranks that have had samples of a batch, where each computes a part of its own on a CPU.
 
     Warns:
         UserWarning: On rank 0, if they differ.
     """
-    divided = learner.data.degree > 1 and learner.mesh.degree("pipeline") == 1
-    if not divided or learner.settings.batch_norm == "local":
-        return
+    divided = learner.data.degree > 1 and learner.data.is_whole
+    if not divided or learner.settings.batch_norm == "local" or is_late(learner.session.device):
+        return  # a step waits for no device
     loose = {id(buffer) for buffer in learner.loose_buffers()}
     own = {
         clean_name(name): _digest(buffer)
