@@ -40,7 +40,7 @@ def inputs():
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a module and a run of its task, in float64, that was trained and evaluated."""
     home = tmp_path_factory.mktemp("applied")
-    (home / "mine.py").write_text(MODULE)
+    (home / "mine_applied.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setattr(sys, "path", [str(home), *sys.path])
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             main(
                 [
                     "train",
-                    "mine:task",
+                    "mine_applied:task",
                     *ONE,
                     *given,
                     "--epochs",
@@ -130,7 +130,7 @@ def test_outputs_are_those_of_the_plain_model(home: Path) -> None:
     model.load_state_dict(dict(read_weights(home / "run")))
     inputs = torch.stack([features for features, _ in tasks.plain().train]).double()
     np.save(home / "in.npy", inputs.numpy())
-    for name, more in (("in.npy", []), ("mine:inputs", ["--inputs-alone"])):
+    for name, more in (("in.npy", []), ("mine_applied:inputs", ["--inputs-alone"])):
         assert main(["predict", "run", "--data", name, *more, "--out", "out.pt", "--overwrite", *ONE]) == 0
         with torch.no_grad():
             torch.testing.assert_close(torch.load(home / "out.pt"), model(inputs))
@@ -157,14 +157,14 @@ def test_a_run_begins_with_the_weights_of_another(home: Path) -> None:
     [
         (["evaluate", "absent"], "absent is no run directory"),
         (["evaluate", "run", "--data", "in.npy"], "in.npy holds inputs without targets"),
-        (["evaluate", "run", "--task", "mine:tsk"], "module mine has no tsk"),
-        (["evaluate", "run", "--task", "mine:task"], "task 'mine:task' cannot be built"),
+        (["evaluate", "run", "--task", "mine_applied:tsk"], "module mine_applied has no tsk"),
+        (["evaluate", "run", "--task", "mine_applied:task"], "task 'mine_applied:task' cannot be built"),
         (
             ["evaluate", "run", "--option", "depth=4"],
             "cannot be built with the options data_dir, depth, width",
         ),
         (["predict", "run", "--data", "train", "--out", "out.txt"], "ends with none of"),
-        (["predict", "run", "--data", "train", "--out", "mine.py"], "ends with none of"),
+        (["predict", "run", "--data", "train", "--out", "mine_applied.py"], "ends with none of"),
         (
             ["predict", "run", "--data", "train", "--out", "o.npy", "--inputs-alone"],
             "leave --inputs-alone out",
@@ -194,7 +194,7 @@ def test_a_file_that_is_there_is_refused_before_anything_runs(
 
 def test_a_run_says_which_task_it_is_of(home: Path) -> None:
     known = origin(Path("run"))
-    assert known.task == "mine:task"
+    assert known.task == "mine_applied:task"
     assert known.options == {"width": 3, "data_dir": home / "some"}
     assert known.settings["batch_size"] == 10
     assert known.settings["precision_of"] == ()
