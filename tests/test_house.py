@@ -20,6 +20,7 @@ COLUMNS = (
             "version",
             "errors",
             "texts",
+            "spelling",
             "system",
             "streams",
             "calling",

@@ -17,7 +17,7 @@ from evener.elastic import headcount_of, restarting
 from evener.inheritance import HandedOnError, Heir, made_anew, succeeds
 from evener.observer import Observer
 from evener.offload import Offload
-from evener.origin import Note
+from evener.origin import OriginNote
 from evener.ranges import one_number
 from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
 from evener.running import Run, Trained
@@ -137,7 +137,7 @@ class FitJob:
 
     def _note(self, run_dir: Path | None) -> list[Observer]:
         """What writes down which task this is, where the run leaves a directory."""
-        return [] if run_dir is None else [Note(run_dir, self.task, self.options)]
+        return [] if run_dir is None else [OriginNote(run_dir, self.task, self.options)]
 
     def _new_directory(self, task: Task, session: Session) -> Path:
         """Made by rank 0, and the same for all."""

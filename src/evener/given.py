@@ -5,7 +5,6 @@ Later it would end in an error of whatever first touches it, on every rank, and 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from evener.errors import TaskError
 from evener.plugins import kind_of
+from evener.spelling import did_you_mean
 
 C = TypeVar("C")
 
@@ -42,8 +42,7 @@ def explaining_fields(cls: type[C]) -> type[C]:
 
 
 def _no_field(owner: str, name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(names)}"
+    hint = did_you_mean(name, names) or f"its fields are {', '.join(names)}"
     return f"{owner} has no field {name}; {hint}"
 
 

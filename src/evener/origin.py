@@ -20,7 +20,7 @@ CARRIED = ("batch_size", "dtype", "precision", "precision_of", "seed", "workers"
 """Settings of a run by which its model computes and its samples are read; where it runs is decided anew."""
 
 
-class Note(Observer):
+class OriginNote(Observer):
     """Writes down, at the start of a run, what its task is called and what its function was given."""
 
     def __init__(self, directory: Path, task: TaskLike, options: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ thing. Each is told apart, so that nobody looks for a typing error where a packa
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from evener.errors import ConfigurationError, EvenerError
+from evener.spelling import nearest
 
 GROUPS = {
     "task": "evener.tasks",
@@ -53,8 +53,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     path = Path(name)
     if path.suffix == ".py":
         return f". Did you mean {'.'.join(path.with_suffix('').parts)}:task?"
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f". Did you mean {near[0]}?" if near else ""
+    near = nearest(name, known)
+    return f". Did you mean {near}?" if near else ""
 
 
 def find(

@@ -253,6 +253,10 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
+RECORDS = "records.jsonl"
+"""The file of a run directory that holds them."""
+
+
 class RecordFile:
     """A file of records, one JSON object a line, each line whole on disk as soon as it is written.
 

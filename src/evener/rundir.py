@@ -31,7 +31,16 @@ from filelock import FileLock, Timeout
 
 from evener.errors import ConfigurationError, StorageError
 from evener.observer import Observer
-from evener.records import EvaluationRecord, RecordFile, RunStart, RunSummary, StepRecord, as_json, write_json
+from evener.records import (
+    RECORDS,
+    EvaluationRecord,
+    RecordFile,
+    RunStart,
+    RunSummary,
+    StepRecord,
+    as_json,
+    write_json,
+)
 from evener.streams import unheard
 from evener.system import FULL, in_words, words
 
@@ -153,7 +162,7 @@ class Records(Observer):
             if not self._goes_on and (self._path / "checkpoints").exists():
                 shutil.rmtree(self._path / "checkpoints")
             write_json(self._path / "config.json", run.settings)
-            self._file = RecordFile(self._path / "records.jsonl", run.steps_done if self._goes_on else 0)
+            self._file = RecordFile(self._path / RECORDS, run.steps_done if self._goes_on else 0)
 
     def catch_up(self, told: Iterable[StepRecord]) -> None:
         """Writes the steps that the file lacks: the rank that was to write them has died."""

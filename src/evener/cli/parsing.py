@@ -89,12 +89,12 @@ class Parser(argparse.ArgumentParser):
         named = [word.partition("=")[0] for word in strange if word.startswith("-")]
         if not named:
             return f"unrecognized arguments: {' '.join(strange)}"
-        near = did_you_mean(named[0], self.options)
+        near = _did_you_mean(named[0], self.options)
         return f"there is no option {named[0]}" + (f"; {near}" if near else "")
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        near = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
+        near = _did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}{f'; {near}' if near else ''}\n")
 
@@ -124,14 +124,7 @@ class HelpFull(argparse.Action):
         parser.exit()
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like it; empty if none is near."""
-    import difflib
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    from evener.spelling import did_you_mean
 
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question with the nearest of the known names; empty if none is near."""
-    near = nearest(name, known)
-    return f"did you mean {near}?" if near else ""
+    return did_you_mean(name, known)

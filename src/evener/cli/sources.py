@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from evener.cli.options import FURTHER, KINDS, config_of, task_options_of
-from evener.cli.parsing import nearest
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.system import words
@@ -119,6 +118,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_names(found: Mapping[str, Any], known: Any, said: Callable[[str], str]) -> None:
+    from evener.spelling import nearest
+
     for name in found:
         if name not in known:
             near = nearest(name.replace("-", "_"), known)

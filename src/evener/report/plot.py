@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigurationError, DataError
+from evener.records import RECORDS
 from evener.report.drawing import Panel, Point, svg
 from evener.system import in_words
 
@@ -32,9 +33,9 @@ class RunSteps:
             ConfigurationError: If the directory is none of a run, or no step was taken.
             DataError: If a record cannot be read.
         """
-        path = directory / "records.jsonl"
+        path = directory / RECORDS
         if not path.is_file():
-            raise ConfigurationError(f"{directory} is no run directory: it has no records.jsonl")
+            raise ConfigurationError(f"{directory} is no run directory: it has no {RECORDS}")
         with in_words(f"the records of {directory} cannot be read"):
             found = list(_records(path))
         if not found:

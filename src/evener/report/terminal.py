@@ -142,22 +142,17 @@ def header_lines(run: RunStart) -> list[str]:
     """What the run is, each line for a terminal of 60 columns as far as names allow; nothing that is not known."""
     kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
-    of = f" of {run.total_steps:,}" if run.total_steps else ""
+    summed = [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
+    kept = f"records, weights and checkpoints in {run.run_dir}" if run.run_dir else "nothing is kept on disk"
     lines = [f"{run.task}: {run.parameters:,} parameters, {run.strategy}", f"  {ranks}: {kinds}"]
-    lines += (
-        [f"  batches of {run.batch_size}, goes on after step {run.steps_done}{of}"] if run.steps_done else []
-    )
-    lines += [f"  batches of {run.batch_size}{_steps_words(run)}"] if not run.steps_done else []
-    lines += [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
-    lines += (
-        [f"  records, weights and checkpoints in {run.run_dir}"]
-        if run.run_dir
-        else ["  nothing is kept on disk"]
-    )
+    lines += [f"  batches of {run.batch_size}{_steps_words(run)}", *summed, f"  {kept}"]
     return lines if run.devices else []
 
 
 def _steps_words(run: RunStart) -> str:
+    if run.steps_done:
+        of = f" of {run.total_steps:,}" if run.total_steps else ""
+        return f", goes on after step {run.steps_done}{of}"
     return f", {run.total_steps:,} steps" if run.total_steps else ""
 
 

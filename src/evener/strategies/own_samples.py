@@ -7,19 +7,14 @@ follows from the weights alone (``spectral_norm``), that is what one device woul
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 
-import torch
-from torch import Tensor
-
 from evener.data.batch import Batch
+from evener.data.fingerprint import digest_of
 from evener.hardware.readout import is_late
 from evener.nn.names import clean_name
 from evener.strategies.learner import Learner
 from evener.strategies.local import local
-
-_DIGEST_NBYTES = 8
 
 
 def share_buffers(learner: Learner, batch: Batch) -> None:
@@ -41,7 +36,7 @@ def _tell(learner: Learner, batch: Batch) -> None:
         return  # a step waits for no device
     loose = {id(buffer) for buffer in learner.loose_buffers()}
     own = {
-        clean_name(name): _digest(buffer)
+        clean_name(name): digest_of(local(buffer))
         for name, buffer in learner.model.named_buffers()
         if id(buffer) in loose
     }
@@ -56,9 +51,3 @@ def _tell(learner: Learner, batch: Batch) -> None:
             "not what one device would have; see docs/exactness.md",
             stacklevel=2,
         )
-
-
-def _digest(buffer: Tensor) -> bytes:
-    numbers = local(buffer.detach()).cpu().contiguous()
-    raw = bytes(numbers.reshape(-1).view(torch.uint8).numpy()) if numbers.numel() else b""
-    return hashlib.blake2b(raw, digest_size=_DIGEST_NBYTES).digest()
