@@ -126,7 +126,7 @@ def test_ranks_take_the_devices_of_the_kind_that_was_asked_for(
     taken: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     monkeypatch.setattr(session, "has_float64", lambda device: device.index == 1)
-    place = SimpleNamespace(local_world_size=2, local_rank=1)
+    place = SimpleNamespace(local_world_size=2, local_rank=1, launcher="torchrun")
     assert default_processes("xpu") == 2
     opened = Session("xpu", environment=Environment())
     opened.environment = place  # type: ignore[assignment]

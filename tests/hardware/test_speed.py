@@ -50,6 +50,19 @@ def test_a_product_grows_until_it_takes_long_enough(monkeypatch: pytest.MonkeyPa
     assert set(sizes) == {256, 512}
 
 
+def test_what_the_first_product_loads_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 256 rows would do, and what was measured would be the time to start a product."""
+    clock, sizes = Clock(0.0), []
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        clock.now += 2 * len(a) ** 3 / 2e10 + 1e-4 + (0.0 if sizes else 0.5)
+        sizes.append(len(a))
+
+    monkeypatch.setattr(speed.torch, "mm", mm)
+    assert product_speed(CPU, "float32", clock) == pytest.approx(2e10, rel=0.01)
+    assert set(sizes) == {256, 512}
+
+
 def test_tensor_cores_are_used_for_their_type_alone_and_then_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

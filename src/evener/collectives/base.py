@@ -26,6 +26,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakIdRef
 
 from evener.collectives.roll_call import RollCall
+from evener.collectives.sparse import is_native, sum_gathered
 from evener.halves import is_half
 from evener.runtime.watchdog import TIMEOUT_SECONDS
 
@@ -225,14 +226,14 @@ class AllReduce(ABC):
 
         Args:
             tensor: Of any shape, dtype that torch can add, and number of elements (0 included). One that is not
-                contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collective. float16
+                contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collectives. float16
                 and bfloat16 are added in float32, and the sum is rounded once.
             key: Which tensor this is, for an all-reduce that ``remembers``; with None nothing of it is remembered.
             lasting: This very memory will come again, call after call, alike on all ranks, and only torch refers to it:
                 an all-reduce may move it, in place, to where it is summed faster.
         """
         if tensor.layout is not torch.strided:
-            return NativeWork(tensor, start_native(tensor, self.group), self.roll_call)
+            return self._start_sparse(tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
         if is_half(tensor) and not self.adds_halves_in_float32:
@@ -242,6 +243,14 @@ class AllReduce(ABC):
             return self.start_lasting(tensor, key) if lasting else self.start_for(tensor, key)
         flat = tensor.contiguous().resolve_conj()
         return After(self.start_for(flat, key), lambda: tensor.copy_(flat), (tensor, flat))
+
+    def _start_sparse(self, tensor: Tensor) -> Work:
+        if is_native(tensor):
+            return NativeWork(tensor, start_native(tensor, self.group), self.roll_call)
+        try:
+            return Done(sum_gathered(tensor, self.group))
+        except RuntimeError as error:
+            raise self.roll_call.explain(error) from error
 
     def start_for(self, tensor: Tensor, key: Key) -> Work:
         """As ``start``; what an all-reduce overrides that remembers something, or hands the key on."""

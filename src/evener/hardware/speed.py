@@ -56,6 +56,7 @@ def product_speed(device: torch.device, dtype: str, clock: Clock = time.perf_cou
     with _tensor_cores(dtype == "tf32"):
         rows = _SMALLEST
         product = _product(rows, kind, device)
+        product()  # on a card the first of a type loads the library's code for it
         while _seconds(product, device, clock) < _LEAST_SECONDS and rows < _LARGEST:
             rows *= 2
             product = _product(rows, kind, device)

@@ -142,8 +142,10 @@ class Given:
         if not x.numel():  # torch's CPU kernel divides by the size
             return found
         variance = heavy(self._variance, self.dtype)
+        # CUDA's kernel wants the statistics as those of a training pass, the CPU's reads the running ones.
+        saved = (None, None) if _by_pieces(x) else (self._near, heavy(self._inverse, self.dtype))
         _, products, sums = torch.ops.aten.native_batch_norm_backward(
-            dy, x, self._near, self._near, variance, None, None, False, self.eps, [False, True, True]
+            dy, x, self._near, self._near, variance, *saved, False, self.eps, [False, True, True]
         )
         both, sums = light(found), light(sums.double())
         both[:channels] = light(products) - self._beyond * self._inverse * sums

@@ -12,6 +12,7 @@ every rank says in the store what it took, reads what the others took, and they 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from evener.errors import ConfigurationError
+from evener.runtime.environment import RANKS_PER_CARD
 
 _LEAVE_SECONDS = 5.0
 
@@ -37,6 +39,8 @@ class Terms:
     """Whether the user asked for that device, or the rank took what its host has."""
     evener: str
     """Version of Evener."""
+    card: str = ""
+    """What tells a card from all others; empty where nothing does, and where ranks may share cards."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -59,6 +63,14 @@ def disagreement(all_terms: Sequence[Terms]) -> str | None:
         return (
             f"the ranks took different devices ({cause}): {took}; give all of them --device cpu, or leave out the "
             "hosts without a GPU"
+        )
+    cards = Counter((terms.host, terms.card) for terms in all_terms if terms.card)
+    shared = [terms for terms in all_terms if cards[terms.host, terms.card] > 1]
+    if shared:
+        took = _listed(shared, lambda terms: terms.card)
+        return (
+            f"several ranks took one card: {took}; start at most one for each card, show each task a card of its own "
+            f"(srun --gpus-per-task=1), or rehearse several ranks on a card with {RANKS_PER_CARD}=N"
         )
     if len({terms.evener for terms in all_terms}) > 1:
         found = _listed(all_terms, lambda terms: f"Evener {terms.evener}")

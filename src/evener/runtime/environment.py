@@ -31,6 +31,9 @@ Each is a Python process with PyTorch: some 200 MB of memory, a second of one co
 more than this a machine is out of memory, or of process ids, before the first step.
 """
 
+RANKS_PER_CARD = "EVENER__RANKS_PER_CARD"
+"""How many ranks compute on each accelerator, to rehearse several with one; 1 where it is not set."""
+
 _PORT_BASE, _PORT_SPAN = 15000, 20000
 
 
@@ -112,6 +115,20 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def ranks_per_card() -> int:
+    """From the environment: one, or more where ranks share cards.
+
+    Raises:
+        ConfigurationError: If it is no number above 0.
+    """
+    found = _number(os.environ, RANKS_PER_CARD, 1)
+    if found < 1:
+        raise ConfigurationError(
+            f"{RANKS_PER_CARD} is {found}; it is how many ranks a card serves, at least 1"
+        )
+    return found
+
+
 def default_processes(device: str | None = None) -> int:
     """One process per accelerator, or on the CPU one per usable core up to `CPU_PROCESSES`."""
     kind = kind_of(device or default_device())
@@ -131,8 +148,13 @@ def check_processes(processes: int, device: str) -> None:
         raise ConfigurationError(f"asked for {processes} processes; at least 1 is needed")
     kind = kind_of(device)
     if kind != "cpu":
-        most = count(kind)
-        what, way_out = f"on {kind}, {most} GPUs here", f"ask for at most {most}, or for the cpu device"
+        cards = count(kind)
+        most = cards * ranks_per_card()
+        what = f"on {kind}, {cards} GPUs here"
+        way_out = (
+            f"ask for at most {most}, or for the cpu device, or rehearse with several ranks on a card: "
+            f"{RANKS_PER_CARD}={math.ceil(processes / max(1, cards))}"
+        )
         if not most:
             what = f"on {kind}, of which torch {torch.__version__} sees none here"
             way_out = "`evener devices` says what there is, and why it is not seen; or ask for the cpu device"

@@ -25,11 +25,19 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
-from evener.hardware.accelerators import has_float64, kind_of
+from evener.hardware.accelerators import count, has_float64, kind_of
+from evener.hardware.neighbours import uuid_of
 from evener.runtime.agreement import Terms, agree
 from evener.runtime.backends import backend_of
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
-from evener.runtime.environment import Environment, check_processes, default_device, detect, usable_cores
+from evener.runtime.environment import (
+    Environment,
+    check_processes,
+    default_device,
+    detect,
+    ranks_per_card,
+    usable_cores,
+)
 from evener.runtime.failure import is_communication_error
 from evener.runtime.generation import advance_to, generation, next_name
 from evener.runtime.grave import bury
@@ -184,8 +192,7 @@ class Session:
             return torch.device("cpu")
         if self._kind == "meta":
             raise ConfigurationError("device 'meta' has no numbers; use cpu, cuda or another accelerator")
-        check_processes(self.environment.local_world_size, self._kind)
-        device = torch.device(self._kind, self.environment.local_rank)
+        device = torch.device(self._kind, card_of(self.environment, self._kind))
         torch.accelerator.set_device_index(device)
         if not has_float64(device):
             raise ConfigurationError(
@@ -223,6 +230,8 @@ class Session:
 
     def _init_group(self, store: Store) -> None:
         store = PrefixStore(f"evener/{next_name('session')}", store)
+        if self._kind == "cuda":
+            _prepare_nccl(self.environment)
         with self.watchdog.wait("start of the process group"):
             self._agree(PrefixStore("terms", store))
             dist.init_process_group(
@@ -267,7 +276,8 @@ class Session:
         return mesh
 
     def _agree(self, store: Store) -> None:
-        terms = Terms(self.rank, self.environment.host, self._kind, self._named, evener_version())
+        card = "" if ranks_per_card() > 1 else uuid_of(self.device)
+        terms = Terms(self.rank, self.environment.host, self._kind, self._named, evener_version(), card)
         agree(store, terms, self.world_size, self.group_timeout.total_seconds())
 
     @property
@@ -302,6 +312,30 @@ class Session:
 def threads_per_rank(local_world_size: int) -> int:
     """Cores of this machine divided among its ranks, at least one for each."""
     return max(1, usable_cores() // local_world_size)
+
+
+def card_of(environment: Environment, kind: str) -> int:
+    """The index of this rank's accelerator among those that it sees.
+
+    A rank that sees one alone, where it has neighbours, was given that one: SLURM binds cards to tasks so. Whether all
+    were given the same is found when the ranks agree.
+
+    Raises:
+        ConfigurationError: If there are too few.
+    """
+    if count(kind) == 1 < environment.local_world_size and environment.launcher != "single":
+        return 0
+    check_processes(environment.local_world_size, kind)
+    return environment.local_rank // ranks_per_card()
+
+
+def _prepare_nccl(environment: Environment) -> None:
+    """What NCCL, and torch's use of it, read in the environment when they start."""
+    # Messages of two ranks are ordered among all others; that it may cost time is no news to a user.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    if ranks_per_card() > 1:
+        # NCCL refuses two ranks on one card of a host; of ranks of different hosts it knows nothing.
+        os.environ["NCCL_HOSTID"] = f"{environment.host}-{environment.rank}"
 
 
 def _destroy_group() -> None:

@@ -215,7 +215,8 @@ def _share(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> No
         whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     else:
         whole = given.detach().to(device=tensor.device, dtype=tensor.dtype).contiguous()
-    dist.broadcast(whole, group=group, group_src=0)
+    as_bytes = whole.view(-1).view(torch.uint8)  # NCCL does not know every type
+    dist.broadcast(as_bytes, group=group, group_src=0)
     _keep(tensor, whole)
 
 

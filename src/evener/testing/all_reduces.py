@@ -23,7 +23,7 @@ from torch import Tensor
 
 from evener.checkpoint import weights_digest
 from evener.collectives.base import AllReduce
-from evener.collectives.choose.bench import DTYPES
+from evener.collectives.choose.bench import sent_between
 from evener.collectives.choose.measure import device_of
 from evener.collectives.execute.subgroup import subgroup
 from evener.collectives.registry import find, make_own
@@ -35,7 +35,7 @@ from evener.runtime.hosts import all_gather, destroy
 from evener.runtime.launch import launch
 from evener.runtime.session import Session
 from evener.runtime.watchdog import BACKSTOP_SECONDS
-from evener.testing.promises import broken
+from evener.testing.promises import broken, difference
 
 SIZES = (0, 1, 7, 33_333)
 LARGE = 1_500_007
@@ -47,7 +47,7 @@ def check_all_reduce(
     make: str | Callable[..., AllReduce],
     processes: int = 2,
     *,
-    dtypes: Sequence[torch.dtype] = tuple(DTYPES.values()),
+    dtypes: Sequence[torch.dtype] | None = None,
     device: str = "cpu",
     timeout_seconds: float = 60.0,
     missing_rank: bool = True,
@@ -60,16 +60,17 @@ def check_all_reduce(
         make: A name that ``--allreduce`` takes, or what such a name stands for: a class, or a function that names
             ``group`` and ``timeout_seconds`` or one of them.
         processes: Ranks to start, at least 2.
-        dtypes: Those that it claims to sum.
+        dtypes: Those that it claims to sum; None for all that the ranks' backend sends.
         device: Of the ranks that are started.
         timeout_seconds: The longest wait for another rank, also of the process group that ``make`` is given.
-        missing_rank: Whether to try what happens when a rank does not come; this takes some seconds.
+        missing_rank: Whether to try what happens when a rank does not come, which takes some seconds; not on cards,
+            where waits are queued and the session's watchdog finds who is missing.
 
     Raises:
         ConformanceError: Which promise is broken, on what input and rank.
         ConfigurationError: There is no such all-reduce, or it cannot be made on these ranks, or there are fewer than 2.
     """
-    arguments = (make, tuple(dtypes), timeout_seconds, missing_rank)
+    arguments = (make, dtypes, timeout_seconds, missing_rank)
     if dist.is_initialized():
         _check(*arguments)
         return
@@ -87,7 +88,7 @@ def check_all_reduce(
 def _check_on_rank(
     device: str,
     make: str | Callable[..., AllReduce],
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: Sequence[torch.dtype] | None,
     timeout_seconds: float,
     missing_rank: bool,
 ) -> None:
@@ -165,7 +166,7 @@ class Told:
 
 def _check(
     make: str | Callable[..., AllReduce],
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: Sequence[torch.dtype] | None,
     timeout_seconds: float,
     missing_rank: bool,
 ) -> None:
@@ -177,11 +178,12 @@ def _check(
     with ExitStack() as stack:
         table = _group_of_all(stack, world, timeout_seconds + BACKSTOP_SECONDS)
         group = _group_of_all(stack, world, timeout_seconds)
-        trial = Trial(name, function, dtypes, timeout_seconds, group, table, RollCall(table))
+        claimed = tuple(dtypes or sent_between(group))
+        trial = Trial(name, function, claimed, timeout_seconds, group, table, RollCall(table))
         stack.enter_context(trial.kept)
         for promise, attempt in PROMISES.items():
             _settle(trial, promise, attempt)
-        if missing_rank:
+        if missing_rank and device_of(group).type == "cpu":
             _settle(trial, NAMES_THE_MISSING, _is_silent_about_a_missing_rank)
 
 
@@ -244,7 +246,7 @@ def _sums_wrongly(trial: Trial) -> str | None:
         tensor, expected = trial.term(dtype, numel), trial.total(dtype, numel)
         all_reduce(tensor).wait()
         if all_reduce.exact or not dtype.is_floating_point:
-            seen = seen or _difference(tensor, expected, f"{numel} x {dtype}")
+            seen = seen or difference(tensor, expected, f"{numel} x {dtype}")
     return seen
 
 
@@ -257,7 +259,7 @@ def _adds_in_halves(trial: Trial) -> str | None:
         tensor = torch.full((5,), own, dtype=dtype, device=device_of(trial.group))
         all_reduce(tensor).wait()
         expected = torch.full_like(tensor, large + trial.world_size - 1)
-        seen = seen or _difference(tensor, expected, f"{large:g} and ones of {dtype}")
+        seen = seen or difference(tensor, expected, f"{large:g} and ones of {dtype}")
     return seen
 
 
@@ -294,9 +296,9 @@ def _confuses_calls(trial: Trial) -> str | None:
         for size, tensor in zip(sizes, tensors, strict=True):
             expected = trial.total(torch.float32, size, seed)
             if all_reduce.exact:
-                seen = seen or _difference(tensor, expected, f"{size} elements, one of {len(sizes)} calls")
+                seen = seen or difference(tensor, expected, f"{size} elements, one of {len(sizes)} calls")
         for tensor, result in zip(tensors[::2], results, strict=True):
-            seen = seen or _difference(result, tensor, "the future's value, which must be the tensor")
+            seen = seen or difference(result, tensor, "the future's value, which must be the tensor")
     return seen
 
 
@@ -318,11 +320,11 @@ def _fails_on_odd_tensors(trial: Trial) -> str | None:
         return None
     interleaved = torch.tensor([ranks, 1.0] * 5, device=device)
     return (
-        _difference(matrix, torch.full_like(matrix, ranks), "a transposed matrix")
-        or _difference(every_other, interleaved, "every other element")
-        or _difference(parameter.detach(), torch.full((3,), ranks, device=device), "a parameter")
-        or _difference(scalar, torch.tensor(2.0 * ranks, device=device), "a tensor without dimensions")
-        or _difference(
+        difference(matrix, torch.full_like(matrix, ranks), "a transposed matrix")
+        or difference(every_other, interleaved, "every other element")
+        or difference(parameter.detach(), torch.full((3,), ranks, device=device), "a parameter")
+        or difference(scalar, torch.tensor(2.0 * ranks, device=device), "a tensor without dimensions")
+        or difference(
             sparse.to_dense(), torch.ones(trial.world_size, device=device), "a sparse tensor, made dense"
         )
     )
@@ -350,7 +352,7 @@ def _fails_alone(trial: Trial) -> str | None:
     work.future().wait()
     if not all_reduce.exact:
         return None
-    return _difference(tensor, trial.term(torch.float32, 1000), "1000 elements of the only rank")
+    return difference(tensor, trial.term(torch.float32, 1000), "1000 elements of the only rank")
 
 
 def _is_silent_about_a_missing_rank(trial: Trial) -> str | None:
@@ -382,19 +384,3 @@ PROMISES: dict[str, Attempt] = {
     "closing twice does nothing, and another can be made then": _cannot_close_twice,
 }
 NAMES_THE_MISSING = "a wait for a rank that does not come ends with an EvenerError that names it"
-
-
-def _difference(tensor: Tensor, expected: Tensor, what: str) -> str | None:
-    """The first element that is not as expected, in words."""
-    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-        return (
-            f"{what}: is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-        )
-    wrong = (tensor != expected).reshape(-1)
-    if not wrong.any():
-        return None
-    place = int(wrong.int().argmax())
-    values = tensor.reshape(-1)[place].item(), expected.reshape(-1)[place].item()
-    return (
-        f"{what}: {int(wrong.sum())} elements are wrong, the first at {place}: {values[0]}, not {values[1]}"
-    )

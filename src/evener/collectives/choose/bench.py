@@ -29,6 +29,12 @@ DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype fo
 """What a command line may ask for, by torch's names."""
 
 
+def sent_between(group: dist.ProcessGroup) -> tuple[torch.dtype, ...]:
+    """Those that the group's backend sends: NCCL knows no 16-bit integers."""
+    on_cpus = device_of(group).type == "cpu"
+    return tuple(dtype for dtype in DTYPES.values() if on_cpus or dtype is not torch.int16)
+
+
 @dataclass(frozen=True)
 class Row:
     """One all-reduce at one size."""

@@ -8,7 +8,7 @@ while the returned future is not done. The hook *sums* and does not average: who
     model = DistributedDataParallel(module, process_group=group)
     model.register_comm_hook(all_reduce, hook)
 
-A bucket of sparse gradients goes through PyTorch's own collective, whatever the all-reduce is.
+A bucket of sparse gradients goes through PyTorch's own collectives, whatever the all-reduce is.
 
 DDP cuts its buckets anew after the first step, and may give any of them the index or the memory that another had. An
 all-reduce with a memory is therefore told which parameters are in the bucket, and in which order.

@@ -90,7 +90,8 @@ class Mover:
         if not isinstance(leaf, Tensor):
             return leaf.to(target) if hasattr(leaf, "to") and not same(source, target) else leaf
         here = self._device_of(leaf, source)
-        if here == target or (here.type == "cpu" and source.type != "cpu"):
+        kept = here.type == "cpu" and source.type != "cpu" and leaf not in self._where
+        if here == target or kept:
             return leaf  # what a caller on a GPU keeps in the host's memory is meant to stay there
         stayed = self._what_stayed(leaf, target)
         if stayed is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evener.collectives.sparse import is_native, sum_gathered
 from evener.errors import ConfigurationError
 from evener.halves import added_in_float32
 from evener.hardware.readout import Readout, is_late
@@ -132,9 +133,15 @@ class AroundStages(Synchronizer):
         found = [p.grad for p in shared if p.grad is not None]
         with waiting():
             for gradient in (gradient for gradient in found if gradient.is_sparse):
-                self._all_reduce(gradient)
+                self._sum_sparse(gradient)
             for alike in by_kind(gradient for gradient in found if not gradient.is_sparse):
                 sent_as_one(alike, self._all_reduce)
+
+    def _sum_sparse(self, gradient: Tensor) -> None:
+        if is_native(gradient):
+            self._all_reduce(gradient)
+        else:
+            sum_gathered(gradient, self._group)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         added_in_float32(tensor, lambda wide: dist.all_reduce(wide, group=self._group))

@@ -1,0 +1,140 @@
+"""What a step on one GPU costs beside a plain loop, in alternation: small and large models, float32 and bfloat16.
+
+The plain loop is the one that one writes: a `DataLoader` with pinned memory, copies that do not wait, autocast where
+the numbers are bfloat16, a fused AdamW, and no reading of the loss. Evener's engine watches, records and tells as ever.
+A turn is timed from one wait for the device to the next.
+
+python -m benchmarks.one_gpu [--turns 10] [--steps 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.contenders import Work
+from benchmarks.drawn import rand, randint
+from benchmarks.interleaved import machine
+from benchmarks.memory_models import Attention, Block
+from evener.engine import Engine
+from evener.runtime.session import Session
+from evener.task import Task
+
+fused_adamw = partial(torch.optim.AdamW, fused=True)
+GPU = torch.device("cuda", 0)
+
+
+class Language(nn.Module):
+    """A GPT of ``layers`` blocks: (N, T) words to (N, kinds, T) scores."""
+
+    def __init__(self, words: int, length: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.Sequential(*(Attention(width, width // 64) for _ in range(layers)))
+        self.out = nn.Linear(width, words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.blocks(self.words(x) + self.places)).transpose(1, 2)
+        return found
+
+
+def images(width: int, blocks: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        *(Block(width) for _ in range(blocks)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 10),
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def works() -> list[Work]:
+    rows = TensorDataset(rand(8192, 64), randint(10, (8192,)))
+    pictures = TensorDataset(rand(2048, 3, 32, 32), randint(10, (2048,)))
+    text = randint(4000, (1024, 513))
+    words = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    gpt = partial(Language, 4000, 512, 768, 12)
+    return [
+        Work("MLP 64-512-10, batch 64", mlp, rows, 64),
+        Work("ResNet of 8 blocks of 128, 32x32, batch 128", partial(images, 128, 8), pictures, 128),
+        Work("the same in bf16", partial(images, 128, 8), pictures, 128, autocast=True),
+        Work("GPT of 12 layers of 768, 512 words, batch 16, bf16", gpt, words, 16, autocast=True),
+        Work("the same compiled", gpt, words, 16, autocast=True, compiled=True),
+    ]
+
+
+def plain(work: Work) -> Iterator[None]:
+    torch.manual_seed(0)
+    model, loss = work.model().to(GPU), nn.CrossEntropyLoss()
+    computed = torch.compile(model) if work.compiled else model
+    optimizer = fused_adamw(model.parameters())
+    loader = DataLoader(work.data, work.batch_size, shuffle=True, pin_memory=True, drop_last=True)
+    while True:
+        for inputs, targets in loader:
+            inputs, targets = inputs.to(GPU, non_blocking=True), targets.to(GPU, non_blocking=True)
+            with torch.autocast("cuda", torch.bfloat16, enabled=work.autocast):
+                value = loss(computed(inputs), targets)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def ours(work: Work, session: Session) -> Iterator[None]:
+    task = Task(model=work.model, loss=nn.CrossEntropyLoss(), optimizer=fused_adamw, train=work.data)
+    settings = {"precision": "bf16"} if work.autocast else {}
+    settings |= {"compile": "whole"} if work.compiled else {}
+    with Engine(task, session=session, batch_size=work.batch_size, epochs=10**6, **settings) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+            yield
+
+
+def take(source: Iterator[None], steps: int) -> float:
+    torch.accelerator.synchronize(GPU)
+    began = time.perf_counter()
+    for _ in range(steps):
+        next(source)
+    torch.accelerator.synchronize(GPU)
+    return (time.perf_counter() - began) / steps
+
+
+def row(work: Work, session: Session, turns: int, steps: int) -> str:
+    """Medians in milliseconds, and of the ratios of turns that were next to each other."""
+    sources = [plain(work), ours(work, session)]
+    for source in sources:
+        take(source, steps)
+    times = [[take(source, steps) for source in sources] for _ in range(turns)]
+    for source in sources:
+        source.close()  # type: ignore[attr-defined]
+    theirs, own = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    ratio = statistics.median(own / theirs for theirs, own in times)
+    return f"| {work.name} | {theirs:.2f} ms | {own:.2f} ms | {ratio:.2f} |"
+
+
+def main(tell: Callable[[str], None] = print) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    tell(f"{machine()}, {torch.cuda.get_device_name(GPU)}")
+    tell("| workload | plain loop | Evener | ratio |")
+    tell("|---|---|---|---|")
+    with Session(device="cuda") as session:
+        for work in works():
+            tell(row(work, session, arguments.turns, arguments.steps))
+
+
+if __name__ == "__main__":
+    main()
