@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,9 @@ from evener.errors import ConfigurationError
 from evener.hardware import accelerators, memory
 from evener.memory.gauge import OfCard, gauge_of
 from evener.memory.use import Lap
-from evener.runtime import session
+from evener.runtime import environment, session
 from evener.runtime.backends import backend_of
-from evener.runtime.environment import Environment, check_processes, default_processes
+from evener.runtime.environment import RANKS_PER_CARD, Environment, check_processes, default_processes
 from evener.runtime.session import Session
 from evener.strategies.precision import able
 
@@ -135,9 +136,22 @@ def test_ranks_take_the_devices_of_the_kind_that_was_asked_for(
     place.local_rank = 0
     with pytest.raises(ConfigurationError, match="xpu:0 has no float64"):
         opened._take_device()
+    place.local_world_size, place.local_rank = 6, 5
+    monkeypatch.setenv(RANKS_PER_CARD, "3")
+    assert opened._take_device() == XPU
+    monkeypatch.delenv(RANKS_PER_CARD)
     place.local_world_size = 3
     with pytest.raises(ConfigurationError, match="asked for 3 processes on xpu, 2 GPUs here"):
         opened._take_device()
+
+
+def test_a_rank_that_is_shown_one_card_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "count", lambda kind: 1)
+    monkeypatch.setattr(environment, "count", lambda kind: 1)
+    third = Environment(rank=2, world_size=4, local_rank=2, local_world_size=4, launcher="slurm")
+    assert session.card_of(third, "cuda") == 0
+    with pytest.raises(ConfigurationError, match="asked for 4 processes on cuda, 1 GPUs here"):
+        session.card_of(replace(third, launcher="single"), "cuda")
 
 
 def test_a_kind_that_is_not_here_is_refused_with_the_reason() -> None:

@@ -51,6 +51,17 @@ def test_ranks_that_were_told_so_are_refused_too() -> None:
     assert "as they were told" in reason
 
 
+def test_ranks_of_one_host_that_took_one_card_are_refused() -> None:
+    mine = replace(CUDA, card="GPU-1")
+    assert disagreement([mine, replace(mine, rank=1, host="b"), replace(mine, rank=2, card="GPU-2")]) is None
+    reason = disagreement([mine, replace(mine, rank=1), replace(mine, rank=2, card="GPU-2")])
+    assert reason is not None
+    assert reason.startswith(
+        "several ranks took one card: GPU-1 on host a (rank 0, 1); start at most one for each"
+    )
+    assert disagreement([replace(CUDA, card=""), replace(CUDA, rank=1, card="")]) is None
+
+
 def test_different_versions_are_refused() -> None:
     reason = disagreement([CPU, replace(CPU, rank=3, host="c", evener="0.2.0")])
     assert reason is not None

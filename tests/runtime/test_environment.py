@@ -149,6 +149,22 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     check_processes(4, "cpu")
 
 
+def test_several_ranks_may_share_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigurationError, match="several ranks on a card: EVENER__RANKS_PER_CARD=3"):
+        check_processes(5, "cuda")
+    monkeypatch.setenv(environment.RANKS_PER_CARD, "3")
+    check_processes(6, "cuda")
+    with pytest.raises(
+        ConfigurationError, match="asked for 7 processes on cuda, 2 GPUs here; ask for at most 6"
+    ):
+        check_processes(7, "cuda")
+    for wrong, words in (("0", "at least 1"), ("many", "not a number")):
+        monkeypatch.setenv(environment.RANKS_PER_CARD, wrong)
+        with pytest.raises(ConfigurationError, match=words):
+            check_processes(2, "cuda")
+
+
 def test_more_processes_than_the_cores_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "usable_cores", lambda: 2)
     for few in (1, 8, 128):

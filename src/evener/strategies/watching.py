@@ -24,6 +24,7 @@ from evener.memory.gauge import Gauge, gauge_of
 from evener.memory.laps import Laps
 from evener.memory.tally import BUCKETS, GRADIENTS, INPUTS
 from evener.memory.use import NOTHING, Lap, MemoryUse, News, counted, use_of
+from evener.runtime.environment import ranks_per_card
 from evener.strategies.holdings import gradients_of, name_inputs, nbytes_of, nbytes_of_inputs
 from evener.strategies.learner import Learner
 from evener.strategies.parts import Watch
@@ -43,7 +44,7 @@ def watching(learner: Learner, account: Accounting | None) -> Iterator[Watch]:
         yield OfAccount(learner, account)
         return
     device = learner.session.device
-    uuid = uuid_of(device)
+    uuid = uuid_of(device) if ranks_per_card() == 1 else ""  # else others on the card are ranks, most likely
     with neighbours_on(uuid, find_nvml() if uuid else None) as neighbours:
         yield Read(learner, gauge_of(device), neighbours)
 
