@@ -73,6 +73,7 @@ COLUMNS = (
         "verification",
         "benching",
         "testing",
+        "prepared",
     ),
     ("cli", "__main__"),
 )

@@ -240,6 +240,25 @@ def test_parameters_and_buffers_are_replaced_in_place() -> None:
         assert names.own_parameters(nn.Linear(1, 1, bias=False))["bias"] is None
 
 
+def test_a_backward_pass_tells_when_it_is_over() -> None:
+    with borrowed("after_backward") as names:
+        weight, told = nn.Parameter(torch.ones(2)), []
+
+        class Tells(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+                names.when_backward_is_over(lambda: told.append(weight.grad.tolist()))
+                assert not told
+                return gradients
+
+        (Tells.apply(3 * weight).sum() + weight.sum()).backward()
+        assert told == [[4.0, 4.0]]
+
+
 def test_a_write_in_place_is_counted() -> None:
     with borrowed("version") as names:
         tensor = torch.zeros(2)

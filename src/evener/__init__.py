@@ -9,6 +9,8 @@
     evener.estimate_memory("digits", processes=2)           # what it would take, without taking it
     evener.launch(function, processes=4)                    # a function of yours on every rank
 
+    model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)     # a loop that there is
+
     with evener.Engine(task, batch_size=64) as engine:      # a loop of your own, on each rank
         for batch in engine.batches():
             engine.step(batch)
@@ -32,6 +34,20 @@ if TYPE_CHECKING:
     from evener.fitting import fit
     from evener.losses import Loss, Sum, SumLoss, accuracy, loss
     from evener.observer import Observer
+    from evener.prepared.files import load, save
+    from evener.prepared.helpers import (
+        barrier,
+        device,
+        draw,
+        gather,
+        global_mean,
+        is_main,
+        no_sync,
+        print,
+        rank,
+        world_size,
+    )
+    from evener.prepared.preparing import prepare
     from evener.records import RunSummary
     from evener.running import Trained
     from evener.runtime.launch import launch
@@ -58,13 +74,26 @@ __all__ = [
     "Trained",
     "Verification",
     "accuracy",
+    "barrier",
     "call_model",
+    "device",
+    "draw",
     "estimate_memory",
     "fit",
+    "gather",
+    "global_mean",
+    "is_main",
     "launch",
+    "load",
     "loss",
     "nn",
+    "no_sync",
+    "prepare",
+    "print",
+    "rank",
+    "save",
     "verify",
+    "world_size",
 ]
 
 _HOMES = {
@@ -85,12 +114,25 @@ _HOMES = {
     "Trained": "running",
     "Verification": "verification",
     "accuracy": "losses",
+    "barrier": "prepared.helpers",
     "call_model": "task",
+    "device": "prepared.helpers",
+    "draw": "prepared.helpers",
     "estimate_memory": "estimation",
     "fit": "fitting",
+    "gather": "prepared.helpers",
+    "global_mean": "prepared.helpers",
+    "is_main": "prepared.helpers",
     "launch": "runtime.launch",
+    "load": "prepared.files",
     "loss": "losses",
+    "no_sync": "prepared.helpers",
+    "prepare": "prepared.preparing",
+    "print": "prepared.helpers",
+    "rank": "prepared.helpers",
+    "save": "prepared.files",
     "verify": "verification",
+    "world_size": "prepared.helpers",
 }
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.collectives.rows import gathered, rows_of_all
+
 
 def is_native(tensor: Tensor) -> bool:
     """Whether PyTorch's own all-reduce takes a tensor of this layout on this device."""
@@ -28,22 +30,8 @@ def sum_gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     own = tensor.coalesce()
     ranks = dist.get_world_size(group)
     count = torch.tensor([own.indices().shape[1]], device=own.device)
-    counts = torch.cat(_gathered(count, ranks, group)).tolist()
-    indices = _of_all(own.indices().t(), counts, group)
-    values = _of_all(own.values(), counts, group)
+    counts = torch.cat(gathered(count, ranks, group)).tolist()
+    indices = rows_of_all(own.indices().t(), counts, group)
+    values = rows_of_all(own.values(), counts, group)
     total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False).coalesce()
     return tensor.zero_().add_(total)
-
-
-def _of_all(rows: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """(rows of all ranks, ...) from (rows of this rank, ...)."""
-    filled = rows.new_zeros((max(counts), *rows.shape[1:]))
-    filled[: len(rows)] = rows
-    found = _gathered(filled, len(counts), group)
-    return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
-
-
-def _gathered(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(found, tensor, group=group)
-    return found

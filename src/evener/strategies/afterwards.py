@@ -72,7 +72,7 @@ class Afterwards(Synchronizer):
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
         """Of its all-reduce, and of the largest copy of gradients that it sends."""
-        sizes = [sum(p.nbytes for p in bucket) for bucket in _buckets(self._present(), self.bucket_bytes)]
+        sizes = [sum(p.nbytes for p in bucket) for bucket in in_buckets(self._present(), self.bucket_bytes)]
         return self._all_reduce.held_nbytes + max(sizes, default=0)
 
     def complete(self) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Afterwards(Synchronizer):
             if parameter.grad is None:
                 parameter.grad = zeros_of(parameter, parameter in self._sparse)
         with waiting():
-            for bucket in _buckets(present, self.bucket_bytes):
+            for bucket in in_buckets(present, self.bucket_bytes):
                 self._sum_together(bucket)
 
     def _sum_together(self, parameters: list[nn.Parameter]) -> None:
@@ -156,7 +156,7 @@ def zeros_of(parameter: Tensor, sparse: bool) -> Tensor:
     )
 
 
-def _buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> Iterator[list[nn.Parameter]]:
+def in_buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> Iterator[list[nn.Parameter]]:
     """Those with gradients of one layout, type and device together, until these reach ``nbytes``."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: dict[Any, int] = {}

@@ -1,0 +1,103 @@
+"""A file that a prepared loop goes on from, on any number of ranks: written once, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evener.errors import CheckpointError, ConfigurationError, DataError
+from evener.prepared.place import Place
+from evener.prepared.preparing import current
+
+_FORMAT = "evener.prepared 1"
+
+
+def save(path: str | os.PathLike[str], **objects: Any) -> None:
+    """Writes models, optimizers, schedulers, loaders, all that has a ``state_dict``, and plain values, by their names.
+
+    A collective call: rank 0 writes, and all go on when the file is whole. One that was there before stays until then.
+
+    Raises:
+        CheckpointError: If it could not be written; on all ranks.
+    """
+    place = current("evener.save")
+    words = place.session.control.broadcast_object(
+        _written(Path(path), objects, place) if place.rank == 0 else ""
+    )
+    if words:
+        raise CheckpointError(
+            f"{path} could not be written on rank 0: {words}; what was there before is as it was"
+        )
+
+
+def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
+    """Has objects go on from what :func:`save` wrote under their names; returns the plain values.
+
+    A collective call: rank 0 reads, and tells the others.
+
+    Raises:
+        ConfigurationError: If something was not saved under its name, or does not fit.
+        DataError: If there is no such file, or it is damaged; on all ranks.
+    """
+    place = current("evener.load")
+    found, words = place.session.control.broadcast_object(_read(Path(path)) if place.rank == 0 else None)
+    if words:
+        raise DataError(words)
+    states, values = found["states"], found["values"]
+    for name in objects:
+        if name not in states:
+            raise ConfigurationError(
+                f"{path} has no {name!r}; it has {', '.join([*states, *values]) or 'nothing'}"
+            )
+    for name, thing in objects.items():
+        try:
+            thing.load_state_dict(states[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"{name} does not go on from {path}: {error}") from error
+    place.random.take(found["random"])
+    place.steps = found["steps"]
+    return dict(values)
+
+
+def _written(path: Path, objects: dict[str, Any], place: Place) -> str:
+    """What went wrong; empty if nothing did."""
+    states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
+    values = {name: thing for name, thing in objects.items() if name not in states}
+    found = {
+        "format": _FORMAT,
+        "states": states,
+        "values": values,
+        "steps": place.steps,
+        "random": place.random.held(),
+    }
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with new.open("wb") as file:
+            torch.save(found, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
+        with suppress(OSError):
+            new.unlink()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """What is in it, and what is wrong with it."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return {}, f"there is no file {path} on rank 0: write one with evener.save"
+    except Exception as error:  # of whatever kind: what is damaged may look like anything
+        first = (str(error).splitlines() or [""])[0]
+        return {}, f"{path} cannot be read, it is damaged or no file of evener.save: {first}"
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        return {}, f"{path} was not written by evener.save of this version"
+    return found, ""

@@ -1,0 +1,173 @@
+"""What the ranks share while a prepared loop runs: where they are in the data, and who has how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from evener.data.batch import Batch, MicroBatch
+from evener.errors import ConfigurationError
+from evener.hardware.stopwatch import stopwatch, waiting
+from evener.ledger import Exchange
+from evener.prepared.random import CommonRandom
+from evener.prepared.summing import MeanOfRanks
+from evener.runtime.board import quickest
+from evener.runtime.session import Session
+from evener.strategies.learner import Learner
+from evener.strategies.own_samples import share_buffers
+from evener.strategies.pace import Pace
+
+OUTSIDE = (
+    "{what} outside of a prepared loader's batch, so that nobody knows how many samples the other ranks have: iterate "
+    "the loader that evener.prepare returned"
+)
+
+
+@dataclass
+class Turn:
+    """A batch at hand."""
+
+    batch: Batch
+    """This rank's share, and what all ranks know of the whole; without the samples themselves."""
+    mark: float
+    """Tells the batch from others: the same number on all ranks that have the same samples before them."""
+    worked: bool = False
+    """Whether a backward pass has gone through it."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def micro(self) -> MicroBatch:
+        """This rank's share."""
+        return self.batch.micro_batches[0]
+
+    @property
+    def samples(self) -> int:
+        """How many count on this rank."""
+        return self.micro.size
+
+
+class Place:
+    """One preparation: a session, a learner of all its models, and the step at hand.
+
+    Args:
+        models: As they were given.
+    """
+
+    def __init__(
+        self, session: Session, learner: Learner, models: list[nn.Module], random: CommonRandom
+    ) -> None:
+        self.session, self.learner, self.random = session, learner, random
+        self.control: Exchange = quickest(session)
+        self.pace = Pace(stopwatch(session.device), learner.settings.throttle, session.rank)
+        self.mean = MeanOfRanks(learner, models, self.control)
+        self.steps = 0
+        self.is_over = False
+        self._turns: list[Turn] = []
+        self._is_ending = False
+
+    @property
+    def rank(self) -> int:
+        return self.session.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.session.world_size
+
+    def turn(self, what: str) -> Turn:
+        """The batch at hand.
+
+        Raises:
+            ConfigurationError: If there is none.
+        """
+        if not self._turns:
+            raise ConfigurationError(OUTSIDE.format(what=what))
+        return self._turns[-1]
+
+    def exchange(self, values: list[float], what: str) -> list[list[float]]:
+        """Of all ranks; what they wait for is called ``what``."""
+        watchdog = self.session.watchdog
+        with watchdog.explained(), watchdog.phase(what, step=self.steps), waiting():
+            return self.control.exchange(values).wait()
+
+    @contextmanager
+    def at(self, turn: Turn) -> Iterator[None]:
+        """Around what the loop does with a batch; loops may be nested, as an evaluation within training."""
+        scope = self.learner.micro_scope(turn.micro, self.steps)
+        turn.versions = self.learner.buffer_versions()
+        self._turns.append(turn)
+        self._is_ending = False
+        inner = len(self._turns) == 1
+        if inner:
+            self.pace.step(self.steps).__enter__()
+        try:
+            with scope:
+                yield
+        finally:
+            self._turns.remove(turn)
+            if inner:
+                self.pace.__exit__(None)
+
+    def finish(self, turn: Turn) -> list[float]:
+        """The time of each rank's own work with the batch, NaN where it did not train with it. A collective call.
+
+        Raises:
+            ConfigurationError: If gradients were left that are of this rank's samples alone, or the ranks have come to
+                different batches.
+        """
+        self.mean.check_all_summed("the end of the batch")
+        own = self.pace.taken().value() if turn.worked and turn.samples else torch.nan
+        changed = self.learner.buffer_versions() != turn.versions
+        rows = self.exchange([turn.mark, own, float(changed)], "the end of a batch")
+        check_marks([row[0] for row in rows])
+        if any(row[2] for row in rows):
+            share_buffers(self.learner, turn.batch)
+        return [row[1] for row in rows]
+
+    def took_step(self) -> None:
+        """An optimizer has made its update."""
+        self.steps += 1
+        self.session.watchdog.progress(f"step {self.steps}")
+
+    def comes_to_an_end(self, at_the_end: Callable[[Callable[[], None]], None]) -> None:
+        """A backward pass goes through a loss; ``at_the_end`` has a function called when it is over."""
+        if not self._is_ending:
+            self._is_ending = True
+            at_the_end(self._backward_is_over)
+
+    def _backward_is_over(self) -> None:
+        """Gradients are this rank's; all get their mean, unless that is put off."""
+        self._is_ending = False
+        if self._turns:
+            self._turns[-1].worked = True
+        self.mean.work_is_done(self.pace.work_done)
+        watchdog = self.session.watchdog
+        with watchdog.explained(), watchdog.phase("the sum of gradients", step=self.steps), waiting():
+            self.mean()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        if not self.is_over:
+            self.is_over = True
+            self.mean.close()
+            self.learner.close()
+
+
+def check_marks(marks: list[float]) -> None:
+    """Raises:
+    ConfigurationError: If the ranks have different batches before them.
+    """
+    if len(set(marks)) > 1:
+        ranks = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+        raise ConfigurationError(
+            f"the ranks have different batches before them: {_listed(ranks)} another one than rank 0. They must go "
+            "through the same loaders in the same order, none may leave a loop alone, and what shuffles must be seeded "
+            "alike: use torch's default generator, or one with the same seed on all ranks"
+        )
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

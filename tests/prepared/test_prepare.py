@@ -1,0 +1,494 @@
+"""What a prepared loop does besides: refusals, accumulation, closures, scalers, files, helpers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import evener
+from evener.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    DivergenceError,
+    EvenerError,
+)
+from evener.prepared import preparing
+from tests.ids import placeless
+from tests.prepared.running import with_settings
+
+Weights = dict[str, Tensor]
+
+
+def rows(count: int = 26, seed: int = 1) -> TensorDataset:
+    drawn = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(count, 4, generator=drawn, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (count,), generator=drawn))
+
+
+def model_of() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+class Loop:
+    """Its parts, prepared or as they are."""
+
+    def __init__(self, is_prepared: bool, make: Callable[[nn.Module], Any] = sgd, **options: Any) -> None:
+        torch.manual_seed(4)
+        parts = model_of(), DataLoader(rows(), batch_size=6, **({"shuffle": True} | options)), F.cross_entropy
+        self.model, self.loader, self.loss = parts
+        self.optimizer = make(self.model)
+        if is_prepared:
+            made = evener.prepare(self.model, self.optimizer, self.loader, self.loss)
+            self.model, self.optimizer, self.loader, self.loss = made
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(self.model(x), y)
+        loss.backward()
+        return loss
+
+    def weights(self) -> Weights:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+def plainly(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def accumulating(is_prepared: bool) -> Weights:
+    """Sums left to the third batch, then two that are not put off."""
+    loop = Loop(is_prepared)
+    for step, (x, y) in enumerate(loop.loader):
+        if is_prepared and step < 2:
+            with evener.no_sync(loop.model):
+                loop.backward(x, y)
+        else:
+            loop.backward(x, y)
+        if step in (2, 4):
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return loop.weights()
+
+
+def with_a_closure(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3))
+    for x, y in loop.loader:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            loop.optimizer.zero_grad()
+            return loop.backward(x, y)
+
+        loop.optimizer.step(closure)
+    return loop.weights()
+
+
+def with_a_scaler(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.loss(loop.model(x), y)).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+    return loop.weights()
+
+
+def two_losses_of_a_batch(is_prepared: bool) -> Weights:
+    """Their sum, and a penalty that every rank computes; half of the passes through a part of the model alone."""
+    loop = Loop(is_prepared)
+    for step, (x, y) in enumerate(loop.loader):
+        loop.optimizer.zero_grad()
+        hidden = loop.model[0](x)
+        total = loop.loss(loop.model(x), y) + 0.5 * loop.loss(hidden[:, :3], y)
+        (total + 1e-2 * sum(p.pow(2).sum() for p in loop.model.parameters()) * (step % 2)).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def evaluating_within(is_prepared: bool) -> Weights:
+    """A validation inside of training, whose result decides the rate."""
+    loop = Loop(is_prepared)
+    others: Any = DataLoader(rows(11, 2), batch_size=4)
+    others = evener.prepare(others) if is_prepared else others
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        with torch.no_grad():
+            seen = [loop.loss(loop.model(inputs), targets).item() for inputs, targets in others]
+        loop.optimizer.param_groups[0]["lr"] = 0.1 * sum(seen)
+        loop.backward(x, y)
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def with_workers(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared, num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        for x, y in loop.loader:
+            loop.optimizer.zero_grad()
+            loop.backward(x, y)
+            loop.optimizer.step()
+    return loop.weights()
+
+
+def frozen_and_unused(is_prepared: bool) -> Weights:
+    """A layer that only some samples go through, so that a rank may have no gradient for it; and a frozen one."""
+    loop = Loop(is_prepared)
+    loop.model[0].weight.requires_grad_(False)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        few = x[:, 0] < 0.2
+        outputs = loop.model[0](x)
+        if few.any():
+            outputs = torch.where(few[:, None], loop.model[2](outputs).repeat(1, 2), outputs)
+        loop.loss(outputs[:, :3], y).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
+LOOPS = (
+    *(plainly, accumulating, with_a_closure, with_a_scaler, two_losses_of_a_batch, evaluating_within),
+    frozen_and_unused,
+)
+
+
+def prepared(loop: Callable[[bool], Any], **settings: Any) -> Any:
+    with with_settings(**settings):
+        return loop(True)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=placeless)
+def test_it_is_the_loop_of_one_device(ranks: Any, loop: Callable[[bool], Weights]) -> None:
+    expected = loop(False)
+    for balance in ("3,1", "0,1"):
+        for found in ranks(2).run(prepared, loop, balance=balance):
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def test_workers_read_what_the_plain_loader_reads() -> None:
+    expected = with_workers(False)
+    for name, value in prepared(with_workers).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-13, atol=0)
+
+
+def learning_shares(is_prepared: bool) -> tuple[Weights, list[tuple[int, ...]]]:
+    loop, shares = Loop(is_prepared), []
+    for _ in range(12):
+        for x, y in loop.loader:
+            loop.optimizer.zero_grad()
+            loop.backward(x, y)
+            loop.optimizer.step()
+            if is_prepared:
+                shares.append(preparing.current("").turn("").batch.shares)
+    return loop.weights(), shares
+
+
+def test_shares_follow_the_speed_and_weights_do_not(ranks: Any) -> None:
+    expected, _ = learning_shares(False)
+    answers = ranks(2).run(prepared, learning_shares, balance="auto", throttle="1,0.1", seed=1)
+    for found, shares in answers:
+        assert shares == answers[0][1]
+        assert shares[0] == (3, 3)
+        assert shares[-2][0] > shares[-2][1], "the slower rank has as much as before"
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+# Files
+
+
+def halves(path: str, stop: int | None, resume: bool) -> tuple[Weights, list[float]]:
+    """Three epochs, of which the first run takes ``stop`` steps, and the second the rest."""
+    loop = Loop(True)
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.7)
+    parts = {"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader, "scheduler": scheduler}
+    told, steps = [], 0
+    if resume:
+        found = evener.load(path, **parts)
+        steps = found["steps"]
+    while loop.loader.epoch < 3:
+        for x, y in loop.loader:
+            loop.optimizer.zero_grad()
+            told.append(loop.backward(x, y).item() + evener.draw(torch.rand).sum().item() * 0)
+            loop.optimizer.step()
+            steps += 1
+            if steps == stop:
+                evener.save(path, **parts, steps=steps)
+                return loop.weights(), told
+        scheduler.step()
+    return loop.weights(), told
+
+
+@pytest.mark.parametrize("stop", [3, 5, 7])
+def test_a_loop_goes_on_from_a_file_on_another_number_of_ranks(ranks: Any, tmp_path: Path, stop: int) -> None:
+    path = str(tmp_path / "loop.pt")
+    with with_settings():
+        weights, told = halves(path, None, False)
+    (_, first), _ = ranks(2).run(prepared, lambda _: halves(path, stop, False), balance="2,1")
+    for found, rest in ranks(3).run(prepared, lambda _: halves(path, None, True), balance="1,0,2"):
+        assert [*first, *rest] == pytest.approx(told, rel=1e-11)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:
+    with with_settings():
+        loop = Loop(True)
+        evener.save(tmp_path / "good.pt", model=loop.model, best=0.5)
+        assert evener.load(tmp_path / "good.pt", model=loop.model) == {"best": 0.5}
+        with pytest.raises(ConfigurationError, match=r"has no 'optimizer'; it has model, best"):
+            evener.load(tmp_path / "good.pt", optimizer=loop.optimizer)
+        with pytest.raises(DataError, match=r"there is no file .*none.pt on rank 0"):
+            evener.load(tmp_path / "none.pt")
+        whole = (tmp_path / "good.pt").read_bytes()
+        for number, wrong in enumerate((whole[: len(whole) // 2], b"", b"something else")):
+            (tmp_path / "bad.pt").write_bytes(wrong)
+            with pytest.raises(
+                DataError, match=r"bad.pt cannot be read, it is damaged or no file of evener.save"
+            ):
+                evener.load(tmp_path / "bad.pt")
+            assert number < 3
+        torch.save({"model": 1}, tmp_path / "other.pt")
+        with pytest.raises(DataError, match=r"other.pt was not written by evener.save"):
+            evener.load(tmp_path / "other.pt")
+        with pytest.raises(
+            CheckpointError, match=r"could not be written on rank 0: .*; what was there before is"
+        ):
+            evener.save(tmp_path / "good.pt" / "inside", model=loop.model)
+        smaller = nn.Linear(2, 2)
+        with pytest.raises(ConfigurationError, match=r"model does not go on from .*good.pt: Error"):
+            evener.load(tmp_path / "good.pt", model=smaller)
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+# Refusals
+
+
+def said(loop: Callable[[bool], Any], **settings: Any) -> str:
+    try:
+        prepared(loop, **settings)
+    except EvenerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def with_the_plain_loss(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        F.cross_entropy(loop.model(x), y).backward()
+        loop.optimizer.step()
+
+
+def without_a_step(_: bool) -> None:
+    """Nobody would ask about the gradients before the batch is over."""
+    loop = Loop(True)
+    for x, y in loop.loader:
+        F.cross_entropy(loop.model(x), y).backward()
+
+
+def with_the_plain_loader(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in DataLoader(rows(), batch_size=6):
+        loop.backward(x, y)
+
+
+def stepping_before_the_sum(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        with evener.no_sync():
+            loop.backward(x, y)
+            loop.optimizer.step()
+
+
+def shuffling_apart(_: bool) -> None:
+    drawn = torch.Generator().manual_seed(evener.rank())
+    loop = Loop(True, generator=drawn)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+
+
+def a_loss_that_is_not_finite(_: bool) -> None:
+    loop = Loop(True)
+    for step, (x, y) in enumerate(loop.loader):
+        loop.backward(x * (math.nan if step == 2 and evener.rank() == 1 else 1.0), y)
+
+
+def a_gradient_that_is_not_finite(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        if evener.rank() == 0:
+            loop.model[0].weight.grad.fill_(0)
+        loop.model[2].bias.grad[1] = math.inf
+        loop.optimizer.step()
+
+
+def a_mean_over_other_things(_: bool) -> None:
+    def over_words(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, torch.where(targets == 0, -100, targets))
+
+    model = model_of()
+    loader, loss, model = evener.prepare(DataLoader(rows(), batch_size=12), over_words, model)
+    for x, y in loader:
+        loss(model(x), y)
+
+
+def gathering_other_rows(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        evener.gather(loop.loss(loop.model(x), y))
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (
+            with_the_plain_loss,
+            r"the gradient of 0.weight, one of 4, is of rank \d's samples alone at optimizer.step",
+        ),
+        (
+            without_a_step,
+            r"is of rank \d's samples alone at the end of the batch: backward went through no prepared",
+        ),
+        (with_the_plain_loader, "the loss was called outside of a prepared loader's batch"),
+        (
+            stepping_before_the_sum,
+            r"optimizer.step\(\) with gradients of rank \d's samples alone, the first that of 0.weight: they were put",
+        ),
+        (shuffling_apart, "the ranks have different batches before them: rank 1 has another one than rank 0"),
+        (a_loss_that_is_not_finite, "DivergenceError: the loss is nan in step 0 on rank 1"),
+        (
+            a_gradient_that_is_not_finite,
+            "DivergenceError: the gradient of 2.bias is not finite before the update",
+        ),
+        (a_mean_over_other_things, "LossError: .*over_words is no mean over samples: over 6 of them it is"),
+        (
+            gathering_other_rows,
+            r"evener.gather takes tensors with a row for each of this rank's 3 samples, not one",
+        ),
+    ],
+    ids=placeless,
+)
+def test_what_would_be_wrong_in_silence_is_refused(ranks: Any, loop: Any, words: str) -> None:
+    for message in ranks(2).run(said, loop):
+        assert re.search(words, message), message
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from rows()
+
+
+def test_what_cannot_be_divided_is_refused_in_words() -> None:
+    model = model_of()
+    divided = DistributedSampler(rows(), num_replicas=2, rank=0)
+    with with_settings():
+        for wrong, words in (
+            ((), "evener.prepare got nothing"),
+            ((model, 3), "does not know what to do with .*int"),
+            ((model, nn.CrossEntropyLoss), "does not know what to do with"),
+            ((model, DataLoader(Stream(), batch_size=3)), "cannot divide a DataLoader of an IterableDataset"),
+            ((model, DataLoader(rows(), batch_size=None)), "this DataLoader has batch_size=None"),
+            ((model, DataLoader(rows(), sampler=divided)), "has a DistributedSampler, .* leave it out"),
+            ((model, sgd(model_of())), "an optimizer has 4 parameters, the first of shape .* of no model"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                evener.prepare(*wrong)
+        with pytest.raises(ConfigurationError, match="takes no balence; did you mean balance"):
+            evener.prepare(model, balence="auto")
+        with pytest.raises(ConfigurationError, match=r"takes no epochs; is a setting of evener.fit"):
+            evener.prepare(model, epochs=3)
+    with pytest.raises(ConfigurationError, match="was not called yet with a model"):
+        evener.prepare(DataLoader(rows(), batch_size=2))
+    with with_settings():
+        loop = Loop(True)
+        with pytest.raises(
+            ConfigurationError, match=r"device goes with the call of evener.prepare that has the model"
+        ):
+            evener.prepare(DataLoader(rows(), batch_size=2), device="cpu")
+        evener.prepare(model_of())
+        with pytest.raises(ConfigurationError, match=r"belongs to an earlier call of evener.prepare"):
+            next(iter(loop.loader))
+
+
+def test_parameters_of_no_optimizer_are_told() -> None:
+    model = model_of()
+    with (
+        with_settings(),
+        pytest.warns(UserWarning, match=r"0.weight, one of 2 parameters, is in no optimizer"),
+    ):
+        evener.prepare(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+
+
+# Helpers
+
+
+def helped() -> tuple[Any, ...]:
+    before = evener.rank(), evener.world_size(), evener.is_main()
+    with with_settings(balance="2,1"):
+        loop = Loop(True, shuffle=False)
+        evener.barrier()
+        found = [evener.gather({"x": x, "y": [y, "as it is"]}) for x, y in loop.loader]
+        return before, (evener.rank(), evener.world_size()), found, str(evener.device()), len(loop.loader)
+
+
+def test_helpers_know_the_ranks_and_gather_rows_in_order(ranks: Any) -> None:
+    inputs, targets = rows().tensors
+    for rank, (before, after, found, device, length) in enumerate(ranks(2).run(helped)):
+        assert before == (rank, 2, rank == 0)
+        assert (after, device, length) == ((rank, 2), "cpu", 5)
+        assert torch.equal(torch.cat([each["x"] for each in found]), inputs)
+        assert torch.equal(torch.cat([each["y"][0] for each in found]), targets)
+        assert all(each["y"][1] == "as it is" for each in found)
+
+
+def drawn_and_printed() -> tuple[Tensor, list[str]]:
+    import builtins
+
+    lines: list[str] = []
+    with with_settings(balance="2,1"), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(builtins, "print", lambda *values, **_: lines.append(" ".join(map(str, values))))
+        loop = Loop(True)
+        made = [evener.gather(evener.draw(torch.randn, 2)) for _ in loop.loader]
+        evener.print("seen", 5)
+        return torch.cat(made), lines
+
+
+def test_numbers_are_drawn_as_one_device_draws_them_and_one_rank_prints(ranks: Any) -> None:
+    plain = Loop(False)
+    expected = torch.cat([torch.randn(len(x), 2) for x, _ in plain.loader])
+    (first, said_first), (second, said_second) = ranks(2).run(drawn_and_printed)
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
+    assert (said_first, said_second) == (["seen 5"], [])
+
+
+def test_helpers_alone() -> None:
+    assert (evener.rank(), evener.world_size(), evener.is_main()) == (0, 1, True)
+    evener.barrier()
+    with pytest.raises(
+        ConfigurationError, match=r"evener.gather goes with evener.prepare, which was not called yet"
+    ):
+        evener.gather(torch.ones(2))
+
+
+def test_a_divergence_is_an_error_of_eveners() -> None:
+    assert issubclass(DivergenceError, EvenerError)
