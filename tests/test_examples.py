@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from evener.prepared import preparing
+
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -21,6 +23,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SHOWN = {
     "own_model": r"accuracy (0\.[89]|1\.)",
     "own_loop": r"step 0: loss 2\.\d+, shares \(32, 32\)(.|\n)*epoch 1: accuracy 0\.[89]",
+    "prepared_loop": r"epoch 1: loss 0\.\d+, accuracy 0\.9\d+ on 2 ranks",
     "gan_two_optimizers": r"epoch 3: discriminator 0\.\d+, generator \d\.\d+",
     "language_model_padding": r"accuracy of the next token (0\.[6-9]|1\.)",
     "recommendation": r"last loss \d\.\d+",
@@ -51,7 +54,8 @@ def run_examples(names: list[str], directory: str) -> dict[str, str]:
 
 def _output(path: Path) -> str:
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.ExitStack() as over:
+        over.callback(preparing.end)  # as at the end of a process
         runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()
 
