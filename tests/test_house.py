@@ -53,8 +53,8 @@ COLUMNS = (
     ("strategies", "tasks"),
     (
         *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "ledger"),
-        *("by_hand", "equality", "guard", "replicas", "assembly", "shortage", "feed", "run_state"),
-        *("recomputing", "engine"),
+        *("by_hand", "equality", "guard", "replicas", "assembly", "unlike", "shortage", "feed"),
+        *("run_state", "recomputing", "engine"),
         *("report", "rundir", "origin", "outputs", "observers"),
     ),
     (

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from evener import surveying
 from evener.collectives.choose.measure import measure_links
 from evener.config import RunConfig
+from evener.engine import Engine
 from evener.errors import ConfigurationError, InterruptedRunError, RankError
 from evener.fitting import fit
 from evener.hardware.diagnosis import findings as kinds
@@ -176,6 +177,27 @@ def test_a_run_is_told_the_worst_of_its_machine(monkeypatch: pytest.MonkeyPatch)
     ((plan, options),) = plans
     assert (plan.ranks, plan.threads, plan.device, plan.workers, plan.balanced) == (1, 4, "cpu", 0, True)
     assert options == {"accelerators": False}
+
+
+def balanced(strategy: str, balance: str | None) -> bool:
+    """Whether the line at the head of a run takes unlike cards to have shares by speed."""
+    plans = []
+
+    def glance(plan: Any, *_: object, **__: object) -> Survey:
+        plans.append(plan)
+        return on_cpu()
+
+    config = RunConfig(device="cpu", strategy=strategy, balance=balance)
+    with Engine(tasks.plain(), config) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surveying, "glance", glance)
+        head_line(engine.session, config)
+    return all(plan.balanced for plan in plans)
+
+
+def test_unlike_cards_are_found_only_where_they_would_have_equal_work(ranks: Any) -> None:
+    cases = [("ddp", None), ("ddp", "auto"), ("ddp", "equal"), ("tensor", None)]
+    found = [ranks(2).run(balanced, strategy, balance)[0] for strategy, balance in cases]
+    assert found == [True, True, False, False]
 
 
 def test_a_run_on_an_ordinary_machine_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

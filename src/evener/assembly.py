@@ -27,11 +27,29 @@ from evener.strategies.precision import Precision
 from evener.strategies.reading import Reading
 
 
+def balance_of(config: RunConfig, parts: int, unlike: bool) -> str:
+    """What divides a batch into so many parts, also where the settings leave it open.
+
+    Then learned speeds do over devices that are ``unlike``, of which the quick ones would wait for the slow. Alike
+    ones have equal shares, with which the same command gives the same bits. So have unlike ones where BatchNorm is
+    local, for then each division trains something else, and with a mode of torch.compile, which may record a graph for
+    each size.
+    """
+    if config.balance is not None:
+        return config.balance
+    by_division = config.batch_norm == "local" or config.compile_mode is not None
+    return "auto" if unlike and parts > 1 and not by_division else "equal"
+
+
 def balancer_of(config: RunConfig, reading: Reading, lookahead: int) -> Balancer:
-    """The balancer of the settings; where the data decide who computes what, one that changes nothing."""
-    if reading.parts is not None and config.balance not in BALANCERS:
+    """The balancer of the settings; where the data decide who computes what, one that changes nothing.
+
+    Open settings, which `evener.unlike` has not settled, are equal shares.
+    """
+    balance = balance_of(config, reading.ranks, unlike=False)
+    if reading.parts is not None and balance not in BALANCERS:
         raise ConfigurationError(
-            f"balance {config.balance!r} cannot divide data that are partitioned by sample: a rank computes what it "
+            f"balance {balance!r} cannot divide data that are partitioned by sample: a rank computes what it "
             "holds; leave balance out, and give a faster rank a larger part"
         )
     if not reading.balanced:
@@ -39,9 +57,7 @@ def balancer_of(config: RunConfig, reading: Reading, lookahead: int) -> Balancer
             _refuse_ignored(config, "the data are partitioned by sample, and a rank computes what it holds")
         return Equal(reading.ranks)
     caps = parse_caps(config.caps, reading.ranks)
-    return make_balancer(
-        config.balance, reading.ranks, caps=caps, quantum=config.quantum, lookahead=lookahead
-    )
+    return make_balancer(balance, reading.ranks, caps=caps, quantum=config.quantum, lookahead=lookahead)
 
 
 def strategy_of(config: RunConfig, world_size: int) -> Strategy:
@@ -123,7 +139,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
             "several in one process: use ddp, sharded or pipeline, or leave it out"
         )
     data = strategy.layout(world_size, settings).data_axis(0)
-    if strategy.one_process and config.balance != "equal":
+    if strategy.one_process and config.balance not in (None, "equal"):
         raise ConfigurationError(
             f"balance {config.balance!r} divides a batch over ranks, and strategy {strategy.label!r} has one: over its "
             f"devices data_parallel divides by its own option, strategy_option balance={config.balance}"
@@ -133,7 +149,8 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
             config, f"with strategy {strategy.label!r} all {world_size} ranks compute every sample"
         )
     # Where all ranks compute the same samples, what is divided by weights is the model.
-    weights = fixed_weights(config.balance, world_size) if data.degree == 1 else None
+    balance = balance_of(config, data.degree, unlike=False)
+    weights = fixed_weights(balance, world_size) if data.degree == 1 else None
     return replace(settings, throttle=_throttle_of(config, data, world_size), weights=weights)
 
 
@@ -150,7 +167,7 @@ def _devices_of(config: RunConfig, strategy: Strategy) -> tuple[str, ...] | None
 
 def _refuse_ignored(config: RunConfig, why: str) -> None:
     """Settings about shares of a batch where there are none."""
-    balances = config.balance != "equal" and decides(config.balance)
+    balances = config.balance not in (None, "equal") and decides(balance_of(config, 1, unlike=False))
     asked = {f"balance {config.balance!r}": balances, "caps": config.caps, "quantum": config.quantum != 1}
     ignored = [name for name, is_set in asked.items() if is_set]
     if ignored:
@@ -184,4 +201,5 @@ def check_division(config: RunConfig, world_size: int) -> None:
     if config.compress is not None:
         check_compression(config.compress, config.allreduce, others=["powersgd"])
     if settings.weights is None:
-        make_balancer(config.balance, degree, caps=parse_caps(config.caps, degree), quantum=config.quantum)
+        balance = balance_of(config, degree, unlike=True)
+        make_balancer(balance, degree, caps=parse_caps(config.caps, degree), quantum=config.quantum)

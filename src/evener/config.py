@@ -116,9 +116,10 @@ class RunConfig:
     device: str | None = option(
         None, "kind of device: cpu, cuda, or another that torch has (default: cuda where there is one)"
     )
-    balance: str = option(
-        "equal",
-        "how a batch is divided: equal, auto (by learned speed), fixed weights W0,W1,..., or package.module:Class",
+    balance: str | None = option(
+        None,
+        "how a batch is divided: equal, auto (by learned speed), fixed weights W0,W1,..., or package.module:Class "
+        "(default: auto where the ranks' devices are not alike, else equal)",
         metavar="HOW",
     )
     caps: str | None = option(

@@ -56,7 +56,7 @@ def _refuse_launched(processes: str, rendezvous: Rendezvous | None) -> None:
 
 def _refuse_by_hand(config: RunConfig) -> None:
     """A number for each rank, where nobody knows which ranks there will be."""
-    weights = not decides(config.balance)
+    weights = config.balance is not None and not decides(config.balance)
     asked = {
         f"balance {config.balance!r}": weights,
         f"caps {config.caps!r}": config.caps,

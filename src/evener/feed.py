@@ -17,13 +17,14 @@ from evener.data.loader import Loader
 from evener.errors import ConfigurationError
 from evener.evaluation import EvaluationOptions
 from evener.progress import Progress, SampleOrder
-from evener.records import MemoryRecord
+from evener.records import MemoryRecord, Note
 from evener.same_data import check_data
 from evener.shortage import Pieces, noticed
 from evener.skipping import Skips, check_skipping
 from evener.step import Step
 from evener.strategies.learner import Learner
 from evener.strategies.reading import Reading
+from evener.unlike import settled
 
 
 class Feed:
@@ -37,17 +38,18 @@ class Feed:
     def __init__(
         self, learner: Learner, config: RunConfig, batch_size: int, epochs: int, steps_late: int
     ) -> None:
-        self._learner, self._config = learner, config
+        self._learner = learner
         check_data(config, learner)
         self._batch_size, self._epochs, self._steps_late = batch_size, epochs, steps_late
         self._reading = Reading.of(learner, learner.task.train, "training set")
+        self._config, self._unlike = settled(config, learner.session, self._reading)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
         self._loader: Loader | None = None
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
         self._told, self._learns = 0, False
         self._graphs: tuple[int, ...] = ()
-        self._pieces, self._events = Pieces(), list[MemoryRecord]()
+        self._pieces, self._events = Pieces(), list[MemoryRecord | Note]()
         self.first_step = 0
         """Steps that were taken before this run."""
         self.input_seconds = 0.0
@@ -90,6 +92,9 @@ class Feed:
         # Besides what the loader draws ahead, a batch is looked at one step early, and times are known late.
         lookahead = self._loader.lookahead + 1 + self._steps_late
         self.balancer = balancer_of(config, self._reading, lookahead)
+        if self._unlike:
+            self._events.append(Note(progress.steps, self._unlike))
+            self._unlike = ""
         self._learns = type(self.balancer).observe is not Balancer.observe
         if self.balancer_state:
             self.balancer.load_state_dict(self.balancer_state)
@@ -146,10 +151,10 @@ class Feed:
         told = zip_longest(step.compute_seconds, compiled, step.retries, fillvalue=0)
         return [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
 
-    def new_events(self) -> Sequence[Decision | MemoryRecord]:
-        """Changes of shares, and of pieces, since the last call."""
+    def new_events(self) -> Sequence[Decision | MemoryRecord | Note]:
+        """Changes of shares, and of pieces, since the last call, and once why shares are not equal."""
         decisions = self.balancer.decisions if self.balancer else ()
-        new: list[Decision | MemoryRecord] = [*decisions[self._told :], *self._events]
+        new: list[Decision | MemoryRecord | Note] = [*decisions[self._told :], *self._events]
         self._told = len(decisions)
         self._events.clear()
         return new

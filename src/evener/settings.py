@@ -27,7 +27,7 @@ class Settings(TypedDict, total=False):
     devices: str | None
     processes: str | int | None
     device: str | None
-    balance: str
+    balance: str | None
     caps: str | None
     quantum: int
     throttle: str | None

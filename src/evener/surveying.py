@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from evener.assembly import balance_of
 from evener.collectives.choose.measure import measure_links
 from evener.config import RunConfig
 from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
@@ -158,7 +159,8 @@ def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:
         threads=torch.get_num_threads(),
         device=session.device.type,
         workers=config.workers,
-        balanced=config.balance != "equal" or config.devices is not None,
+        balanced=balance_of(config, session.mesh.data.degree, unlike=True) != "equal"
+        or config.devices is not None,
     )
     try:
         survey = glance(plan, evener_version(), accelerators=config.device != "cpu")

@@ -147,7 +147,7 @@ def test_nor_has_it_in_a_loop_by_hand(ranks: Any) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch": 6}], ids=str)
 def test_a_throttled_rank_looks_slow_to_all(ranks: Any, settings: dict[str, Any]) -> None:
-    for quick, slow in ranks(2).run(least_seconds, LINEAR, throttle="1,0.02", **settings):
+    for quick, slow in ranks(2).run(least_seconds, LINEAR, throttle="1,0.02", balance="equal", **settings):
         assert slow > 5 * quick
 
 

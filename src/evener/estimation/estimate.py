@@ -6,12 +6,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from evener.assembly import strategy_of, suggested_processes
+import torch
+
+from evener.assembly import balance_of, strategy_of, suggested_processes
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.estimation.post import NotYetSentError, PostOffice
 from evener.estimation.rank import Found, Place, estimate_rank
 from evener.estimation.result import MemoryEstimate
+from evener.hardware import accelerators
 from evener.ranges import one_number
 from evener.runtime.environment import default_device, default_processes
 from evener.settings import Settings
@@ -20,6 +23,7 @@ from evener.strategies.composed import Composed
 from evener.strategies.pipeline import Pipeline
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
+from evener.unlike import difference
 
 
 def estimate_memory(
@@ -66,6 +70,7 @@ def _of_two_steps(config: RunConfig) -> RunConfig:
     return config.replace(
         epochs=None,
         workers=0,
+        balance=balance_of(config, 1, unlike=False),
         weights=None,
         resume=None,
         check_replicas=0,
@@ -128,9 +133,16 @@ def _quiet() -> warnings.catch_warnings:
     return warnings.catch_warnings(action="ignore")
 
 
+def _unlike(config: RunConfig, kind: str, ranks: int) -> bool:
+    """Whether a run on this machine would have shares by speed without being told."""
+    seen = [torch.device(kind, number) for number in range(min(ranks, accelerators.count(kind)))]
+    kinds = [accelerators.name_of(device) for device in seen if accelerators.is_accelerator(device)]
+    return bool(difference(kinds, config)) and balance_of(config, ranks, unlike=True) == "auto"
+
+
 def _notes(config: RunConfig, kind: str, found: list[Found]) -> list[str]:
     notes = []
-    if config.balance == "auto":
+    if config.balance == "auto" or (config.balance is None and _unlike(config, kind, len(found))):
         notes.append(
             "balance auto moves samples to faster ranks, which then take more; these are equal shares"
         )

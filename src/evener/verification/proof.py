@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import torch
 
-from evener.assembly import strategy_of
+from evener.assembly import balance_of, strategy_of
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.fitting import check_plan
@@ -60,7 +60,8 @@ def verify(
         ConfigurationError: For settings that cannot work together.
     """
     config = (config or RunConfig()).replace(**settings)
-    config = _in_numbers(config).replace(steps=config.steps or 20, check_replicas=0)
+    usual = {"steps": config.steps or 20, "check_replicas": 0, "balance": balance_of(config, 1, unlike=False)}
+    config = _in_numbers(config).replace(**usual)
     if tolerance is not None and not tolerance >= 0:
         raise ConfigurationError(f"tolerance is {tolerance}; it must be a number of at least 0")
     if config.resume is not None:

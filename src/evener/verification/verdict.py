@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evener.assembly import strategy_of
+from evener.assembly import balance_of, strategy_of
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.strategies.precision import Precision
@@ -145,7 +145,7 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
         task=name,
         strategy=str(strategy_of(config, len(runs.divided))),
         processes=len(runs.divided),
-        shares=config.balance,
+        shares=balance_of(config, len(runs.divided), unlike=False),
         dtype=config.dtype or _precision(config).words,
         steps=len(reference.losses),
         batch_size=config.batch_size or 0,

@@ -164,8 +164,9 @@ SLOW_VARIABLE = Kind(
 MIXED = Kind(
     "mixed-cards",
     "slow",
-    "cards that torch sees are not alike, and all would have equal shares",
-    "--balance auto gives each card what it can compute; with --strategy sharded also what it can hold",
+    "cards that torch sees are not alike: with equal shares all wait for the slowest",
+    "leave --balance out, or say auto, where ranks divide samples: each card gets what it can compute; with --strategy "
+    "sharded also what it can hold",
 )
 NO_PEER = Kind(
     "no-peer-access",

@@ -25,7 +25,7 @@ def read_host() -> Host:
         name=platform.node(),
         system=f"{platform.system()} {platform.release()}",
         machine=platform.machine(),
-        processor=_processor(),
+        processor=processor_name(),
         cores=os.cpu_count() or 1,
         allowed_cores=allowed_cores(),
         memory_nbytes=memory.total,
@@ -56,7 +56,7 @@ def numa_nodes(nodes: Path) -> tuple[NumaNode, ...]:
     return tuple(NumaNode(number, text_of(path / "cpulist")) for number, path in found)
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """The name of the processor; Python knows it on few systems."""
     names = (
         line.partition(":")[2] for line in text_of(_CPUINFO).splitlines() if line.startswith("model name")

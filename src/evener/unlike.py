@@ -1,0 +1,56 @@
+"""Whether the ranks' devices are alike, which decides how a batch is divided where the settings leave it open."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import IterableDataset
+
+from evener.assembly import balance_of
+from evener.config import RunConfig
+from evener.hardware import accelerators
+from evener.hardware.survey.host import processor_name
+from evener.runtime.session import Session
+from evener.strategies.reading import Reading
+
+
+def settled(config: RunConfig, session: Session, reading: Reading) -> tuple[RunConfig, str]:
+    """The settings with what divides a batch, and what the user must know of that; empty if nothing.
+
+    Where they leave it open this is a collective call. Shares of an iterable data set decide which of its samples meet
+    in a batch, and who has asked PyTorch for deterministic algorithms wants the same bits again: both have equal ones.
+    """
+    if config.balance is not None:
+        return config, ""
+    equal = config.replace(balance="equal")
+    open_to_speed = balance_of(config, reading.ranks, unlike=True) == "auto" and reading.balanced
+    if not open_to_speed or isinstance(reading.dataset, IterableDataset):
+        return equal, ""
+    said = session.control.gather_objects(
+        (kind_of(session.device), torch.are_deterministic_algorithms_enabled())
+    )
+    why = difference([kind for kind, _ in said], config)
+    if not why or any(wants_bits for _, wants_bits in said):
+        return equal, ""
+    return config.replace(balance="auto"), (
+        f"{why}: shares follow their speed, as with balance auto; two runs then differ by rounding, and do not with "
+        "balance equal"
+    )
+
+
+def kind_of(device: torch.device) -> str:
+    """What is known of a device's speed without measuring it."""
+    if accelerators.is_accelerator(device):
+        return accelerators.name_of(device) or device.type
+    return f"{torch.get_num_threads()} x {processor_name() or 'cpu'}"
+
+
+def difference(kinds: list[str], config: RunConfig) -> str:
+    """In words, what makes the ranks unequal; empty if nothing is known that does."""
+    if len(set(kinds)) > 1:
+        return f"the ranks' devices are not alike ({', '.join(dict.fromkeys(kinds))})"
+    return "the ranks are emulated to be unequal" if emulates(config) else ""
+
+
+def emulates(config: RunConfig) -> bool:
+    """Whether ranks are told to run at different speeds."""
+    return len(set((config.throttle or "").split(","))) > 1 or bool(config.throttle_at)
