@@ -25,13 +25,19 @@ def settled(config: RunConfig, session: Session, reading: Reading) -> tuple[RunC
     open_to_speed = balance_of(config, reading.ranks, unlike=True) == "auto" and reading.balanced
     if not open_to_speed or isinstance(reading.dataset, IterableDataset):
         return equal, ""
+    why = why_by_speed(config, session)
+    return (config.replace(balance="auto"), why) if why else (equal, "")
+
+
+def why_by_speed(config: RunConfig, session: Session) -> str:
+    """Why shares follow the ranks' speed where nothing was said; empty if they do not. A collective call."""
     said = session.control.gather_objects(
         (kind_of(session.device), torch.are_deterministic_algorithms_enabled())
     )
     why = difference([kind for kind, _ in said], config)
     if not why or any(wants_bits for _, wants_bits in said):
-        return equal, ""
-    return config.replace(balance="auto"), (
+        return ""
+    return (
         f"{why}: shares follow their speed, as with balance auto; two runs then differ by rounding, and do not with "
         "balance equal"
     )

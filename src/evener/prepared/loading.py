@@ -110,7 +110,7 @@ class PreparedLoader:
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self.balancer = make_balancer(
-            config.balance,
+            config.balance or "equal",
             place.world_size,
             caps=parse_caps(config.caps, place.world_size),
             quantum=config.quantum,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from evener.assembly import settings_of, strategy_of
+from evener.assembly import balance_of, settings_of, strategy_of
 from evener.config import RunConfig
 from evener.equality import agree_on_optimizer, agreement
 from evener.errors import ConfigurationError
@@ -31,6 +31,7 @@ from evener.spelling import did_you_mean
 from evener.strategies.base import set_up
 from evener.strategies.learner import Learner
 from evener.task import Task
+from evener.unlike import why_by_speed
 
 SETTINGS = (
     *(
@@ -182,6 +183,7 @@ def _begin(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, 
         random = CommonRandom(
             session.control.broadcast_object(torch.get_rng_state()), session.world_size == 1
         )
+        config = _settled(config, session)
         learner = _learner(models, objects, config, session)
         if session.world_size == 1:
             torch.set_rng_state(random.state)  # building the learner has drawn
@@ -189,6 +191,17 @@ def _begin(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, 
         opened.callback(place.close)
         _Current.opened, _Current.place, _Current.config = opened.pop_all(), place, config
     return place
+
+
+def _settled(config: RunConfig, session: Session) -> RunConfig:
+    """The settings with what divides a batch. A collective call where they leave it open."""
+    if config.balance is not None:
+        return config
+    by_speed = balance_of(config, session.world_size, unlike=True) == "auto"
+    why = why_by_speed(config, session) if by_speed else ""
+    if why and session.rank == 0:
+        print(why, file=sys.stderr, flush=True)
+    return config.replace(balance="auto" if why else "equal")
 
 
 def _learner(models: list[nn.Module], objects: Sequence[Any], config: RunConfig, session: Session) -> Learner:
