@@ -74,6 +74,7 @@ COLUMNS = (
         "benching",
         "testing",
         "prepared",
+        "integrations",
     ),
     ("cli", "__main__"),
 )

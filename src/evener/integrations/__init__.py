@@ -1,0 +1,6 @@
+"""Models and modules made for other libraries, trained as they are.
+
+::
+
+    from evener.integrations.dictionaries import logits, token_loss     models that take and return dictionaries
+"""
