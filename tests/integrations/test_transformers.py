@@ -72,6 +72,14 @@ def test_its_model_has_the_weights_that_came_of_it(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict(), made.model.state_dict())
 
 
+def test_it_evaluates_after_every_epoch_where_it_is_asked_to(tmp_path: Path) -> None:
+    made = trainer(str(tmp_path), {"processes": 1}, eval_strategy="epoch", num_train_epochs=1)
+    with pytest.raises(ConfigurationError, match="no eval_dataset"):
+        made.train()
+    made.eval_dataset = texts(9)
+    assert made.train().metrics.keys() == {"loss"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -23,6 +23,7 @@ from evener.config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.fitting import check_plan, fit
 from evener.integrations.dictionaries import logits, token_loss
+from evener.given import check_dataset
 from evener.losses import Loss
 from evener.nn import exact_dropout
 from evener.records import RunSummary
@@ -119,6 +120,9 @@ class Trainer:
         Raises:
             EvenerError: Whatever ended the run.
         """
+        if self.args.eval_strategy == "epoch" and self.eval_dataset is None:
+            raise ConfigurationError("eval_strategy is epoch, but Trainer was given no eval_dataset")
+        check_dataset(self.train_dataset, "Trainer's train_dataset")
         config = self.config()
         self._check_loss()
         trained = fit(self.task(config), config, show=not self.args.disable_tqdm)
@@ -203,7 +207,7 @@ def check_arguments(args: TrainingArguments) -> None:
     """Raises:
     ConfigurationError: For an argument that is not honoured, unless it is as where nothing is said.
     """
-    usual = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
+    usual = TrainingArguments(args.output_dir, use_cpu=args.use_cpu, eval_strategy=args.eval_strategy)
     names = [field.name for field in fields(args) if field.name not in _HONOURED]
     wrong = [name for name in names if getattr(args, name) != getattr(usual, name)]
     if wrong:
