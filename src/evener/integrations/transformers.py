@@ -22,8 +22,8 @@ from transformers import TrainingArguments, default_data_collator, get_scheduler
 from evener.config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.fitting import check_plan, fit
-from evener.integrations.dictionaries import logits, token_loss
 from evener.given import check_dataset
+from evener.integrations.dictionaries import logits, token_loss
 from evener.losses import Loss
 from evener.nn import exact_dropout
 from evener.records import RunSummary
