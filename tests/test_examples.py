@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SHOWN = {
     "own_model": r"accuracy (0\.[89]|1\.)",
     "own_loop": r"step 0: loss 2\.\d+, shares \(32, 32\)(.|\n)*epoch 1: accuracy 0\.[89]",
+    "unequal_devices": r"shares \d+ and \d+ of 512: \d\.\dx of equal shares",
     "prepared_loop": r"epoch 1: loss 0\.\d+, accuracy 0\.9\d+ on 2 ranks",
     "gan_two_optimizers": r"epoch 3: discriminator 0\.\d+, generator \d\.\d+",
     "language_model_padding": r"accuracy of the next token (0\.[6-9]|1\.)",
