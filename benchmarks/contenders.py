@@ -127,6 +127,23 @@ def ours(**settings: Any) -> Contender:
     return contender
 
 
+def prepared(work: Work, session: Session) -> Iterator[None]:
+    """A loop that keeps its shape."""
+    torch.manual_seed(0)
+    model = work.made()
+    given = DataLoader(work.data, work.batch_size, shuffle=True, drop_last=True)
+    parts = evener.prepare(
+        model, work.optimizer(model.parameters()), given, nn.CrossEntropyLoss(), device="cpu"
+    )
+    model, optimizer, loader, loss_function = parts
+    while True:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            yield
+
+
 _ALL: dict[str, tuple[str, Contender]] = {
     "plain DDP": ("torch", plain_ddp),
     "Accelerate": ("accelerate", accelerate),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
-from benchmarks.contenders import PEERS, Work, ours
+from benchmarks.contenders import PEERS, Work, ours, prepared
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.runtime.session import Session
@@ -32,7 +32,7 @@ def works() -> list[Work]:
 
 def measure(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
     with Session(device="cpu") as session:
-        contenders = {**PEERS, "Evener": ours()}
+        contenders = {**PEERS, "Evener": ours(), "Evener, prepared": prepared}
         return {work.name: take_turns(contenders, work, session, turns, steps) for work in works()}
 
 

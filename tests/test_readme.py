@@ -3,9 +3,10 @@
 In the README a Python block is a file, named by its first line (``# mytask.py``), and a ``sh`` block is commands; all
 of them are carried out in order, in one directory. A comment ``<!-- test: skip, REASON -->`` above a block leaves it
 to people. The Python blocks of a page in ``docs`` are run one after the other as one program, but for those that name
-a file: these are written, and those among them that are called ``check_...`` are run. Of the commands there, those that
-use such a file are carried out, on ranks that are up already; of the others, and of those that are skipped, the command
-line is checked.
+a file: these are written, and those among them that are called ``check_...`` are run. The commands there are carried
+out too, on ranks that are up already, in a directory with the examples and the README's files; before a block with a
+comment ``<!-- test: after COMMAND -->`` that command, and ``<!-- test: file NAME -->`` says of a block of data where it
+lies. Of commands that are skipped the command line is checked.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(
-    r"(?:^<!-- test: (?P<skip>skip), \S[^\n]*-->\n)?^```(?P<language>sh|python)\n(?P<text>.*?)^```$",
+    r"(?:^<!-- test: (?P<how>skip,|after|file) (?P<what>\S[^\n]*?) -->\n)?"
+    r"^```(?P<language>sh|python|json)\n(?P<text>.*?)^```$",
     re.M | re.S,
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
@@ -39,11 +41,21 @@ class Block(NamedTuple):
     language: str
     text: str
     skipped: bool
+    after: str = ""
+    """The command that makes what it needs."""
+    file: str = ""
+    """Where data lie."""
 
 
 def blocks(page: Path) -> list[Block]:
     return [
-        Block(match["language"], match["text"], match["skip"] is not None)
+        Block(
+            match["language"],
+            match["text"],
+            match["how"] == "skip,",
+            match["what"] if match["how"] == "after" else "",
+            match["what"] if match["how"] == "file" else "",
+        )
         for match in BLOCK.finditer(page.read_text())
     ]
 
@@ -121,14 +133,43 @@ def test_what_a_page_writes_to_files_is_used(
     named = {file_of(block): block for block in blocks(page) if file_of(block)}
     for block in named.values():
         carry_out(block, tmp_path)
-    uses = [block for block in blocks(page) if any(f"{Path(name).stem}:" in block.text for name in named)]
-    uses = [block for block in uses if block.language == "sh" and not block.skipped]
-    checks = [f"python {name}" for name in named if name.startswith("check_")]
+    free = by_themselves(page)
+    uses = [b for b in blocks(page) if b.language == "sh" and not b.skipped and b not in free]
+    shown = "".join(block.text for block in uses)
+    checks = [f"python {name}" for name in named if name.startswith("check_") and name not in shown]
     assert uses
-    assert checks
-    shown = Warm(tmp_path, ranks, monkeypatch)
+    warm = Warm(tmp_path, ranks, monkeypatch)
     for text in [*(block.text for block in uses), *checks]:
-        shown.carry_out(text)
+        warm.carry_out(text)
+
+
+def by_themselves(page: Path) -> list[Block]:
+    """Blocks of commands that use no file of the page's."""
+    named = [Path(name).stem for name in map(file_of, blocks(page)) if name]
+    free = [b for b in blocks(page) if b.language == "sh" and not b.skipped]
+    return [b for b in free if not any(f"{name}:" in b.text or f"{name}.py" in b.text for name in named)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", filter(by_themselves, PAGES), ids=lambda page: page.stem)
+def test_what_a_page_tells_to_run_runs(
+    page: Path, tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for block in blocks(README):
+        if file_of(block):
+            carry_out(block, tmp_path)
+    for block in blocks(page):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+    warm = Warm(tmp_path, ranks, monkeypatch)
+    for block in by_themselves(page):
+        warm.carry_out(block.after)
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if line.startswith("evener run"):
+                run(line, tmp_path)
+            else:
+                warm.carry_out(line)
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
@@ -151,8 +192,11 @@ def test_a_page_has_each_section_once(page: Path) -> None:
     assert len(set(headings)) == len(headings)
 
 
-def test_a_skipped_block_gives_its_reason() -> None:
+def test_every_word_to_the_tests_is_understood() -> None:
+    """A skipped block gives its reason."""
     text = "".join(page.read_text() for page in [README, *PAGES])
     assert len(re.findall(r"<!-- test:", text)) == sum(
-        block.skipped for page in [README, *PAGES] for block in blocks(page)
+        block.skipped or bool(block.after or block.file)
+        for page in [README, *PAGES]
+        for block in blocks(page)
     )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from evener.hardware.readout import READERS, Here, Later, Readout, is_late, read
+from evener.hardware.readout import READERS, Here, Later, Readout, is_late, kept, read
 
 
 def test_a_number_of_the_host_is_here() -> None:
@@ -25,6 +25,15 @@ def test_a_tensor_of_the_host_is_here_itself() -> None:
 def test_what_is_read_has_no_history() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     readout = read(weight * 3)
+    assert readout.value() == 6.0
+    assert not readout.tensor.requires_grad
+
+
+def test_what_is_kept_has_no_history_and_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device of streams too, where to start reading would copy it."""
+    monkeypatch.setitem(READERS, "cpu", lambda numbers: pytest.fail("a copy was started"))
+    weight = torch.tensor(2.0, requires_grad=True)
+    readout = kept(weight * 3)
     assert readout.value() == 6.0
     assert not readout.tensor.requires_grad
 

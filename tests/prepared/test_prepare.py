@@ -403,6 +403,7 @@ def test_what_cannot_be_divided_is_refused_in_words() -> None:
     with with_settings():
         for wrong, words in (
             ((), "evener.prepare got nothing"),
+            ((nn.DataParallel(model),), "a model in DataParallel is divided already"),
             ((model, 3), "does not know what to do with .*int"),
             ((model, nn.CrossEntropyLoss), "does not know what to do with"),
             ((model, DataLoader(Stream(), batch_size=3)), "cannot divide a DataLoader of an IterableDataset"),

@@ -88,7 +88,8 @@ def gather(tree: T) -> T:
             )
         if place.world_size == 1:
             return leaf.detach()
-        return rows_of_all(leaf.detach()[: turn.samples], shares, group)
+        here = leaf.detach()[: turn.samples].to(place.session.device)  # whence the ranks' backend sends
+        return rows_of_all(here, shares, group).to(leaf.device)
 
     place.exchange([turn.mark], "evener.gather")
     with place.session.watchdog.explained(), place.session.watchdog.phase("evener.gather"), waiting():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from evener.assembly import balance_of, settings_of, strategy_of
@@ -141,6 +142,10 @@ def _kind(thing: Any) -> str:
         return "loader"
     if is_torch_loss(thing) or is_sum(thing):
         return "loss"
+    if isinstance(thing, nn.DataParallel | DistributedDataParallel):
+        raise ConfigurationError(
+            f"a model in {type(thing).__name__} is divided already: give evener.prepare the model itself"
+        )
     if isinstance(thing, nn.Module):
         return "model" if any(True for _ in thing.parameters()) else "loss"
     if callable(thing) and not isinstance(thing, type):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from evener.borrowed.norms import largest
 from evener.borrowed.sparse_values import stored_values
 from evener.errors import DivergenceError
-from evener.hardware.readout import Here, Readout, is_late, read
+from evener.hardware.readout import Here, Readout, is_late, kept
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import Mesh
 from evener.strategies.local import local, off_host
@@ -155,7 +155,7 @@ class Unsound:
         if not is_late(flat.device):
             return self._judged(sum_of(flat).item(), gradients)
         alike = [each for each in gradients() if each[1].numel()]
-        return self._of_late(alike) if alike else read(sum_of(flat))
+        return self._of_late(alike) if alike else kept(sum_of(flat))
 
     def _judged(self, number: float, gradients: Named) -> Readout:
         if math.isfinite(number):
@@ -167,8 +167,8 @@ class Unsound:
     def _of_late(self, gradients: Sequence[tuple[str, Tensor]]) -> Readout:
         norms = torch.stack([norm.float() for norm in largest([numbers_of(each) for _, each in gradients])])
         places = self._places_on(norms.device, tuple(name for name, _ in gradients))
-        self.found.append(read((places * norms.isfinite().logical_not()).amax()))
-        return read(norms.sum(dtype=torch.float64))
+        self.found.append(kept((places * norms.isfinite().logical_not()).amax()))
+        return kept(norms.sum(dtype=torch.float64))
 
     def _places_on(self, device: torch.device, names: tuple[str, ...]) -> Tensor:
         """Made on the device once, for a copy to it would stop the host."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from evener.data.batch import Batch, MicroBatch
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Readout, kept
 from evener.nn.attending import attending
 from evener.strategies.learner import Learner
 from evener.strategies.parts import StepOutcome, Stepper
@@ -45,7 +45,7 @@ class Plain(Stepper):
         learner, replica = self._learner, self._learner.replica
         with learner.micro_scope(micro, step) as current, learner.synchronizer.micro_batch(last):
             term = replica(micro)
-            total = read(term)
+            total = kept(term)
             current.rewind()
             with attending(micro.sequence):
                 term.backward(

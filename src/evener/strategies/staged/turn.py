@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evener.borrowed.pipeline_backward import backward_of_inputs, backward_of_weights
 from evener.data.batch import MicroBatch, map_leaves
-from evener.hardware.readout import Readout, read
+from evener.hardware.readout import Readout, kept
 from evener.nn.attending import attending
 from evener.nn.scope import Scope, resumed
 from evener.strategies.learner import Learner
@@ -159,7 +159,7 @@ class Turn:
         return taken_apart(values)[1]
 
     def _keep_total(self, found: Any, total: Tensor, micro: int) -> None:
-        self.totals.append(read(total))
+        self.totals.append(kept(total))
         if micro < self._looked_at:
             self.outputs.append((map_leaves(detached, found), total.detach()))
 
