@@ -151,7 +151,7 @@ def by_themselves(page: Path) -> list[Block]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", filter(by_themselves, PAGES), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", list(filter(by_themselves, PAGES)), ids=lambda page: page.stem)
 def test_what_a_page_tells_to_run_runs(
     page: Path, tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
