@@ -5,63 +5,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import evener
 from evener.errors import (
-    CheckpointError,
     ConfigurationError,
-    DataError,
     DivergenceError,
     EvenerError,
 )
 from evener.prepared import preparing
 from tests.ids import placeless
-from tests.prepared.running import with_settings
-
-Weights = dict[str, Tensor]
-
-
-def rows(count: int = 26, seed: int = 1) -> TensorDataset:
-    drawn = torch.Generator().manual_seed(seed)
-    inputs = torch.rand(count, 4, generator=drawn, dtype=torch.float64)
-    return TensorDataset(inputs, torch.randint(3, (count,), generator=drawn))
-
-
-def model_of() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-
-
-class Loop:
-    """Its parts, prepared or as they are."""
-
-    def __init__(self, is_prepared: bool, make: Callable[[nn.Module], Any] = sgd, **options: Any) -> None:
-        torch.manual_seed(4)
-        parts = model_of(), DataLoader(rows(), batch_size=6, **({"shuffle": True} | options)), F.cross_entropy
-        self.model, self.loader, self.loss = parts
-        self.optimizer = make(self.model)
-        if is_prepared:
-            made = evener.prepare(self.model, self.optimizer, self.loader, self.loss)
-            self.model, self.optimizer, self.loader, self.loss = made
-
-    def backward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.loss(self.model(x), y)
-        loss.backward()
-        return loss
-
-    def weights(self) -> Weights:
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+from tests.prepared.running import Loop, Weights, model_of, prepared, rows, sgd, with_settings
 
 
 def plainly(is_prepared: bool) -> Weights:
@@ -169,11 +129,6 @@ LOOPS = (
 )
 
 
-def prepared(loop: Callable[[bool], Any], **settings: Any) -> Any:
-    with with_settings(**settings):
-        return loop(True)
-
-
 @pytest.mark.parametrize("loop", LOOPS, ids=placeless)
 def test_it_is_the_loop_of_one_device(ranks: Any, loop: Callable[[bool], Weights]) -> None:
     expected = loop(False)
@@ -210,73 +165,6 @@ def test_shares_follow_the_speed_and_weights_do_not(ranks: Any) -> None:
         assert shares[-2][0] > shares[-2][1], "the slower rank has as much as before"
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
-
-
-# Files
-
-
-def halves(path: str, stop: int | None, resume: bool) -> tuple[Weights, list[float]]:
-    """Three epochs, of which the first run takes ``stop`` steps, and the second the rest."""
-    loop = Loop(True)
-    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.7)
-    parts = {"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader, "scheduler": scheduler}
-    told, steps = [], 0
-    if resume:
-        found = evener.load(path, **parts)
-        steps = found["steps"]
-    while loop.loader.epoch < 3:
-        for x, y in loop.loader:
-            loop.optimizer.zero_grad()
-            told.append(loop.backward(x, y).item() + evener.draw(torch.rand).sum().item() * 0)
-            loop.optimizer.step()
-            steps += 1
-            if steps == stop:
-                evener.save(path, **parts, steps=steps)
-                return loop.weights(), told
-        scheduler.step()
-    return loop.weights(), told
-
-
-@pytest.mark.parametrize("stop", [3, 5, 7])
-def test_a_loop_goes_on_from_a_file_on_another_number_of_ranks(ranks: Any, tmp_path: Path, stop: int) -> None:
-    path = str(tmp_path / "loop.pt")
-    with with_settings():
-        weights, told = halves(path, None, False)
-    (_, first), _ = ranks(2).run(prepared, lambda _: halves(path, stop, False), balance="2,1")
-    for found, rest in ranks(3).run(prepared, lambda _: halves(path, None, True), balance="1,0,2"):
-        assert [*first, *rest] == pytest.approx(told, rel=1e-11)
-        for name, value in weights.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
-
-
-def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:
-    with with_settings():
-        loop = Loop(True)
-        evener.save(tmp_path / "good.pt", model=loop.model, best=0.5)
-        assert evener.load(tmp_path / "good.pt", model=loop.model) == {"best": 0.5}
-        with pytest.raises(ConfigurationError, match=r"has no 'optimizer'; it has model, best"):
-            evener.load(tmp_path / "good.pt", optimizer=loop.optimizer)
-        with pytest.raises(DataError, match=r"there is no file .*none.pt on rank 0"):
-            evener.load(tmp_path / "none.pt")
-        whole = (tmp_path / "good.pt").read_bytes()
-        for number, wrong in enumerate((whole[: len(whole) // 2], b"", b"something else")):
-            (tmp_path / "bad.pt").write_bytes(wrong)
-            with pytest.raises(
-                DataError, match=r"bad.pt cannot be read, it is damaged or no file of evener.save"
-            ):
-                evener.load(tmp_path / "bad.pt")
-            assert number < 3
-        torch.save({"model": 1}, tmp_path / "other.pt")
-        with pytest.raises(DataError, match=r"other.pt was not written by evener.save"):
-            evener.load(tmp_path / "other.pt")
-        with pytest.raises(
-            CheckpointError, match=r"could not be written on rank 0: .*; what was there before is"
-        ):
-            evener.save(tmp_path / "good.pt" / "inside", model=loop.model)
-        smaller = nn.Linear(2, 2)
-        with pytest.raises(ConfigurationError, match=r"model does not go on from .*good.pt: Error"):
-            evener.load(tmp_path / "good.pt", model=smaller)
-        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 # Refusals
@@ -341,6 +229,14 @@ def a_gradient_that_is_not_finite(_: bool) -> None:
         loop.optimizer.step()
 
 
+def a_loss_on_one_rank_alone(_: bool) -> None:
+    """Its numbers would be taken for those of another call."""
+    loop = Loop(True)
+    for x, y in loop.loader:
+        if evener.is_main():
+            loop.loss(loop.model(x), y)
+
+
 def a_mean_over_other_things(_: bool) -> None:
     def over_words(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, torch.where(targets == 0, -100, targets))
@@ -380,6 +276,10 @@ def gathering_other_rows(_: bool) -> None:
             "DivergenceError: the gradient of 2.bias is not finite before the update",
         ),
         (a_mean_over_other_things, "LossError: .*over_words is no mean over samples: over 6 of them it is"),
+        (
+            a_loss_on_one_rank_alone,
+            "different places of the loop: rank 0 in the loss, rank 1 in the end of a batch.* must have none of them",
+        ),
         (
             gathering_other_rows,
             r"evener.gather takes tensors with a row for each of this rank's 3 samples, not one",

@@ -17,6 +17,7 @@ from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
 from evener.prepared import losses
+from evener.prepared.place import check_marks
 from evener.prepared.preparing import current, place_or_none
 from evener.runtime.environment import detect
 
@@ -54,7 +55,7 @@ def barrier() -> None:
         if world_size() > 1:
             current("evener.barrier() of several ranks")
         return
-    place.exchange([0.0], "a barrier")
+    place.exchange("a barrier")
 
 
 def device() -> torch.device:
@@ -91,7 +92,7 @@ def gather(tree: T) -> T:
         here = leaf.detach()[: turn.samples].to(place.session.device)  # whence the ranks' backend sends
         return rows_of_all(here, shares, group).to(leaf.device)
 
-    place.exchange([turn.mark], "evener.gather")
+    check_marks([row[0] for row in place.exchange("evener.gather", turn.mark)])
     with place.session.watchdog.explained(), place.session.watchdog.phase("evener.gather"), waiting():
         found: T = map_leaves(of_all, tree)
     return found

@@ -134,7 +134,7 @@ class PreparedLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that were begun, less one."""
+        """Epochs that were gone through."""
         return self._shares.epoch
 
     def __iter__(self) -> Iterator[Any]:

@@ -109,8 +109,8 @@ def joined(
     """The sum of all ranks' totals over the divisor that their counts make."""
     turn = place.turn("the loss was computed")
     counts = bool(turn.micro.weight)
-    own = [turn.mark, float(total.detach()) if counts else 0.0, float(count) if counts else 0.0]
-    rows = place.exchange(own, "the loss")
+    own = (float(total.detach()), float(count)) if counts else (0.0, 0.0)
+    rows = place.exchange("the loss", turn.mark, *own)
     check_marks([row[0] for row in rows])
     in_training = total.requires_grad and torch.is_grad_enabled()
     for rank, row in enumerate(rows) if in_training else ():

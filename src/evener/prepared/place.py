@@ -21,6 +21,10 @@ from evener.strategies.learner import Learner
 from evener.strategies.own_samples import share_buffers
 from evener.strategies.pace import Pace
 
+WAITS = ("the loss", "the sum of gradients", "the end of a batch", "evener.gather", "a barrier")
+"""What the ranks tell each other something for."""
+_WIDTH = 3
+
 OUTSIDE = (
     "{what} outside of a prepared loader's batch, so that nobody knows how many samples the other ranks have: iterate "
     "the loader that evener.prepare returned"
@@ -61,9 +65,9 @@ class Place:
         self, session: Session, learner: Learner, models: list[nn.Module], random: CommonRandom
     ) -> None:
         self.session, self.learner, self.random = session, learner, random
-        self.control: Exchange = quickest(session)
+        self._control: Exchange = quickest(session)
         self.pace = Pace(stopwatch(session.device), learner.settings.throttle, session.rank)
-        self.mean = MeanOfRanks(learner, models, self.control)
+        self.mean = MeanOfRanks(learner, models, self.exchange)
         self.steps = 0
         self.is_over = False
         self._turns: list[Turn] = []
@@ -87,11 +91,18 @@ class Place:
             raise ConfigurationError(OUTSIDE.format(what=what))
         return self._turns[-1]
 
-    def exchange(self, values: list[float], what: str) -> list[list[float]]:
-        """Of all ranks; what they wait for is called ``what``."""
+    def exchange(self, what: str, *values: float) -> list[list[float]]:
+        """The values of all ranks, three at most; what they wait for is ``what``, of :data:`WAITS`. A collective call.
+
+        Raises:
+            ConfigurationError: If the ranks wait for different things, which only their numbers would be told of else.
+        """
         watchdog = self.session.watchdog
+        row = [float(WAITS.index(what)), *values, *[0.0] * (_WIDTH - len(values))]
         with watchdog.explained(), watchdog.phase(what, step=self.steps), waiting():
-            return self.control.exchange(values).wait()
+            rows = self._control.exchange(row).wait()
+        check_calls([int(row[0]) for row in rows])
+        return [row[1:] for row in rows]
 
     @contextmanager
     def at(self, turn: Turn) -> Iterator[None]:
@@ -121,7 +132,7 @@ class Place:
         self.mean.check_all_summed("the end of the batch")
         own = self.pace.taken().value() if turn.worked and turn.samples else torch.nan
         changed = self.learner.buffer_versions() != turn.versions
-        rows = self.exchange([turn.mark, own, float(changed)], "the end of a batch")
+        rows = self.exchange("the end of a batch", turn.mark, own, float(changed))
         check_marks([row[0] for row in rows])
         if any(row[2] for row in rows):
             share_buffers(self.learner, turn.batch)
@@ -154,6 +165,18 @@ class Place:
             self.is_over = True
             self.mean.close()
             self.learner.close()
+
+
+def check_calls(calls: list[int]) -> None:
+    """Raises:
+    ConfigurationError: If they are not the same on all ranks.
+    """
+    if len(set(calls)) > 1:
+        told = ", ".join(f"rank {rank} in {WAITS[call]}" for rank, call in enumerate(calls))
+        raise ConfigurationError(
+            f"the ranks are at different places of the loop: {told}. The loss, evener.gather and backward are for all "
+            "ranks together: what is done on one rank alone, as under evener.is_main(), must have none of them"
+        )
 
 
 def check_marks(marks: list[float]) -> None:

@@ -20,13 +20,14 @@ from evener.collectives.base import AllReduce
 from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
 from evener.errors import ConfigurationError, DivergenceError
-from evener.ledger import Exchange
 from evener.runtime.mesh import DIVIDING_TERMS
 from evener.strategies import gradients
 from evener.strategies.afterwards import in_buckets, zeros_of
 from evener.strategies.flat import sent_as_one
 from evener.strategies.learner import Learner
 
+Exchange = Callable[..., list[list[float]]]
+"""From a name and numbers to the numbers of all ranks."""
 _MOST_MODELS = 50
 """Of which a row of float64 can tell."""
 
@@ -36,14 +37,15 @@ class MeanOfRanks:
 
     Args:
         models: Of which those that a backward pass has not come to are left alone.
+        exchange: Tells all ranks numbers, and what they are for.
     """
 
-    def __init__(self, learner: Learner, models: list[nn.Module], control: Exchange) -> None:
+    def __init__(self, learner: Learner, models: list[nn.Module], exchange: Exchange) -> None:
         if len(models) > _MOST_MODELS:
             raise ConfigurationError(
                 f"{len(models)} models: put them into one module, or {_MOST_MODELS} at most"
             )
-        self._learner, self._control = learner, control
+        self._learner, self._exchange = learner, exchange
         self._models = [[p for p in model.parameters() if p.requires_grad] for model in models]
         self._delayed = False
         self._own: set[nn.Parameter] = set()
@@ -96,7 +98,7 @@ class MeanOfRanks:
         """The parameters of the models that a rank has been backward through, which have a gradient on any."""
         mask = sum(2**n for n, model in enumerate(self._models) if not self._put_off.isdisjoint(model))
         absent = sum(p.grad is None for model in self._models for p in model)
-        rows = self._control.exchange([float(mask), float(absent)]).wait()
+        rows = self._exchange("the sum of gradients", float(mask), float(absent))
         chosen = [model for n, model in enumerate(self._models) if any(int(row[0]) >> n & 1 for row in rows)]
         if not any(row[1] for row in rows):
             return chosen
