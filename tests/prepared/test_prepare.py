@@ -19,6 +19,7 @@ from evener.errors import (
     DivergenceError,
     EvenerError,
 )
+from evener.hardware.readout import Here
 from evener.prepared import preparing
 from tests.ids import placeless
 from tests.prepared.running import Loop, Weights, model_of, prepared, rows, sgd, with_settings
@@ -145,12 +146,17 @@ def test_workers_read_what_the_plain_loader_reads() -> None:
 
 
 def learning_shares(is_prepared: bool) -> tuple[Weights, list[tuple[int, ...]]]:
-    loop, shares = Loop(is_prepared), []
+    """A sample takes 1 ms on rank 0 and 4 ms on rank 1, as far as anybody is told."""
+    loop, shares, last = Loop(is_prepared), [], [0]
+    if is_prepared:
+        each = (0.001, 0.004)[evener.rank()]
+        preparing.current("").pace.taken = lambda: Here(each * last[0])  # type: ignore[method-assign]
     for _ in range(12):
         for x, y in loop.loader:
             loop.optimizer.zero_grad()
             loop.backward(x, y)
             loop.optimizer.step()
+            last[0] = len(y)
             if is_prepared:
                 shares.append(preparing.current("").turn("").batch.shares)
     return loop.weights(), shares
@@ -158,11 +164,11 @@ def learning_shares(is_prepared: bool) -> tuple[Weights, list[tuple[int, ...]]]:
 
 def test_shares_follow_the_speed_and_weights_do_not(ranks: Any) -> None:
     expected, _ = learning_shares(False)
-    answers = ranks(2).run(prepared, learning_shares, balance="auto", throttle="1,0.1", seed=1)
+    answers = ranks(2).run(prepared, learning_shares, balance="auto")
     for found, shares in answers:
         assert shares == answers[0][1]
         assert shares[0] == (3, 3)
-        assert shares[-2][0] > shares[-2][1], "the slower rank has as much as before"
+        assert shares[-2] == (5, 1)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
