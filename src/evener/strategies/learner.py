@@ -309,7 +309,7 @@ class Learner:
                 self.penalty = read(term)
                 term.backward()  # type: ignore[no-untyped-call]
                 found = [(clean_name(name), p) for name, p in self.model.named_parameters()]
-                self.penalty_soundness = self.unsound.of(gradients.named(found))
+                self.penalty_soundness = read(self.unsound.of(gradients.named(found)).tensor)
 
     def check_weights(self, steps: int) -> None:
         """Raises DivergenceError on all ranks alike if a trained weight of one is not finite: such weights are never
