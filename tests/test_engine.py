@@ -371,8 +371,9 @@ def test_a_loop_left_by_an_error_leaves_no_scope_behind() -> None:
 def test_no_stopwatch_runs_after_a_step_of_the_users_own() -> None:
     with engine_of("plain", steps=2) as engine:
         for _ in engine.batches():
-            assert stopwatch._running is not None
-        assert stopwatch._running is None
+            measured = stopwatch.running()
+            assert measured is not None
+        assert stopwatch.running() is not measured
 
 
 def test_the_watchdog_is_told_where_the_run_stands() -> None:

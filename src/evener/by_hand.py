@@ -116,7 +116,8 @@ class AtHand:
         self._scope: AbstractContextManager[Scope] | None = None
 
     def of(self, batch: Batch, step: int) -> Self:
-        """Around the step of ``batch``."""
+        """Around the step of ``batch``; that of a loop which nobody goes on with is over."""
+        self.close()
         self._pace.step(step).__enter__()
         self._scope = self._learner.micro_scope(batch.micro_batches[0], step)
         self._scope.__enter__()

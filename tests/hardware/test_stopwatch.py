@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from evener.hardware.stopwatch import STOPWATCHES, EventStopwatch, HostStopwatch, stopwatch, waiting
+from evener.hardware.stopwatch import STOPWATCHES, EventStopwatch, HostStopwatch, running, stopwatch, waiting
 
 
 class Clock:
@@ -56,6 +56,17 @@ def test_a_wait_inside_of_another_counts_once(clock: Clock) -> None:
         clock.now += 3
         watch.mark()
     assert watch.seconds() == 5
+
+
+def test_stopwatches_end_in_any_order() -> None:
+    before, first, second = running(), HostStopwatch(), HostStopwatch()
+    first.__enter__()
+    with second:
+        first.__exit__()
+        assert running() is second
+    assert running() is before
+    first.__exit__()
+    assert running() is before
 
 
 def test_a_wait_that_fails_ends(clock: Clock) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evener.errors import ConfigurationError
-from evener.nn.scope import Scope, current, data_group, own_scope, scope, without_placeholder
+from evener.nn.scope import Scope, current, data_group, outside, own_scope, scope, without_placeholder
 
 
 def test_a_scope_is_seen_by_other_threads_and_ends() -> None:
@@ -22,6 +22,19 @@ def test_a_scope_is_seen_by_other_threads_and_ends() -> None:
             raise KeyError
         assert current() is outer
     assert seen == [outer]
+    assert current() is None
+
+
+def test_scopes_end_in_any_order() -> None:
+    first, second = scope(torch.arange(2), step=3, seed=4), scope(torch.arange(2), step=3, seed=4)
+    first.__enter__()
+    with second as now:
+        first.__exit__()
+        assert current() is now
+        with outside():
+            assert current() is None
+    assert current() is None
+    first.__exit__()
     assert current() is None
 
 

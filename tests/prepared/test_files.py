@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import evener
 from evener.errors import CheckpointError, ConfigurationError, DataError
-from tests.prepared.running import Loop, Weights, prepared, with_settings
+from tests.prepared.running import Loop, Weights, prepared, rows, with_settings
 
 
 def halves(path: str, stop: int | None, resume: bool) -> tuple[Weights, list[float]]:
@@ -34,6 +35,34 @@ def halves(path: str, stop: int | None, resume: bool) -> tuple[Weights, list[flo
                 return loop.weights(), told
         scheduler.step()
     return loop.weights(), told
+
+
+def through_two_loaders(path: str, stop: int | None, resume: bool) -> Weights:
+    """Both shuffled; ``stop`` and the rest as above."""
+    loop = Loop(True, drop_last=True)
+    others = evener.prepare(DataLoader(rows(20, 3), batch_size=6, shuffle=True, drop_last=True))
+    parts = {"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader, "others": others}
+    steps = evener.load(path, **parts)["steps"] if resume else 0
+    while steps < 7:
+        for (x, y), (other, label) in zip(others, loop.loader, strict=False):
+            loop.optimizer.zero_grad()
+            (loop.loss(loop.model(x), y) + loop.loss(loop.model(other), label)).backward()
+            loop.optimizer.step()
+            steps += 1
+            if steps == stop:
+                evener.save(path, **parts, steps=steps)
+                return loop.weights()
+    return loop.weights()
+
+
+def test_a_loop_through_two_loaders_goes_on_from_a_file(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "loop.pt")
+    with with_settings():
+        weights = through_two_loaders(path, None, False)
+    ranks(2).run(prepared, lambda _: through_two_loaders(path, 5, False), balance="2,1")
+    for found in ranks(3).run(prepared, lambda _: through_two_loaders(path, None, True), balance="1,1,2"):
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("stop", [3, 5, 7])

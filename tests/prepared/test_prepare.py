@@ -20,6 +20,7 @@ from evener.errors import (
     EvenerError,
 )
 from evener.hardware.readout import Here
+from evener.nn import scope
 from evener.prepared import preparing
 from tests.ids import placeless
 from tests.prepared.running import Loop, Weights, model_of, prepared, rows, sgd, with_settings
@@ -99,6 +100,40 @@ def evaluating_within(is_prepared: bool) -> Weights:
     return loop.weights()
 
 
+def two_loaders_at_once(is_prepared: bool) -> Weights:
+    """Of other lengths, with a loss of both batches."""
+    loop = Loop(is_prepared, drop_last=True)
+    others: Any = DataLoader(rows(40, 2), batch_size=loop.loader.batch_size)
+    others = evener.prepare(others) if is_prepared else others
+    for (x, y), (other, label) in zip(loop.loader, others, strict=False):
+        loop.optimizer.zero_grad()
+        (loop.loss(loop.model(x), y) + 0.5 * loop.loss(loop.model(other), label)).backward()
+        loop.optimizer.step()
+    assert scope.current() is None
+    return loop.weights()
+
+
+def after_an_error(is_prepared: bool) -> Weights:
+    """A cell of a notebook that failed, whose traceback is kept, and is run again."""
+    loop = Loop(is_prepared)
+    kept = None
+    for wrong in (True, False):
+        try:
+            for x, y in loop.loader:
+                now = scope.current()
+                assert (now is not None) == is_prepared
+                loop.optimizer.zero_grad()
+                loop.backward(x[:, :1] if wrong else x, y)
+                loop.optimizer.step()
+                if kept is not None and is_prepared:
+                    kept = None
+                    assert scope.current() is now
+        except RuntimeError as error:
+            kept = error
+    assert scope.current() is None
+    return loop.weights()
+
+
 def with_workers(is_prepared: bool) -> Weights:
     loop = Loop(is_prepared, num_workers=2, persistent_workers=True)
     for _ in range(2):
@@ -126,7 +161,7 @@ def frozen_and_unused(is_prepared: bool) -> Weights:
 
 LOOPS = (
     *(plainly, accumulating, with_a_closure, with_a_scaler, two_losses_of_a_batch, evaluating_within),
-    frozen_and_unused,
+    *(frozen_and_unused, two_loaders_at_once, after_an_error),
 )
 
 
@@ -153,10 +188,10 @@ def learning_shares(is_prepared: bool) -> tuple[Weights, list[tuple[int, ...]]]:
         preparing.current("").pace.taken = lambda: Here(each * last[0])  # type: ignore[method-assign]
     for _ in range(12):
         for x, y in loop.loader:
+            last[0] = len(y)
             loop.optimizer.zero_grad()
             loop.backward(x, y)
             loop.optimizer.step()
-            last[0] = len(y)
             if is_prepared:
                 shares.append(preparing.current("").turn("").batch.shares)
     return loop.weights(), shares
@@ -253,6 +288,29 @@ def a_mean_over_other_things(_: bool) -> None:
         loss(model(x), y)
 
 
+def two_loaders_with_other_shares(_: bool) -> None:
+    loop = Loop(True)
+    others = evener.prepare(DataLoader(rows(), batch_size=1))
+    for (x, y), (other, label) in zip(loop.loader, others, strict=False):
+        loop.loss(loop.model(x), y) + loop.loss(loop.model(other), label)
+
+
+def two_loaders_of_other_sizes(_: bool) -> None:
+    def per_sample(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    loop = Loop(True)
+    others, loss = evener.prepare(DataLoader(rows(), batch_size=4), per_sample)
+    for (x, y), (other, label) in zip(loop.loader, others, strict=False):
+        loss(loop.model(x), y) + loss(loop.model(other), label)
+
+
+def one_loader_twice_at_once(_: bool) -> None:
+    loop = Loop(True)
+    for (x, y), _other in zip(loop.loader, loop.loader, strict=True):
+        loop.backward(x, y)
+
+
 def gathering_other_rows(_: bool) -> None:
     loop = Loop(True)
     for x, y in loop.loader:
@@ -286,6 +344,9 @@ def gathering_other_rows(_: bool) -> None:
             a_loss_on_one_rank_alone,
             "different places of the loop: rank 0 in the loss, rank 1 in the end of a batch.* must have none of them",
         ),
+        (two_loaders_with_other_shares, "at once, and rank 1 had other numbers of samples of their batches"),
+        (two_loaders_of_other_sizes, "no mean over samples|other numbers of samples of their batches"),
+        (one_loader_twice_at_once, "was iterated anew before the pass at hand was over"),
         (
             gathering_other_rows,
             r"evener.gather takes tensors with a row for each of this rank's 3 samples, not one",

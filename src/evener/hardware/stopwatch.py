@@ -11,7 +11,8 @@ On a GPU the host runs ahead of the work that it queues, and only events between
 elapsed time and not the processor's: on cores that others use too a rank is slower, and its user waits for that.
 
 The running stopwatch is a plain global of the process, not a ``ContextVar`` and not thread-local: autograd runs
-backward on threads of its own, which inherit neither.
+backward on threads of its own, which inherit neither. Stopwatches may end in another order than they began: that of a
+loop that an error ended lives on as long as the error is kept.
 """
 
 from __future__ import annotations
@@ -27,13 +28,22 @@ import torch
 from evener.hardware.accelerators import WITH_STREAMS
 from evener.hardware.readout import Here, Later, Readout
 
+_open: list[Stopwatch] = []
 _running: Stopwatch | None = None
+"""The last of those that are open."""
+
+
+def running() -> Stopwatch | None:
+    """The stopwatch that runs in this process."""
+    return _running
 
 
 class Stopwatch(ABC):
-    """Entered where work begins, marked where it may have ended; of nested ones the inner runs."""
+    """Entered where work begins, marked where it may have ended; of nested ones the inner runs.
 
-    _outer: Stopwatch | None = None
+    To end one that has ended changes nothing.
+    """
+
     _waits = 0
     """Blocks of ``waiting()`` that are open, each within the one before."""
 
@@ -70,13 +80,16 @@ class Stopwatch(ABC):
 
     def __enter__(self) -> Self:
         global _running
-        self._outer, _running = _running, self
+        _open.append(self)
+        _running = self
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         global _running
-        _running, self._outer = self._outer, None
+        if self in _open:
+            _open.remove(self)
+        _running = _open[-1] if _open else None
 
 
 class HostStopwatch(Stopwatch):

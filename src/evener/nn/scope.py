@@ -8,6 +8,9 @@ The scope is a plain global of the process, not a ``ContextVar`` and not thread-
 and with it the forward passes that activation checkpointing repeats, on threads of its own, which inherit
 neither. Where one process computes several parts of a batch at once, a thread each that keeps backward to itself,
 each of these threads has a scope of its own (:func:`own_scope`), which it sees before that of the process.
+
+Scopes may end in another order than they began: loops over two loaders at once take turns, and that of a loop that an
+error ended lives on as long as the error is kept.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +29,7 @@ from evener.errors import ConfigurationError
 from evener.nn.recomputing import once
 from evener.nn.sequence import DividedSequence
 
+_Found = TypeVar("_Found", bound="Scope | None")
 GroupMaker = Callable[[], ProcessGroup | None]
 
 
@@ -92,7 +97,9 @@ class Scope:
         self._forward_calls, self._calls = self._calls, {}
 
 
+_opened: list[resumed[Any]] = []
 _current: Scope | None = None
+"""That of the block opened last."""
 _of_thread = threading.local()
 
 
@@ -134,39 +141,38 @@ def scope(
     weight: int = 1,
     group: GroupMaker = _no_group,
     sequence: DividedSequence | None = None,
-) -> resumed:
+) -> resumed[Scope]:
     """Makes a new :class:`Scope` the current one, and the one before it again at the end."""
     return resumed(Scope(samples, step, seed, weight, group, sequence))
 
 
-class resumed:  # noqa: N801 # a block, as `outside`; a generator's would cost each step four times as much
-    """Makes ``found`` the current scope, again where its backward comes later, and the one before it at the end."""
+class resumed(Generic[_Found]):  # noqa: N801 # a block; a generator's would cost each step four times as much
+    """Makes ``found`` the current scope, again where its backward comes later, and the one before it at the end.
 
-    __slots__ = ("_found", "_outer")
+    To end it twice changes nothing.
+    """
 
-    def __init__(self, found: Scope) -> None:
-        self._found = found
+    __slots__ = ("found",)
 
-    def __enter__(self) -> Scope:
+    def __init__(self, found: _Found) -> None:
+        self.found = found
+
+    def __enter__(self) -> _Found:
         global _current
-        self._outer, _current = _current, self._found
-        return self._found
+        _opened.append(self)
+        _current = self.found
+        return self.found
 
     def __exit__(self, *_: object) -> None:
         global _current
-        _current = self._outer
+        if self in _opened:
+            _opened.remove(self)
+        _current = _opened[-1].found if _opened else None
 
 
-@contextmanager
-def outside() -> Iterator[None]:
+def outside() -> resumed[None]:
     """No scope is the current one, for a model that is run beside of training; the one before it again at the end."""
-    global _current
-    outer = _current
-    _current = None
-    try:
-        yield
-    finally:
-        _current = outer
+    return resumed(None)
 
 
 @contextmanager

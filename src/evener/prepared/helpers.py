@@ -124,6 +124,7 @@ def global_mean(value: Tensor, count: float | Tensor | None = None) -> Tensor:
     """
     place = current("evener.global_mean")
     turn = place.turn("evener.global_mean was called")
+    turn.is_counted |= count is None
     return losses.global_mean(place, value, turn.samples if count is None else count)
 
 

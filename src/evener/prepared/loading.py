@@ -35,6 +35,10 @@ _KEPT = (
     *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
 )
 """What of a DataLoader goes over to another as it is."""
+TWICE = (
+    "a prepared loader was iterated anew before the pass at hand was over, and can be in one place of its data at a "
+    "time: prepare a second DataLoader of the same data for the other loop"
+)
 
 
 class Shares:
@@ -125,9 +129,10 @@ class PreparedLoader:
             generator=self._generator,
             **kept,
         )
-        self._handed_out = 0
-        self._began = place.random.held()
-        self._resumed: Tensor | None = None
+        self._handed_out = self._passes = 0
+        self._turn: Turn | None = None
+        self._began = self._ordered = place.random.held()
+        self._resumed: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self._given)
@@ -144,14 +149,34 @@ class PreparedLoader:
                 "this loader belongs to an earlier call of evener.prepare, which a later one with models has ended: "
                 "use the one that the last call returned"
             )
+        if self._turn is not None:
+            place.leave(self._turn)  # of a pass that was given up, or an error ended whose traceback is kept
+        self._passes += 1
         shares.drawn.clear()
-        self._handed_out, later = shares.skip, place.random.held()
+        self._handed_out = shares.skip
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
-            place.random.take(resumed)
+            return self._pass(self._passes, None, resumed)
         self._began = place.random.held()
-        source = self._reading()
+        return self._pass(self._passes, self._reading(), None)
+
+    def _pass(
+        self, number: int, source: Iterator[Any] | None, resumed: tuple[Tensor, Tensor] | None
+    ) -> Iterator[Any]:
+        """Pass ``number`` through the data, as iter() or ``resumed`` begins it."""
+        place, shares = self._place, self._shares
+        later = place.random.held()
+        if resumed is not None:
+            self._began, self._ordered = resumed
+            place.random.take(self._began)
+            source = self._reading()
+            place.random.take(self._ordered)
+        else:
+            self._ordered = later
+        assert source is not None
         while True:
+            if number != self._passes:
+                raise ConfigurationError(TWICE)
             with place.session.watchdog.phase("loading a batch", step=place.steps):
                 found = next(source, _NOTHING)
             if resumed is not None:
@@ -159,7 +184,7 @@ class PreparedLoader:
                 resumed = None
             if found is _NOTHING:
                 break
-            turn = shares.drawn.popleft()
+            turn = self._turn = shares.drawn.popleft()
             self._handed_out += 1
             with place.at(turn):
                 yield map_leaves(lambda leaf: move(leaf, place.session.device, True), found)
@@ -191,6 +216,7 @@ class PreparedLoader:
             "epoch": self._shares.epoch,
             "batches": self._handed_out,
             "began": self._began,
+            "ordered": self._ordered,
             "balancer": self.balancer.state_dict(),
             "step": self._shares.step - len(self._shares.drawn),
         }
@@ -200,7 +226,7 @@ class PreparedLoader:
         self._shares.epoch, self._shares.skip = state["epoch"], state["batches"]
         self._shares.step = state["step"]
         self.balancer.load_state_dict(state["balancer"])
-        self._resumed = state["began"] if state["batches"] else None
+        self._resumed = (state["began"], state["ordered"]) if state["batches"] else None
 
 
 _NOTHING = object()

@@ -51,6 +51,7 @@ class OverAll:
         if turn.samples > 1 and not self._was_tried:
             self._was_tried = True
             check_mean(self.function, outputs, targets, turn.samples)
+        turn.is_counted = True
         return global_mean(self._place, self.function(outputs, targets), turn.samples)
 
     def __repr__(self) -> str:

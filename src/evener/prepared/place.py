@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from evener.data.batch import Batch, MicroBatch
 from evener.errors import ConfigurationError
+from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import stopwatch, waiting
 from evener.ledger import Exchange
+from evener.nn.scope import Scope
 from evener.prepared.random import CommonRandom
 from evener.prepared.summing import MeanOfRanks
 from evener.runtime.board import quickest
@@ -23,15 +25,20 @@ from evener.strategies.pace import Pace
 
 WAITS = ("the loss", "the sum of gradients", "the end of a batch", "evener.gather", "a barrier")
 """What the ranks tell each other something for."""
-_WIDTH = 3
+_WIDTH = 4
 
 OUTSIDE = (
     "{what} outside of a prepared loader's batch, so that nobody knows how many samples the other ranks have: iterate "
     "the loader that evener.prepare returned"
 )
+CROSSED = (
+    "two prepared loaders were gone through at once, and rank {rank} had other numbers of samples of their batches, so "
+    "that whose a loss was of cannot be told: give both the same batch size and drop_last=True, with balance='equal' "
+    "and a sample for each rank, or read both with one loader"
+)
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
     """A batch at hand."""
 
@@ -39,9 +46,16 @@ class Turn:
     """This rank's share, and what all ranks know of the whole; without the samples themselves."""
     mark: float
     """Tells the batch from others: the same number on all ranks that have the same samples before them."""
-    worked: bool = False
-    """Whether a backward pass has gone through it."""
+    worked: Readout | None = None
+    """Seconds of this rank's own work when the last backward pass with it was over; None before there was one."""
     versions: list[tuple[int, int]] = field(default_factory=list)
+    is_counted: bool = False
+    """Whether a mean was taken over as many terms as the rank has samples."""
+    is_crossed: bool = False
+    """Whether the loop went through another loader at once, and this rank has other numbers of samples of its batch:
+    whose the outputs of a loss were cannot be told."""
+    scope: AbstractContextManager[Scope | None] = field(default_factory=nullcontext)
+    """What layers ask meanwhile."""
 
     @property
     def micro(self) -> MicroBatch:
@@ -52,6 +66,12 @@ class Turn:
     def samples(self) -> int:
         """How many count on this rank."""
         return self.micro.size
+
+    def differs(self, other: Turn) -> bool:
+        """Whether a loss may have taken the samples of one for those of the other."""
+        if self.is_counted or other.is_counted:
+            return self.samples != other.samples
+        return bool(self.samples) != bool(other.samples)
 
 
 class Place:
@@ -71,6 +91,7 @@ class Place:
         self.steps = 0
         self.is_over = False
         self._turns: list[Turn] = []
+        self._measured: Turn | None = None
         self._is_ending = False
 
     @property
@@ -92,7 +113,7 @@ class Place:
         return self._turns[-1]
 
     def exchange(self, what: str, *values: float) -> list[list[float]]:
-        """The values of all ranks, three at most; what they wait for is ``what``, of :data:`WAITS`. A collective call.
+        """The values of all ranks, four at most; what they wait for is ``what``, of :data:`WAITS`. A collective call.
 
         Raises:
             ConfigurationError: If the ranks wait for different things, which only their numbers would be told of else.
@@ -106,34 +127,50 @@ class Place:
 
     @contextmanager
     def at(self, turn: Turn) -> Iterator[None]:
-        """Around what the loop does with a batch; loops may be nested, as an evaluation within training."""
-        scope = self.learner.micro_scope(turn.micro, self.steps)
+        """Around what the loop does with a batch.
+
+        Loops may be nested, as an evaluation within training, or go through two loaders at once.
+        """
+        turn.scope = self.learner.micro_scope(turn.micro, self.steps)
         turn.versions = self.learner.buffer_versions()
         self._turns.append(turn)
         self._is_ending = False
-        inner = len(self._turns) == 1
-        if inner:
+        if self._measured is None:
+            self._measured = turn
             self.pace.step(self.steps).__enter__()
+        turn.scope.__enter__()
         try:
-            with scope:
-                yield
+            yield
         finally:
-            self._turns.remove(turn)
-            if inner:
-                self.pace.__exit__(None)
+            self.leave(turn)
+
+    def leave(self, turn: Turn) -> None:
+        """What the loop does with ``turn`` is over, or nobody goes on with it; the second time it changes nothing."""
+        if turn not in self._turns:
+            return
+        later = self._turns[self._turns.index(turn) + 1 :]
+        turn.is_crossed = any(turn.differs(other) for other in later)
+        self._turns.remove(turn)
+        turn.scope.__exit__(None, None, None)
+        if self._measured is turn:
+            self._measured = None
+            self.pace.__exit__(None)
 
     def finish(self, turn: Turn) -> list[float]:
         """The time of each rank's own work with the batch, NaN where it did not train with it. A collective call.
 
         Raises:
-            ConfigurationError: If gradients were left that are of this rank's samples alone, or the ranks have come to
-                different batches.
+            ConfigurationError: If gradients were left that are of this rank's samples alone, the ranks have come to
+                different batches, or a rank had samples of one of two loaders alone.
         """
         self.mean.check_all_summed("the end of the batch")
-        own = self.pace.taken().value() if turn.worked and turn.samples else torch.nan
+        own = turn.worked.value() or math.nan if turn.worked is not None and turn.samples else math.nan
         changed = self.learner.buffer_versions() != turn.versions
-        rows = self.exchange("the end of a batch", turn.mark, own, float(changed))
+        rows = self.exchange("the end of a batch", turn.mark, own, float(changed), float(turn.is_crossed))
         check_marks([row[0] for row in rows])
+        crossed = [rank for rank, row in enumerate(rows) if row[3]]
+        if crossed:
+            raise ConfigurationError(CROSSED.format(rank=crossed[0]))
         if any(row[2] for row in rows):
             share_buffers(self.learner, turn.batch)
         return [row[1] for row in rows]
@@ -152,9 +189,9 @@ class Place:
     def _backward_is_over(self) -> None:
         """Gradients are this rank's; all get their mean, unless that is put off."""
         self._is_ending = False
-        if self._turns:
-            self._turns[-1].worked = True
         self.mean.work_is_done(self.pace.work_done)
+        for turn in self._turns:
+            turn.worked = self.pace.taken()
         watchdog = self.session.watchdog
         with watchdog.explained(), watchdog.phase("the sum of gradients", step=self.steps), waiting():
             self.mean()
@@ -163,6 +200,8 @@ class Place:
         """Gives everything back."""
         if not self.is_over:
             self.is_over = True
+            for turn in list(self._turns):
+                self.leave(turn)
             self.mean.close()
             self.learner.close()
 
