@@ -2,16 +2,28 @@
 
 ``maybe_mark_dynamic`` is documented in the guide on dynamic shapes, the counters in that on recompilations; both lie in
 a module with an underscore, which torch imports when it is first asked for, and takes a second.
+``torch.compiler.disable`` imports it at once, where a function is defined; ``_disable_dynamo``, by which torch marks
+its own functions, when the function is first called. So a process that computes nothing, as the launcher, starts a
+second earlier.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_of_graphs(function: F) -> F:
+    """``function``, which a graph of ``torch.compile`` leaves out: it waits for other ranks, or asks what changes."""
+    return cast(F, _disable_dynamo(function))
 
 
 class Compiled(NamedTuple):

@@ -1,19 +1,26 @@
 """Backward in two parts, of a stage's inputs and of its weights: ``torch.distributed.pipelining._backward``.
 
 Zero-bubble schedules need them. The public way to them is a whole schedule's runtime, which wants micro-batches of one
-shape; which part of a graph leads to inputs and which to weights alone is found there and nowhere else.
+shape; which part of a graph leads to inputs and which to weights alone is found there and nowhere else. It is imported
+with the first backward: the package imports torch's compiler, for a second.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+
+@cache
+def _theirs() -> Any:
+    return importlib.import_module("torch.distributed.pipelining._backward")
 
 
 def backward_of_inputs(
@@ -29,7 +36,7 @@ def backward_of_inputs(
     if not inputs or not outputs:
         return [{"outputs": list(outputs), "gradients": gradients}]
     given = None if gradients is None else list(gradients)
-    _, groups = stage_backward_input(list(outputs), given, list(inputs), iter(weights))
+    _, groups = _theirs().stage_backward_input(list(outputs), given, list(inputs), iter(weights))
     return list(groups)
 
 
@@ -39,4 +46,4 @@ def backward_of_weights(groups: list[dict[str, Any]], weights: Sequence[nn.Param
         if groups[0]["outputs"]:
             torch.autograd.backward(groups[0]["outputs"], groups[0]["gradients"])
         return
-    stage_backward_weight(iter(weights), groups)
+    _theirs().stage_backward_weight(iter(weights), groups)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.borrowed.run_backward import run_backward, run_grad
 from evener.errors import ConfigurationError
 from evener.nn.attention import attention_to
@@ -70,7 +71,7 @@ class _Attending(TorchFunctionMode):
     ) -> Any:
         return self._answers.get(func, func)(*args, **(kwargs or {}))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+    @outside_of_graphs  # a graph cannot wait for other ranks
     def _scaled_dot_product(
         self,
         query: Tensor,
@@ -95,7 +96,7 @@ class _Attending(TorchFunctionMode):
             is_causal, bias = understood(bias_of(attn_mask), q.shape, self._sequence)
         return attention_to(q, k, v, bias, is_causal, scale).reshape(*query.shape[:-1], value.shape[-1])
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+    @outside_of_graphs  # a graph cannot wait for other ranks
     def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         given = _MULTI_HEAD.bind(*args, **kwargs)
         given.apply_defaults()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.errors import ConfigurationError
 from evener.nn.ring import ring_attention
 from evener.nn.scope import divided
@@ -19,7 +20,7 @@ Method = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float, DividedSe
 METHODS: dict[str, Method] = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+@outside_of_graphs  # a graph cannot wait for other ranks
 def attention(
     q: Tensor,
     k: Tensor,

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
 from evener.hardware.readout import is_late
@@ -77,7 +78,7 @@ class BatchNorm(AnyBatchNorm):
             variance = torch.ones_like(mean)
         return F.batch_norm(input, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+    @outside_of_graphs  # a graph cannot wait for other ranks
     def _over_ranks(self, input: Tensor, group: Peers) -> Tensor:
         scope = current()
         counts = scope is None or scope.weight > 0
@@ -180,7 +181,7 @@ def _make_own(module: nn.Module) -> None:
         module.__class__ = _CLASSES[type(module)]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # a graph would keep the answer of its first call
+@outside_of_graphs  # a graph would keep the answer of its first call
 def _is_placeholder() -> bool:
     scope = current()
     return scope is not None and scope.weight == 0

@@ -29,13 +29,14 @@ Every call is one of all ranks of the group, in forward and in backward, in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.errors import ConfigurationError
 from evener.nn import messages
 from evener.nn.checks import (
@@ -49,16 +50,10 @@ from evener.nn.checks import (
     several,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
 Map = Callable[[Tensor], Tensor]
 
 
-def _outside_of_graphs(function: F) -> F:
-    """A graph of ``torch.compile`` cannot wait for other ranks."""
-    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-
-
-@_outside_of_graphs
+@outside_of_graphs
 def all_reduce(x: Tensor, group: ProcessGroup | None, *, replicated: bool = False) -> Tensor:
     """The sum of ``x`` over the ranks, the same bits on all.
 
@@ -79,7 +74,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, *, replicated: bool = Fals
     )
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def all_gather(
     x: Tensor,
     group: ProcessGroup | None,
@@ -121,7 +116,7 @@ def all_gather(
     return _mapped(x, lambda x: messages.gathered(x, dim, lengths, ranks), back)
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def reduce_scatter(
     x: Tensor, group: ProcessGroup | None, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -150,7 +145,7 @@ def reduce_scatter(
     )
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def all_to_all(
     x: Tensor,
     group: ProcessGroup | None,
@@ -188,7 +183,7 @@ def all_to_all(
     )
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0, *, replicated: bool = False) -> Tensor:
     """The ``x`` of rank ``source`` of the group, on all ranks.
 
@@ -216,7 +211,7 @@ def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0, *, replica
     return _mapped(x, lambda x: messages.copied(x, source, ranks), back)
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def split(x: Tensor, group: ProcessGroup | None, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's piece along ``dim`` of an ``x`` that all ranks hold alike; begins a region of divided layers.
 
@@ -245,7 +240,7 @@ def split(x: Tensor, group: ProcessGroup | None, dim: int = 0, sizes: Sequence[i
     )
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def shift(x: Tensor, group: ProcessGroup | None, by: int = 1, shape: Sequence[int] | None = None) -> Tensor:
     """Passes ``x`` on around the ring of ranks: what comes is the ``x`` of the rank ``by`` places before this one.
 
@@ -271,7 +266,7 @@ def shift(x: Tensor, group: ProcessGroup | None, by: int = 1, shape: Sequence[in
     )
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """``x`` itself, which all ranks hold alike; begins a region of divided layers.
 

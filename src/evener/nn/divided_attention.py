@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.borrowed.module_tensors import own_parameters
 from evener.nn.attending import check_dropout, check_extra_keys, multi_head_attention
 from evener.nn.collectives import all_gather, all_reduce, enter
@@ -57,7 +58,7 @@ class DividedAttention(nn.MultiheadAttention):
     and the value are where they are the query itself."""
     _heads = Shared[Parts]()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+    @outside_of_graphs  # a graph cannot wait for other ranks
     def forward(
         self,
         query: Tensor,

@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.hardware import accelerators
 
 
@@ -45,7 +46,7 @@ def drawing_apart(index: int, device: torch.device) -> Iterator[None]:
 class _Apart(nn.Module):
     index: int
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # its generator is not the graph's
+    @outside_of_graphs  # its generator is not the graph's
     def forward(self, input: Tensor) -> Tensor:
         with drawing_apart(self.index, input.device) if self.training else nullcontext():
             dropped: Tensor = super().forward(input)

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.borrowed.layers import AnyDropout
 from evener.errors import ConfigurationError
 from evener.hardware.sending import send
@@ -110,7 +111,7 @@ class Dropout(nn.Dropout):
         )
         return self._scaled(input, factor)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs
     def _uncompiled(self, input: Tensor) -> Tensor:
         scope = current()
         return self._torchs(input) if scope is None else self._exact(input, scope)

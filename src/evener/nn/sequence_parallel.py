@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import TaskError
 from evener.nn import messages
@@ -267,7 +268,7 @@ def in_terms(module: nn.Module) -> Iterator[nn.Parameter]:
 # What begins a region
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+@outside_of_graphs  # a graph cannot wait for other ranks
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: DividedSequence) -> Tensor:
     """``F.linear`` of all positions, from this rank's; they are gathered in forward and once more in backward."""
     output: Tensor = _GatheredLinear.apply(x, weight, bias, pieces)  # type: ignore[no-untyped-call]

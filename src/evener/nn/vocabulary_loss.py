@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from evener.borrowed.compiling import outside_of_graphs
 from evener.errors import LossError
 from evener.losses.kinds import check_outputs, check_targets
 from evener.losses.sums import Loss
@@ -31,7 +32,7 @@ from evener.nn.shared import Shared
 from evener.nn.tensor_parallel import Parts
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # a graph cannot wait for other ranks
+@outside_of_graphs  # a graph cannot wait for other ranks
 def vocabulary_parallel_cross_entropy(
     scores: Tensor,
     targets: Tensor,

@@ -13,18 +13,18 @@ Three stages on three ranks, four micro-batches, ``F`` forward and ``B`` backwar
 ``interleaved`` (Narayanan et al., 2021) gives each rank several stages, rank r the stages r, r + n, r + 2n, ..., so
 that it waits less for the first micro-batch. ``zero-bubble`` (Qi et al., 2024; their ZB-1P) divides backward into the
 gradient of the inputs (``I``), for which the stage before waits, and that of the weights (``W``), which fills gaps.
-Both orders are those of ``torch.distributed.pipelining``.
+Both orders are those of ``torch.distributed.pipelining``, which imports torch's compiler, for a second: it is imported
+when one of them is asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from evener.errors import ConfigurationError
 
@@ -83,13 +83,10 @@ def _one_each(stage: int, behind: int, micros: int) -> tuple[Action, ...]:
     return tuple(found)
 
 
-_OF_TORCH: dict[str, Any] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
+_OF_TORCH = {"interleaved": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}
 
 
-def _of_torch(kind: Any, ranks: int, stages: int, micros: int) -> Order:
+def _of_torch(name: str, ranks: int, stages: int, micros: int) -> Order:
     """torch wants a multiple of its rounds; what is more than there is, is left out again, and the order holds."""
     rounds = max(1, micros // ranks)
     planned = -(-micros // rounds) * rounds
@@ -108,6 +105,7 @@ def _of_torch(kind: Any, ranks: int, stages: int, micros: int) -> Order:
         )
         for stage in range(0, stages, ranks)
     ]
+    kind: Any = getattr(importlib.import_module("torch.distributed.pipelining"), name)
     planned_order = kind(own, planned).pipeline_order
     return tuple(
         tuple(
