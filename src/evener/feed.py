@@ -90,15 +90,29 @@ class Feed:
             skips=self.skips is not None,
         )
         # Besides what the loader draws ahead, a batch is looked at one step early, and times are known late.
-        lookahead = self._loader.lookahead + 1 + self._steps_late
-        self.balancer = balancer_of(config, self._reading, lookahead)
+        self.balancer = self._balancer(self._loader.lookahead + 1 + self._steps_late)
         if self._unlike:
             self._events.append(Note(progress.steps, self._unlike))
             self._unlike = ""
-        self._learns = type(self.balancer).observe is not Balancer.observe
-        if self.balancer_state:
-            self.balancer.load_state_dict(self.balancer_state)
+        self._learns = _learns(self.balancer)
         return self._loader
+
+    def _balancer(self, lookahead: int) -> Balancer:
+        """With what it has learned so far."""
+        made = balancer_of(self._config, self._reading, lookahead)
+        if self.balancer_state:
+            made.load_state_dict(self.balancer_state)
+        return made
+
+    def first_shares(self, step: int) -> tuple[tuple[int, ...], bool]:
+        """Samples of the batch of ``step`` for each part, and whether shares change with speed; before any is read.
+
+        Nothing where the data decide, or there is one part.
+        """
+        if self._reading.parts is not None or self._reading.ranks == 1:
+            return (), False
+        balancer = self._balancer(0)
+        return tuple(balancer.shares(step, self._batch_size)), _learns(balancer)
 
     def rewind(self) -> bool:
         """Batches may be opened again, those that were are closed; whether there were any."""
@@ -179,3 +193,7 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """What the balancer has learned."""
         return self.balancer.state_dict() if self.balancer else self.balancer_state
+
+
+def _learns(balancer: Balancer) -> bool:
+    return type(balancer).observe is not Balancer.observe

@@ -34,6 +34,10 @@ class RunStart:
     allreduce: str = ""
     """What sums the gradients; empty if that is not known yet."""
     run_dir: str | None = None
+    shares: tuple[int, ...] = ()
+    """Samples of the first batch, for each of its parts; empty where the data decide or nothing is divided."""
+    learns: bool = False
+    """Whether shares follow the speed of the ranks then."""
 
 
 @dataclass(frozen=True)

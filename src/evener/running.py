@@ -196,8 +196,11 @@ class Run:
         resolved = {"task": self._task.name, **self._config.as_dict()}
         resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
         devices = self._session.control.gather_objects(accelerators.words_of(self._session.device))
+        shares, learns = engine.state.next_shares()
         return RunStart(
             devices=tuple(devices),
+            shares=shares,
+            learns=learns,
             parameters=whole_size(engine.model),
             strategy=engine.learner.name,
             allreduce=engine.learner.synchronizer.words,

@@ -212,6 +212,21 @@ def test_the_header_says_what_the_run_is_at_once() -> None:
     assert again[2:] == ["  batches of 64, goes on after step 90 of 460", "  nothing is kept on disk"]
 
 
+@pytest.mark.parametrize(
+    ("shares", "learns", "words"),
+    [
+        ((32, 21, 11), False, "  shares 32 + 21 + 11"),
+        ((32, 32), True, "  shares 32 + 32, then by speed"),
+        ((4,) * 16, False, "  shares 16 × 4"),
+        ((*(4,) * 12, 3, 5, 6, 2), True, "  shares from 2 to 6, then by speed"),
+    ],
+)
+def test_the_header_says_how_a_batch_is_divided(shares: tuple[int, ...], learns: bool, words: str) -> None:
+    run = RunStart("digits", {}, 3, 64, 460, 0, devices=("cpu",), shares=shares, learns=learns)
+    assert terminal.header_lines(run)[3] == words
+    assert len(terminal.header_lines(dataclasses.replace(run, shares=()))) == 4
+
+
 @pytest.mark.parametrize("name", ["CI", "TERM"])
 def test_a_terminal_that_keeps_its_lines_gets_whole_ones(
     name: str, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ PLAIN_SECONDS = 5.0
 """Time between two plain lines."""
 LIVE_SECONDS = 0.5
 """Time between two live lines about the ranks."""
+_SHARES_IN_A_LINE = 8
 
 
 class Terminal(Observer):
@@ -145,8 +146,18 @@ def header_lines(run: RunStart) -> list[str]:
     summed = [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
     kept = f"records, weights and checkpoints in {run.run_dir}" if run.run_dir else "nothing is kept on disk"
     lines = [f"{run.task}: {run.parameters:,} parameters, {run.strategy}", f"  {ranks}: {kinds}"]
-    lines += [f"  batches of {run.batch_size}{_steps_words(run)}", *summed, f"  {kept}"]
+    lines += [f"  batches of {run.batch_size}{_steps_words(run)}", *_shares_line(run), *summed, f"  {kept}"]
     return lines if run.devices else []
+
+
+def _shares_line(run: RunStart) -> list[str]:
+    """How the first batch is divided; of many parts the ends alone."""
+    if len(run.shares) < 2:
+        return []
+    least, most = min(run.shares), max(run.shares)
+    several = f"from {least} to {most}" if least < most else f"{len(run.shares)} × {most}"
+    each = " + ".join(map(str, run.shares)) if len(run.shares) <= _SHARES_IN_A_LINE else several
+    return [f"  shares {each}{', then by speed' if run.learns else ''}"]
 
 
 def _steps_words(run: RunStart) -> str:
