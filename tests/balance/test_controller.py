@@ -12,6 +12,9 @@ from evener.balance.judgement import Policy
 from evener.errors import ConfigurationError, ShareError
 from tests.balance.simulator import Rank, Step, simulate, slow_between
 
+RESTING = Policy(placeholder=0)
+"""Of ranks that compute nothing where they have no share."""
+
 
 def total(steps: list[Step]) -> float:
     return sum(step.seconds for step in steps)
@@ -62,12 +65,21 @@ def test_single_slow_steps_do_not_move_the_shares() -> None:
 
 def test_a_rank_that_became_useless_is_idle_probed_cheaply_and_found_when_it_recovers() -> None:
     ranks = [Rank(0.002, 0.0002), Rank(0.002, 0.0002, slow_between(60, 400, 40))]
-    auto = BySpeed(2)
+    auto = BySpeed(2, policy=RESTING)
     steps = simulate(auto, ranks, 64, 900)
     idle = steps[100:400]
     assert min(step.shares[1] for step in idle) == 0
     assert total(idle) < 1.05 * sum(step.optimum for step in idle)
     assert max(step.excess for step in steps[-50:]) < 0.10
+
+
+def test_a_rank_whose_placeholder_costs_a_sample_gets_one() -> None:
+    """Most of the step of the last is what each step costs it, and a share of 0 would save nothing."""
+    ranks = [Rank(0.001, 0.0001), Rank(0.002, 0.0002), Rank(0.04, 0.0004)]
+    late = simulate(BySpeed(3), ranks, 64, 100)[-50:]
+    assert min(step.shares[2] for step in late) == 1
+    assert min(min(step.shares) for step in simulate(BySpeed(3, quantum=8), ranks, 64, 60)[-20:]) == 0
+    assert min(min(step.shares) for step in simulate(BySpeed(3), ranks, 2, 60)[-20:]) == 0
 
 
 def test_a_rank_left_out_by_a_small_batch_is_tried_and_taken_in() -> None:
@@ -152,7 +164,7 @@ def test_a_step_that_is_not_settled_or_is_over_is_refused() -> None:
 
 def test_a_copy_through_json_goes_on_with_the_same_shares_from_any_step() -> None:
     ranks = [Rank(0.004, 0.0002), Rank(0.004, 0.0005, slow_between(30, 50, 2)), Rank(1.0, 1.0)]
-    source, whole = random.Random(1), BySpeed(3)
+    source, whole = random.Random(1), BySpeed(3, policy=RESTING)
     states, shares, seen = [], [whole.shares(0, 128), whole.shares(1, 128)], []
     for step in range(80):
         shares.append(whole.shares(step + 2, 128))
@@ -169,7 +181,7 @@ def test_a_copy_through_json_goes_on_with_the_same_shares_from_any_step() -> Non
     assert any(state["trial"] for state in kept)
     assert any(state["check"] for state in kept)
     for start, state in enumerate(states[:-12]):
-        resumed = BySpeed(3)
+        resumed = BySpeed(3, policy=RESTING)
         resumed.load_state_dict(json.loads(state))
         for step in range(start + 1, start + 12):
             resumed.observe(step, shares[step], seen[step])

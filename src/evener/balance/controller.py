@@ -211,7 +211,7 @@ class BySpeed(Balancer):
         return self._rules[bisect_right(self._rules, step, key=lambda rule: rule.effective) - 1]
 
     def _divided(self, rule: Rule, step: int, batch_size: int) -> list[int]:
-        return rule.divide(step, batch_size, self._caps, self._quantum)
+        return rule.divide(step, batch_size, self._caps, self._quantum, self._policy.placeholder)
 
     # Learning
 

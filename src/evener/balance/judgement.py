@@ -56,6 +56,8 @@ class Policy:
     """Relative cost in time that probes of idle ranks may have."""
     probe_every_steps: tuple[int, int] = (32, 2000)
     """Least and most steps between probes of an idle rank."""
+    placeholder: int = 1
+    """Samples that a rank computes where it has no share, so that it joins what the others wait for; 0 if it rests."""
 
     def __post_init__(self) -> None:
         least, most = self.probe_every_steps

@@ -33,14 +33,19 @@ class Division:
     floors: tuple[float, ...] = ()
     """The least parts of the batch of each rank; none: 0."""
 
-    def __call__(self, batch_size: int, caps: Caps, quantum: int) -> list[int]:
-        """The shares. Raises ShareError where the caps forbid it."""
-        return solve(self._times(batch_size, quantum), batch_size, caps, quantum)
+    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+        """The shares. Raises ShareError where the caps forbid it.
 
-    def _times(self, batch_size: int, quantum: int) -> list[Callable[[int], float]]:
-        if not self.floors:
-            return list(self.lines)
-        least = [int(floor * batch_size) // quantum * quantum for floor in self.floors]
+        Args:
+            placeholder: Samples that a rank without a share computes all the same. So many are no gain to save: each
+                rank gets them, where the batch has enough.
+        """
+        return solve(self._times(batch_size, quantum, placeholder), batch_size, caps, quantum)
+
+    def _times(self, batch_size: int, quantum: int, placeholder: int) -> list[Callable[[int], float]]:
+        floors = self.floors or (0.0,) * len(self.lines)
+        free = placeholder if batch_size >= placeholder * len(self.lines) else 0
+        least = [max(free, int(floor * batch_size) // quantum * quantum) for floor in floors]
         return [_free_up_to(line, n) for line, n in zip(self.lines, least, strict=True)]
 
     def values(self) -> list[Any]:
@@ -93,16 +98,18 @@ class Rule:
         """Whether it is the challenger's turn."""
         return self.challenger is not None and (step - self.effective) % 4 in (0, 3)
 
-    def divide(self, step: int, batch_size: int, caps: Caps, quantum: int) -> list[int]:
-        """The shares, solved once for each batch size. Raises ShareError where the caps forbid it."""
+    def divide(self, step: int, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+        """The shares, solved once for each batch size; otherwise as a division's."""
         key = self.challenges(step), batch_size
         if key not in self.solved:
-            self.solved[key] = self._solve(*key, caps, quantum)
+            self.solved[key] = self._solve(*key, caps, quantum, placeholder)
         return list(self.solved[key])
 
-    def _solve(self, challenges: bool, batch_size: int, caps: Caps, quantum: int) -> list[int]:
+    def _solve(
+        self, challenges: bool, batch_size: int, caps: Caps, quantum: int, placeholder: int
+    ) -> list[int]:
         division = self.challenger if challenges and self.challenger else self.division
-        shares = division(batch_size, caps, quantum)
+        shares = division(batch_size, caps, quantum, placeholder)
         if self.probe is None or shares[self.probe]:
             return shares
         donor = max(range(len(shares)), key=shares.__getitem__)

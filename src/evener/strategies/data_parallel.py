@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.balance.base import Balancer
+from evener.balance.controller import BySpeed
+from evener.balance.judgement import Policy
 from evener.balance.registry import make_balancer
 from evener.borrowed.layers import AnyBatchNorm
 from evener.data.batch import Batch, MicroBatch
@@ -91,7 +93,11 @@ class DataParallel(Strategy):
         devices = devices_of(self.devices, settings.devices, home)
         weights = ",".join(map(repr, settings.weights or ()))
         late = int(is_late(home))
-        chosen = make_balancer(self.balance or weights or "equal", len(devices), lookahead=late)
+        chosen: Balancer = (
+            BySpeed(len(devices), lookahead=late, policy=Policy(placeholder=0))
+            if self.balance == "auto"
+            else make_balancer(self.balance or weights or "equal", len(devices), lookahead=late)
+        )
         return Replicas(learner, devices, chosen, late)
 
 
