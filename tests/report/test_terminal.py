@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from evener.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
 from evener.report import terminal
 from evener.report.terminal import Terminal, summary_text
+from evener.report.width import fitted
 
 
 class Screen(io.StringIO):
@@ -241,13 +243,21 @@ def test_a_terminal_that_keeps_its_lines_gets_whole_ones(
     assert screen.getvalue().startswith("step 10 of 40")
 
 
-def seen_at(columns: int, total_steps: int | None = 40) -> str:
-    """What a pseudo terminal of so many columns is sent."""
+def seen_at(columns: int, total_steps: int | None = 40, later: int | None = None, words: str = "") -> str:
+    """What a pseudo terminal of so many columns is sent, and of ``later`` before it is told ``words``."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def resize(columns: int) -> None:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    resize(columns)
     with open(theirs, "w", encoding="utf-8") as stream:
         shown = Terminal(stream)
         shown.start(RunStart("task", {}, 2, 8, total_steps=total_steps, steps_done=0))
+        if later is not None:
+            resize(later)
+        if words:
+            shown.event(Note(3, words))
         shown._last_line -= 1  # so long ago that the line about the ranks is due
         shown.step(compared(9))
         shown._bar.refresh()
@@ -272,6 +282,33 @@ def test_the_live_line_fits_any_width_and_says_the_time_left_first(columns: int)
         assert max(map(len, lines)) <= columns
         assert any("10" in line and "steps" in line for line in lines)
     assert re.match(r"[0-9:?]+ left ", next(line for line in drawn(seen_at(columns)) if "10/40" in line))
+
+
+def test_a_window_may_change_its_width_and_words_stay_whole() -> None:
+    words = "step 19: shares 22/21/21 become 36/15/13 from step 22: ranks differ in speed, by runs/first/records.jsonl"
+    assert words in seen_at(40, later=120, words=words)
+    lines = drawn(seen_at(120, later=40, words=words))
+    assert max(map(len, lines)) <= 40
+    first = next(place for place, line in enumerate(lines) if line.startswith("step 19"))
+    assert lines[first : first + 3] == [
+        "step 19: shares 22/21/21 become 36/15/13",
+        "  from step 22: ranks differ in speed,",
+        "  by runs/first/records.jsonl",
+    ]
+
+
+def test_lines_of_files_and_of_terminals_that_do_not_say_their_width_are_whole() -> None:
+    line = "words " * 30
+    for stream in (io.StringIO(), Screen(), sys.stdout, None):
+        assert fitted(line, stream) == line
+    ours, theirs = pty.openpty()
+    with open(theirs, "w", encoding="utf-8") as stream:
+        assert fitted(line, stream) == line
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 24, 0, 0))
+        assert fitted("  one\n  two words and a/very/long/path/to/something", stream) == (
+            "  one\n  two words and\n    a/very/long/path/to/something"
+        )
+    os.close(ours)
 
 
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from evener.cli import options
 from evener.cli.parsing import Parser, Words
 from evener.config import RunConfig
+from evener.report.width import fitted
 from evener.streams import unheard
 
 WORDS = Words(
@@ -40,7 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Trains and prints the summary."""
     config = options.config_of(arguments)
     if speaks(os.environ):
-        print(first_words(arguments.task, config), file=unheard(sys.stderr), flush=True)
+        print(fitted(first_words(arguments.task, config), sys.stderr), file=unheard(sys.stderr), flush=True)
     options.find_modules_here()
     from evener.fitting import fit
     from evener.records import as_json, write_json
@@ -56,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
         run_home=Path("runs"),
     )
     if trained.rank == 0:
-        print(summary_text(trained.summary), flush=True)
+        print(fitted(summary_text(trained.summary), sys.stdout), flush=True)
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0

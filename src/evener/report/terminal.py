@@ -14,6 +14,7 @@ from tqdm import tqdm
 from evener.observer import Observer
 from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.report.ranks import RecentSteps
+from evener.report.width import fitted
 from evener.sizes import size_words
 from evener.streams import unheard
 
@@ -68,7 +69,7 @@ class Terminal(Observer):
         done = record.step + 1
         self._recent.add(record)
         if self._live:
-            self._bar.set_description_str(f"epoch {record.epoch + 1}", refresh=False)
+            self._bar.set_description_str(f", epoch {record.epoch + 1}", refresh=False)
             self._bar.set_postfix_str(self._state(record), refresh=False)
             self._bar.update(done - self._bar.n)
             if self._recent.several and self._due(LIVE_SECONDS):
@@ -108,7 +109,7 @@ class Terminal(Observer):
         self._bar.close()
 
     def _print(self, line: str) -> None:
-        tqdm.write(line, file=self._stream)
+        tqdm.write(fitted(line, self._stream), file=self._stream)
         self._stream.flush()
 
     def _speed(self, done: int) -> float:
@@ -135,8 +136,8 @@ def _is_coloured(environment: Mapping[str, str]) -> bool:
 def _bar_format(total_steps: int | None) -> str:
     """What matters most comes first: a narrow terminal cuts the end off."""
     if total_steps is None:
-        return "{n_fmt} steps, {desc}{postfix}"
-    return "{remaining} left |{bar:10}| {n_fmt}/{total_fmt} steps, {desc}{postfix}"
+        return "{n_fmt} steps{desc}{postfix}"
+    return "{remaining} left |{bar:10}| {n_fmt}/{total_fmt} steps{desc}{postfix}"
 
 
 def header_lines(run: RunStart) -> list[str]:
