@@ -85,3 +85,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"[{words}]({depth}{place}{anchor})"
 
     return re.sub(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", led, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Names that a docstring gives with a role, as ``:class:`Task```, lead to where the page explains them."""
+    places = set(re.findall(r'id="(evener\.[\w.]+)"', html))
+
+    def led(match: re.Match[str]) -> str:
+        name = match["name"].removeprefix("~")
+        shown = name.rsplit(".", 1)[-1] if match["name"] != name else name
+        place = next((each for each in (name, f"evener.{name}") if each in places), None)
+        code = f"<code>{shown}</code>"
+        return f'<a href="#{place}">{code}</a>' if place else code
+
+    return re.sub(r":(?:class|func|meth|mod|attr|data|exc):<code>(?P<name>[^<]+)</code>", led, html)

@@ -12,7 +12,7 @@ from mypy import api
 
 import evener
 from evener.config import RunConfig
-from evener.settings import Settings
+from evener.settings import LoopSettings, Settings
 from tests.writing_settings import TARGET, written
 
 CALL = """
@@ -28,17 +28,24 @@ fit("digits", {call})
 def test_the_file_is_what_the_settings_are() -> None:
     assert TARGET.read_text() == written(), "run python -m tests.writing_settings"
     assert set(Settings.__annotations__) == {entry.name for entry in fields(RunConfig)}
+    assert LoopSettings.__annotations__.items() <= Settings.__annotations__.items()
 
 
-@pytest.mark.parametrize("function", [evener.fit, evener.verify, evener.estimate_memory])
-def test_functions_that_take_settings_say_so(function: object) -> None:
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        *((evener.fit, Settings), (evener.verify, Settings), (evener.estimate_memory, Settings)),
+        *((evener.Engine, Settings), (evener.prepare, LoopSettings)),
+    ],
+)
+def test_functions_that_take_settings_say_so(function: object, named: type) -> None:
     (settings,) = [
         parameter
         for parameter in inspect.signature(function).parameters.values()  # type: ignore[arg-type]
         if parameter.kind is inspect.Parameter.VAR_KEYWORD
     ]
-    assert settings.annotation == "Unpack[Settings]"
-    assert typing.is_typeddict(Settings)
+    assert settings.annotation == f"Unpack[{named.__name__}]"
+    assert typing.is_typeddict(named)
 
 
 def test_mypy_finds_a_misspelt_setting(tmp_path: Path) -> None:

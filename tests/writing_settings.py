@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 
 from evener.config import RunConfig
+from evener.prepared.preparing import SETTINGS
 
 TARGET = Path(__file__).parents[1] / "src/evener/settings.py"
 _HEAD = '''"""The settings as keyword arguments: what an editor completes in a call of ``fit``, and mypy checks there.
@@ -30,13 +31,21 @@ class Settings(TypedDict, total=False):
 '''
 
 
+_OF_LOOPS = '''
+
+class LoopSettings(TypedDict, total=False):
+    """Those that go with a loop of one's own, for ``evener.prepare``."""
+
+'''
+
+
 def written() -> str:
     """The text of the file. A path may be given as a text too."""
-    lines = [
-        f"    {entry.name}: {str(entry.type).replace('Path', 'str | Path')}"
+    lines = {
+        entry.name: f"    {entry.name}: {str(entry.type).replace('Path', 'str | Path')}\n"
         for entry in dataclasses.fields(RunConfig)
-    ]
-    return _HEAD + "\n".join(lines) + "\n"
+    }
+    return _HEAD + "".join(lines.values()) + _OF_LOOPS + "".join(lines[name] for name in SETTINGS)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from evener.replicas import Replicas
 from evener.run_state import RunState
 from evener.runtime.board import quickest
 from evener.runtime.session import Session
+from evener.settings import Settings
 from evener.step import RankTimes, Step
 from evener.strategies.base import set_up
 from evener.strategies.build import build_scheduler
@@ -75,7 +76,7 @@ class Engine:
         *,
         session: Session | None = None,
         observers: Sequence[Observer] = (),
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self.task = task = resolve(task, BUILT_IN)()
         self.config = (config or RunConfig()).replace(**settings)

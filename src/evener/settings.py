@@ -68,3 +68,21 @@ class Settings(TypedDict, total=False):
     grace_seconds: float
     overwrite: bool
     weights: str | Path | None
+
+
+class LoopSettings(TypedDict, total=False):
+    """Those that go with a loop of one's own, for ``evener.prepare``."""
+
+    allreduce: str | None
+    balance: str | None
+    batch_norm: str
+    bucket_mb: float | None
+    caps: str | None
+    check_data: str | None
+    compress: str | None
+    device: str | None
+    quantum: int
+    seed: int
+    throttle: str | None
+    throttle_at: tuple[str, ...]
+    timeout_seconds: float

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from evener.prepared.losses import OverAll
 from evener.prepared.place import Place
 from evener.prepared.random import CommonRandom
 from evener.runtime.session import Session
+from evener.settings import LoopSettings
 from evener.spelling import did_you_mean
 from evener.strategies.base import set_up
 from evener.strategies.learner import Learner
@@ -61,7 +62,7 @@ class _Current:
     opened: ExitStack | None = None
 
 
-def prepare(*objects: Any, **settings: Any) -> Any:
+def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
     """Makes a training loop of one device that of all ranks: the same training, at the sum of their speeds.
 
     ::
@@ -95,7 +96,7 @@ def prepare(*objects: Any, **settings: Any) -> Any:
         )
     kinds = [_kind(thing) for thing in objects]
     models = [thing for thing, kind in zip(objects, kinds, strict=True) if kind == "model"]
-    place = _begin(models, objects, settings) if models else _joined(settings)
+    place = _begin(models, objects, dict(settings)) if models else _joined(dict(settings))
     made = iter(_held_by(place.learner, len(models)) if models else ())
     found = [
         next(made) if kind == "model" else _prepared(thing, kind, place)
