@@ -7,6 +7,9 @@ a file: these are written, and those among them that are called ``check_...`` ar
 out too, on ranks that are up already, in a directory with the examples and the README's files; before a block with a
 comment ``<!-- test: after COMMAND -->`` that command, and ``<!-- test: file NAME -->`` says of a block of data where it
 lies. Of commands that are skipped the command line is checked.
+
+A block without a language right after one that is run is what it prints: its lines are among those that were printed,
+in this order, but for the numbers, and for what three dots stand for.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(
     r"(?:^<!-- test: (?P<how>skip,|after|file) (?P<what>\S[^\n]*?) -->\n)?"
-    r"^```(?P<language>sh|python|json)\n(?P<text>.*?)^```$",
+    r"^```(?P<language>sh|python|json)\n(?P<text>.*?)^```$"
+    r"(?:\n+^```(?:text)?\n(?P<shown>.*?)^```$)?",
     re.M | re.S,
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
@@ -45,6 +49,8 @@ class Block(NamedTuple):
     """The command that makes what it needs."""
     file: str = ""
     """Where data lie."""
+    shown: str = ""
+    """What it prints."""
 
 
 def blocks(page: Path) -> list[Block]:
@@ -55,6 +61,7 @@ def blocks(page: Path) -> list[Block]:
             match["how"] == "skip,",
             match["what"] if match["how"] == "after" else "",
             match["what"] if match["how"] == "file" else "",
+            match["shown"] or "",
         )
         for match in BLOCK.finditer(page.read_text())
     ]
@@ -83,8 +90,25 @@ def carry_out(block: Block, directory: Path) -> None:
     run(block.text, directory)
 
 
-def run(text: str, directory: Path) -> None:
-    """With this environment's own commands first on the path."""
+def form(line: str) -> str:
+    """An expression of all lines that differ from it in numbers alone."""
+    words = " ".join(line.split())
+    parts = re.split(r"(\d[\d.,:]*(?:e[+-]\d+)?|\.\.\.)", words)
+    return "".join(
+        {"": "", "...": ".*"}.get(p, r"[\d.,:]+(?:e[+-]\d+)?" if p[:1].isdigit() else re.escape(p))
+        for p in parts
+    )
+
+
+def check_shown(shown: str, printed: str) -> None:
+    """What a page shows is what was printed."""
+    lines = iter([" ".join(line.split()) for line in re.split(r"[\r\n]+", printed)])
+    for line in filter(str.strip, shown.splitlines()):
+        assert any(re.fullmatch(form(line), each) for each in lines), f"not printed: {line}\n{printed}"
+
+
+def run(text: str, directory: Path) -> str:
+    """With this environment's own commands first on the path; returns what was printed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "-euo", "pipefail", "-c", text]
     environment = {**os.environ, "PATH": path, "PYTHONWARNINGS": "error::UserWarning"}
@@ -92,6 +116,16 @@ def run(text: str, directory: Path) -> None:
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, f"{text}{done.stdout}{done.stderr}"
+    return done.stderr + done.stdout
+
+
+def test_what_is_shown_and_was_not_printed_is_found_out() -> None:
+    printed = "header\nstep 3 of 1,000:  1.5e-16\nkept in runs/digits-20261123\nthe end\n"
+    check_shown("step 9 of 9: 2.0e+00\n...\nthe end\n", printed)
+    check_shown("kept in runs/...\n", printed)
+    for wrong in ("step nine\n", "the end\nheader\n", "kept in runs\n"):
+        with pytest.raises(AssertionError, match="not printed"):
+            check_shown(wrong, printed)
 
 
 @pytest.mark.slow
@@ -102,24 +136,30 @@ def test_what_the_readme_says_runs(tmp_path: Path, ranks: Any, monkeypatch: pyte
     for block in blocks(README):
         if block.language == "python" and not block.skipped:
             carry_out(block, tmp_path)
+        printed = ""
         for line in block.text.splitlines() if block.language == "sh" and not block.skipped else ():
             first = " ".join(line.split()[:3])
             if first in known and not line.startswith("evener run"):
-                warm.carry_out(line)
+                printed += warm.carry_out(line)
             else:
                 known.add(first)
-                run(line, tmp_path)
+                printed += run(line, tmp_path)
+        if printed:
+            check_shown(block.shown, printed)
     assert (tmp_path / "runs/first/summary.json").is_file()
     assert (tmp_path / "verified.json").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     program = [b for b in blocks(page) if b.language == "python" and not b.skipped and not file_of(b)]
     text = "\n".join(b.text for b in program)
     (tmp_path / "page.py").write_text(text)
     runpy.run_path("page.py", run_name="__main__")
+    check_shown("".join(b.shown for b in program), capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -139,7 +179,9 @@ def test_what_a_page_writes_to_files_is_used(
     checks = [f"python {name}" for name in named if name.startswith("check_") and name not in shown]
     assert uses
     warm = Warm(tmp_path, ranks, monkeypatch)
-    for text in [*(block.text for block in uses), *checks]:
+    for block in uses:
+        check_shown(block.shown, warm.carry_out(block.text))
+    for text in checks:
         warm.carry_out(text)
 
 
@@ -165,11 +207,10 @@ def test_what_a_page_tells_to_run_runs(
     warm = Warm(tmp_path, ranks, monkeypatch)
     for block in by_themselves(page):
         warm.carry_out(block.after)
+        printed = ""
         for line in block.text.replace("\\\n", " ").splitlines():
-            if line.startswith("evener run"):
-                run(line, tmp_path)
-            else:
-                warm.carry_out(line)
+            printed += run(line, tmp_path) if line.startswith("evener run") else warm.carry_out(line)
+        check_shown(block.shown, printed)
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)

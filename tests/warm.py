@@ -14,7 +14,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,13 @@ class Warm:
         self._directory, self._ranks = str(directory), ranks
         patch.setattr("evener.runtime.launch.run_job", self._launch)
 
-    def carry_out(self, commands: str) -> None:
-        """Each of ``evener ...`` and ``python FILE``, one a line, with success."""
-        for line in commands.replace("\\\n", " ").splitlines():
-            assert self.status(*shlex.split(line, comments=True)) == 0, line
+    def carry_out(self, commands: str) -> str:
+        """Each of ``evener ...`` and ``python FILE``, one a line, with success; returns what they print."""
+        printed = io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            for line in commands.replace("\\\n", " ").splitlines():
+                assert self.status(*shlex.split(line, comments=True)) == 0, line + printed.getvalue()
+        return printed.getvalue()
 
     def status(self, *words: str) -> int:
         """With which the command ends."""
