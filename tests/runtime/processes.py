@@ -60,7 +60,7 @@ def drive(script: Path, *arguments: str, timeout_seconds: float = 60) -> Ended:
     return run("-c", DRIVER, str(timeout_seconds), script, *arguments)
 
 
-def await_files(*paths: Path, timeout: float = 60) -> None:
+def await_files(*paths: Path, timeout: float = 180) -> None:
     deadline = time.monotonic() + timeout
     while not all(path.exists() and path.read_text() for path in paths):
         assert time.monotonic() < deadline, f"no {paths}"
