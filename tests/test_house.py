@@ -53,7 +53,7 @@ COLUMNS = (
     ("strategies", "tasks"),
     (
         *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "ledger"),
-        *("by_hand", "equality", "guard", "replicas", "assembly", "unlike", "shortage", "feed"),
+        *("by_hand", "equality", "guard", "replicas", "assembly", "unlike", "shortage", "readers", "feed"),
         *("run_state", "recomputing", "engine"),
         *("report", "rundir", "origin", "outputs", "observers"),
     ),

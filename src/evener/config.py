@@ -27,6 +27,7 @@ from evener.settings_checks import (
     check_precision,
     check_recompute,
     check_update_in_backward,
+    number_or_auto,
     one_of,
     positive,
 )
@@ -169,7 +170,11 @@ class RunConfig:
         "size of the buckets in which gradients are sent, in MiB (default: 25, or with --allreduce auto as measured)",
         metavar="X",
     )
-    workers: int = option(0, "processes that load data, for each rank", metavar="N")
+    workers: str | int = option(
+        0,
+        "processes that load data, for each rank; auto: as many as its times ask for, where cores are free",
+        metavar="N",
+    )
     dtype: str | None = option(
         None, "type of weights and floating inputs (default: as the task makes them)", choices=DTYPES
     )
@@ -312,10 +317,11 @@ class RunConfig:
             object.__setattr__(self, "processes", processes_of(self.processes))
         if not isinstance(self.processes, str):
             at_least("processes", self.processes, 1)
-        object.__setattr__(self, "micro_batch", _micro_batch(self.micro_batch))
+        for name, what, least in (("micro_batch", "samples", 1), ("workers", "processes", 0)):
+            object.__setattr__(self, name, number_or_auto(name, getattr(self, name), what, least))
         for name in ("batch_size", "epochs", "steps", "quantum"):
             at_least(name, getattr(self, name), 1)
-        for name in ("workers", "evaluate_every", "seed", "check_replicas"):
+        for name in ("evaluate_every", "seed", "check_replicas"):
             at_least(name, getattr(self, name), 0)
         positive("clip_norm", self.clip_norm)
         positive("bucket_mb", self.bucket_mb)
@@ -382,12 +388,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(item) for item in value]
     return str(value) if isinstance(value, Path | Recipe) else value
-
-
-def _micro_batch(given: int | str | None) -> int | str | None:
-    """A number that the command line has brought as text is one."""
-    number = int(given) if isinstance(given, str) and given.isdecimal() else given
-    if isinstance(number, str) and number != AUTO:
-        raise ConfigurationError(f"micro_batch is {given!r}; it must be a number of samples, or auto")
-    at_least("micro_batch", None if isinstance(number, str) else number, 1)
-    return number

@@ -183,6 +183,7 @@ class Engine:
     def _next(self, source: Iterator[Batch]) -> Batch | None:
         batch = self._feed.next(source, self.steps_done)
         self.times.input += self._feed.input_seconds
+        self.times.workers = self._feed.readers.count
         return batch
 
     # The step

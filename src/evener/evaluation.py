@@ -6,7 +6,7 @@ not depend on how many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from evener.balance.base import Equal, Fixed
 from evener.data.batch import MicroBatch, map_leaves
+from evener.data.worker_count import Choice
 from evener.errors import ConfigurationError
 from evener.given import check_dataset
 from evener.losses import Accumulator, metric
@@ -32,7 +33,10 @@ class EvaluationOptions:
 
     batch_size: int
     micro_batch: int | None = None
-    workers: int = 0
+    workers: Callable[[Any], int | Choice] = lambda dataset: 0
+    """Processes that read a data set, or what chooses their number."""
+    ranks_beside: int = 1
+    """On this machine, with this one."""
     skips: bool = False
     """Whether samples that cannot be read are left out; not of predictions, which have the order of the dataset."""
     weights: Sequence[float] | None = None
@@ -137,7 +141,8 @@ def _forward(
         shares=balancer.shares,
         micro_batch=options.micro_batch,
         collate=learner.task.collate,
-        workers=options.workers,
+        workers=options.workers(dataset),
+        ranks_beside=options.ranks_beside,
         device=learner.session.device,
         epochs=1,
         skips=options.skips,

@@ -17,6 +17,7 @@ from evener.data.loader import Loader
 from evener.errors import ConfigurationError
 from evener.evaluation import EvaluationOptions
 from evener.progress import Progress, SampleOrder
+from evener.readers import Readers
 from evener.records import MemoryRecord, Note
 from evener.same_data import check_data
 from evener.shortage import Pieces, noticed
@@ -44,10 +45,11 @@ class Feed:
         self._reading = Reading.of(learner, learner.task.train, "training set")
         self._config, self._unlike = settled(config, learner.session, self._reading)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
+        self.readers = Readers(config, learner.session)
         self._loader: Loader | None = None
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
-        self._told, self._learns = 0, False
+        self._told, self._learns, self._step = 0, False, 0
         self._graphs: tuple[int, ...] = ()
         self._pieces, self._events = Pieces(), list[MemoryRecord | Note]()
         self.first_step = 0
@@ -82,15 +84,17 @@ class Feed:
             shares=self._shares,
             micro_batch=config.samples_at_once,
             collate=self._learner.task.collate,
-            workers=config.workers,
+            workers=self.readers.of_training(self._reading.dataset),
+            ranks_beside=self.readers.beside,
             device=self._learner.session.device,
             epochs=self._epochs,
             start=(progress.epoch, progress.position),
             first_step=progress.steps,
             skips=self.skips is not None,
         )
-        # Besides what the loader draws ahead, a batch is looked at one step early, and times are known late.
-        self.balancer = self._balancer(self._loader.lookahead + 1 + self._steps_late)
+        # Besides what a loader draws ahead, a batch is looked at one step early, and times are known late.
+        drawn_ahead = max(self._learner.session.control.gather_objects(self._loader.lookahead))
+        self.balancer = self._balancer(drawn_ahead + 1 + self._steps_late)
         if self._unlike:
             self._events.append(Note(progress.steps, self._unlike))
             self._unlike = ""
@@ -121,7 +125,7 @@ class Feed:
 
     def next(self, source: Iterator[Batch], step: int) -> Batch | None:
         """The next batch, on the device; None at the end."""
-        began = time.perf_counter()
+        began, self._step = time.perf_counter(), step
         with self._learner.session.watchdog.phase("loading a batch", step=step):
             batch = next(source, None)
             batch = batch and self._learner.own(self._learner.place(batch))
@@ -166,9 +170,10 @@ class Feed:
         return [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
 
     def new_events(self) -> Sequence[Decision | MemoryRecord | Note]:
-        """Changes of shares, and of pieces, since the last call, and once why shares are not equal."""
+        """Changes of shares, of pieces and of workers since the last call, and once why shares are not equal."""
         decisions = self.balancer.decisions if self.balancer else ()
         new: list[Decision | MemoryRecord | Note] = [*decisions[self._told :], *self._events]
+        new += [Note(self._step, words) for words in self.readers.new_words()]
         self._told = len(decisions)
         self._events.clear()
         return new
@@ -185,7 +190,8 @@ class Feed:
         return EvaluationOptions(
             batch_size=self._batch_size,
             micro_batch=self._config.samples_at_once,
-            workers=self._config.workers,
+            workers=self.readers.of_evaluation,
+            ranks_beside=self.readers.beside,
             skips=self.skips is not None,
             weights=self.speeds(steps_done),
         )

@@ -202,6 +202,8 @@ class RunSummary:
     """Steps whose update was left out, because something was not finite."""
     skipped: int = 0
     """Of the samples of this run, those that could not be read and count for nothing."""
+    workers: list[int] = field(default_factory=list)
+    """Processes that read for each rank at the end."""
 
     def __repr__(self) -> str:
         """In one line; all of it is `as_json`."""

@@ -274,6 +274,7 @@ class Run:
             "device": accelerators.words_of(self._session.device),
             "offloaded": engine.learner.offloaded.peaks,
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
+            "workers": times.workers,
             "times": {
                 "compute_seconds": times.compute,
                 "wait_seconds": times.wait,
@@ -319,6 +320,7 @@ class Run:
             graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,
             skipped=tally.skipped,
+            workers=[part["workers"] for part in parts],
         )
 
     def _shares(self) -> list[float]:

@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
     heal: str | None
     compress: str | None
     bucket_mb: float | None
-    workers: int
+    workers: str | int
     dtype: str | None
     precision: str | None
     precision_of: tuple[str, ...]

@@ -28,6 +28,19 @@ def at_least(name: str, value: int | None, least: int) -> None:
         raise ConfigurationError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
+def number_or_auto(name: str, given: int | str | None, what: str, least: int) -> int | str | None:
+    """A whole number, also where the command line has brought it as text, or ``auto``.
+
+    Raises:
+        ConfigurationError: If it is neither, or less than ``least``.
+    """
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(number, str) and number != "auto":
+        raise ConfigurationError(f"{name} is {given!r}; it must be a number of {what}, or auto")
+    at_least(name, None if isinstance(number, str) else number, least)
+    return number
+
+
 def positive(name: str, value: float | None) -> None:
     """Raises ConfigurationError for what is no finite number above 0; None is none."""
     if value is not None and not (math.isfinite(value) and value > 0):

@@ -158,7 +158,7 @@ def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:
         ranks=session.environment.local_world_size,
         threads=torch.get_num_threads(),
         device=session.device.type,
-        workers=config.workers,
+        workers=config.workers if isinstance(config.workers, int) else None,
         balanced=balance_of(config, session.mesh.data.degree, unlike=True) != "equal"
         or config.devices is not None,
     )
