@@ -103,7 +103,7 @@ class Engine:
             self._feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
             self.state = RunState(self.learner, self._feed, self.scheduler, self.config)
             undo.callback(self.state.saver.close)
-            self.skips = self._feed.skips
+            self.skips, self.readers = self._feed.skips, self._feed.readers
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self._at_hand = AtHand(self.learner, self._by_hand.pace)
@@ -183,7 +183,6 @@ class Engine:
     def _next(self, source: Iterator[Batch]) -> Batch | None:
         batch = self._feed.next(source, self.steps_done)
         self.times.input += self._feed.input_seconds
-        self.times.workers = self._feed.readers.count
         return batch
 
     # The step

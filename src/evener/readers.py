@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from evener.config import RunConfig
-from evener.data.worker_count import Choice, cores_of, most_workers
+from evener.data.worker_count import WAITING, Choice, cores_of, most_workers, with_workers
 from evener.hardware.cgroups import cpu_quota
 from evener.hardware.survey.host import cores_allowed
 from evener.runtime.session import Session
@@ -65,6 +66,15 @@ class Readers:
             return self._training.workers
         return self._said if isinstance(self._said, int) else 0
 
+    @property
+    def why_waits(self) -> str:
+        """Why this rank still waits for batches, if it does, or what may be done about it."""
+        if self._training is not None:
+            return self._training.why_not
+        if self._said:
+            return ""
+        return "workers=auto (--workers auto) has processes read meanwhile, where cores are free"
+
     def new_words(self) -> list[str]:
         """What has been decided since the last call, for rank 0's observers; other ranks tell it on standard error."""
         self._take_words()
@@ -78,6 +88,21 @@ class Readers:
     def _take_words(self) -> None:
         for choice in (self._training, self._evaluation and self._evaluation[1]):
             self._words += choice.new_words() if isinstance(choice, Choice) else []
+
+
+def waiting_words(parts: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """Of the rank that waited for its batches longest, in ``seconds`` of training; empty if none did for long.
+
+    Args:
+        parts: Of each rank its ``times``, its ``workers``, and ``why_waits``.
+    """
+    waited = [part["times"]["input_seconds"] for part in parts]
+    rank = waited.index(max(waited))
+    if not waited[rank] > WAITING * seconds > 0:
+        return ""
+    share, using = waited[rank] / seconds, with_workers(parts[rank]["workers"])
+    why = f": {parts[rank]['why_waits']}" if parts[rank]["why_waits"] else ""
+    return f"rank {rank} waited for batches {share:.0%} of the time, {using}{why}"
 
 
 def why_not(dataset: Any) -> str:

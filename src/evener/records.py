@@ -203,7 +203,9 @@ class RunSummary:
     skipped: int = 0
     """Of the samples of this run, those that could not be read and count for nothing."""
     workers: list[int] = field(default_factory=list)
-    """Processes that read for each rank at the end."""
+    """Processes that read for each rank, at the end."""
+    reading: str = ""
+    """Which rank waited for its batches longest, and what of that; empty if none did for long."""
 
     def __repr__(self) -> str:
         """In one line; all of it is `as_json`."""

@@ -22,6 +22,7 @@ from evener.hardware import accelerators
 from evener.inheritance import HandedOnError, Heir, succession
 from evener.nn.names import clean_name
 from evener.observer import Observer
+from evener.readers import waiting_words
 from evener.records import Note, RunStart, RunSummary
 from evener.report.terminal import Terminal
 from evener.returning import falling_back
@@ -274,7 +275,8 @@ class Run:
             "device": accelerators.words_of(self._session.device),
             "offloaded": engine.learner.offloaded.peaks,
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
-            "workers": times.workers,
+            "workers": engine.readers.count,
+            "why_waits": engine.readers.why_waits,
             "times": {
                 "compute_seconds": times.compute,
                 "wait_seconds": times.wait,
@@ -321,6 +323,7 @@ class Run:
             skipped_steps=engine.guard.skipped,
             skipped=tally.skipped,
             workers=[part["workers"] for part in parts],
+            reading=waiting_words(parts, seconds),
         )
 
     def _shares(self) -> list[float]:

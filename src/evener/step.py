@@ -107,8 +107,6 @@ class RankTimes:
     compute: float = 0.0
     wait: float = 0.0
     input: float = 0.0
-    workers: int = 0
-    """Processes that read for it."""
 
 
 class Step:

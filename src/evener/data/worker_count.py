@@ -153,11 +153,14 @@ class Choice:
         self._trial = None
         wanted = self.workers if self._closed else self._wanted(waited, rest)
         if wanted > self.workers:
-            self._try(wanted, waited, rest)
+            if self._window.steps > WINDOW_STEPS:  # it may have begun with other times, which are no measure
+                self._window = Window(WINDOW_STEPS)
+            else:
+                self._try(wanted, waited, rest)
             return
         if not self._told and waited > WAITING * (waited + rest):
             self._told = True
-            self._say(f"{_waits(waited, rest)}, {self._with(self.workers)}: {self._why_not(waited, rest)}")
+            self._say(f"{_waits(waited, rest)}, {with_workers(self.workers)}: {self.why_not}")
         self._window = Window(min(2 * self._window.steps, WINDOW_MOST))
 
     def _wanted(self, waited: float, rest: float) -> int:
@@ -177,10 +180,10 @@ class Choice:
         if seconds < (1 - GAIN) * then:
             return False
         self._trial = None
-        self._closed = f"{self._with(tried)} a step took {_ms(seconds)}"
+        self._closed = f"{with_workers(tried)} a step took {_ms(seconds)}"
         self._say(
-            f"goes back to {before} worker{'s' * (before != 1)}: a step took {_ms(then)} {self._with(before)}, and "
-            f"{_ms(seconds)} {self._with(tried)}"
+            f"goes back to {before} worker{'s' * (before != 1)}: a step took {_ms(then)} {with_workers(before)}, and "
+            f"{_ms(seconds)} {with_workers(tried)}"
         )
         self._set(before, WINDOW_STEPS)
         return True
@@ -197,18 +200,21 @@ class Choice:
         self._window, self._skip = Window(steps), FIRST_STEPS + 2 * max(workers, self.workers)
         self.workers = workers
 
-    def _why_not(self, waited: float, rest: float) -> str:
+    @property
+    def why_not(self) -> str:
+        """Why there are no more workers."""
         if self._closed:
             return self._closed
         if self.workers < self.most:
-            return "workers would take longer to hand a batch over than to read it"
+            return "workers would take longer to hand a batch over than it takes to be read"
         return self._why_most
-
-    def _with(self, workers: int) -> str:
-        return f"with {workers} worker{'s' * (workers != 1)}" if workers else "without workers"
 
     def _say(self, words: str) -> None:
         self._new.append(f"{self._who} {words}")
+
+
+def with_workers(count: int) -> str:
+    return f"with {count} worker{'s' * (count != 1)}" if count else "without workers"
 
 
 def _waits(waited: float, rest: float) -> str:

@@ -6,12 +6,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from evener.data.worker_count import WAITING
 from evener.observer import Observer
 from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.report.ranks import RecentSteps
@@ -195,7 +194,7 @@ def summary_text(summary: RunSummary) -> str:
         lines += ["  rank   share   compute      wait     input"]
         lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
         lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
-    lines += _input_lines(summary)
+    lines += [f"  {summary.reading}"] if summary.reading else []
     lines += [_memory_line(summary)] if summary.memory else []
     if summary.skipped:
         lines += [f"  {summary.skipped:,} samples could not be read and count for nothing"]
@@ -212,17 +211,6 @@ def summary_text(summary: RunSummary) -> str:
     if summary.run_dir:
         lines += [f"  records, summary and weights in {summary.run_dir}"]
     return "\n".join(lines)
-
-
-def _input_lines(summary: RunSummary) -> Iterator[str]:
-    """Of the rank that waited for its batches longest, if that is worth a word."""
-    waited = [times["input_seconds"] for times in summary.ranks]
-    if waited and max(waited) > WAITING * summary.seconds > 0:
-        rank = waited.index(max(waited))
-        workers = summary.workers[rank] if summary.workers else 0
-        way_out = "" if workers else ": --workers auto has processes read meanwhile, where cores are free"
-        using = f" with {workers} worker{'s' * (workers != 1)}" if workers else ""
-        yield f"  rank {rank} waited for batches {waited[rank] / summary.seconds:.0%} of the time{using}{way_out}"
 
 
 def _memory_line(summary: RunSummary) -> str:
