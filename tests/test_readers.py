@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from evener import readers
 from evener.config import RunConfig
+from evener.data.loader import Loader
 from evener.data.worker_count import Choice
 from evener.engine import Engine
 from evener.fitting import fit
@@ -77,7 +79,9 @@ def trained(
         **({"device": "cpu", "dtype": "float64", "workers": workers, "batch_size": 5, "epochs": 1} | settings)
     )
     steps = list[Step]()
+    # Ranks of the tests would start workers afresh, which takes seconds, and may have none.
     with (
+        mock.patch.object(Loader, "__init__", partialmethod(Loader.__init__, start_method="fork")),
         mock.patch.object(readers, "Choice", Planned),
         mock.patch.dict(multiprocessing.current_process()._config, daemon=False),  # type: ignore[attr-defined]
     ):

@@ -185,6 +185,17 @@ def test_workers_that_cannot_be_started_are_not_tried_again() -> None:
     assert choice.why_not == "a lambda"
 
 
+@pytest.mark.parametrize(
+    ("start_method", "steps", "workers"), [("spawn", 50, 0), ("spawn", 500, 3), ("fork", 50, 3)]
+)
+def test_a_short_run_is_over_before_workers_are_of_use(start_method: str, steps: int, workers: int) -> None:
+    choice = Choice(8)
+    choice.begin(steps, start_method)
+    words = settled(choice, machine(0.100, 0.050), 49)
+    assert choice.workers == workers
+    assert words[0].endswith("over before more had been started") == (workers == 0)
+
+
 def test_a_limit_names_its_reason() -> None:
     choice = Choice(8)
     choice.limit(1, "no room")

@@ -6,6 +6,7 @@ others start with the next request. What is drawn ahead is never more than the l
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import time
@@ -122,10 +123,14 @@ class AutoWorkers:
         self._choice.draws |= _generators() != before
         return first
 
-    def watched(self, batches: Batches) -> Batches:
-        """The same batches; how long each was waited for, and what came after it, is told to the choice."""
+    def watched(self, batches: Batches, steps: int | None = None) -> Batches:
+        """The same batches; how long each was waited for, and what came after it, is told to the choice.
+
+        Args:
+            steps: How many there are; None if nobody knows.
+        """
         clock, choice = self._clock, self._choice
-        choice.begin()
+        choice.begin(steps, self._workers.start_method or multiprocessing.get_start_method())
         with closing(batches):
             began = clock()
             while (batch := next(batches, None)) is not None:

@@ -139,7 +139,7 @@ class Loader(Iterator[Batch]):
             batches = _read(drawn, Fetch(dataset, collate, name, skips), auto or pool)
             ahead = (auto or pool).ahead + delivery.ahead
             self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), ahead
-        self._batches = auto.watched(delivery(batches)) if auto else delivery(batches)
+        self._batches = auto.watched(delivery(batches), self.steps) if auto else delivery(batches)
 
     def __next__(self) -> Batch:
         return next(self._batches)

@@ -34,6 +34,11 @@ _DRAWN = (
     "; samples draw random numbers, which are the workers' own from here on, so that another run may draw others: draw "
     "them from the index, or give workers as a number"
 )
+START_SECONDS = {"fork": 0.2}
+"""What it takes until a worker has read its first batch, by the way in which it is started: 0.05 to 0.2 s for a fork
+on 2 cores of an x86-64 cloud machine."""
+FRESH_SECONDS = 5.0
+"""For any other way, by which it imports PyTorch and the data set first: 3 s there, and more with several."""
 FIRST_STEPS = 3
 """Steps at the start whose times say nothing: compilers and caches warm up."""
 WINDOW_STEPS, WINDOW_SECONDS, WINDOW_MOST = 16, 1.0, 1024
@@ -108,6 +113,7 @@ class Choice:
 
     def __init__(self, most: int, who: str = "rank 0", why_most: str = "no core is left for more") -> None:
         self.most, self._who, self._why_most = most, who, why_most
+        self._left, self._start_seconds = math.inf, 0.0
         self.workers = 0
         """To be used from the next batch on."""
         self.draws = False
@@ -115,14 +121,21 @@ class Choice:
         self._new: list[str] = []
         self._closed = ""
         """Why no other number is tried; empty while one may be."""
-        self._told = False
+        self._told, self._ends = False, False
         self._trial: tuple[int, float] | None = None
         """The number before, and what a step took with it."""
         self._window, self._skip = Window(WINDOW_STEPS), FIRST_STEPS
 
-    def begin(self) -> None:
-        """Another pass begins: the times of its first steps say nothing."""
+    def begin(self, steps: int | None = None, start_method: str = "fork") -> None:
+        """Another pass begins, of whose first steps the times say nothing.
+
+        Args:
+            steps: Of it; None if nobody knows.
+            start_method: Of workers.
+        """
         self._skip = FIRST_STEPS + 2 * self.workers
+        self._left = math.inf if steps is None else steps
+        self._start_seconds = START_SECONDS.get(start_method, FRESH_SECONDS)
 
     def limit(self, most: int, why: str) -> None:
         """There is no room for more than ``most``, for the reason ``why``."""
@@ -142,6 +155,7 @@ class Choice:
 
     def add(self, waited: float, rest: float) -> None:
         """The times of a step, in seconds."""
+        self._left -= 1
         if self._skip:
             self._skip -= 1
         elif self._window.add(waited, rest):
@@ -152,7 +166,8 @@ class Choice:
             return
         self._trial = None
         wanted = self.workers if self._closed else self._wanted(waited, rest)
-        if wanted > self.workers:
+        self._ends = wanted > self.workers and self._left * waited < self._start_seconds
+        if wanted > self.workers and not self._ends:
             if self._window.steps > WINDOW_STEPS:  # it may have begun with other times, which are no measure
                 self._window = Window(WINDOW_STEPS)
             else:
@@ -169,9 +184,8 @@ class Choice:
         if waited <= NEGLIGIBLE * (waited + rest):
             return self.workers
         # Workers that are waited for have been reading all the time.
-        return min(
-            self.most, max(self.workers + 1, workers_for(self.workers * (waited + rest), rest, self.most))
-        )
+        needed = workers_for(self.workers * (waited + rest), rest, self.most)
+        return min(self.most, max(self.workers + 1, needed))
 
     def _failed(self, seconds: float) -> bool:
         """Whether the trial was for nothing; the number before is taken again then."""
@@ -205,6 +219,8 @@ class Choice:
         """Why there are no more workers."""
         if self._closed:
             return self._closed
+        if self._ends:
+            return "what is left to be read would be over before more had been started"
         if self.workers < self.most:
             return "workers would take longer to hand a batch over than it takes to be read"
         return self._why_most
