@@ -26,6 +26,8 @@ from evener.strategies.names import strategy_called
         ("micro_batch", 0),
         ("processes", 0),
         ("workers", -1),
+        ("workers", "many"),
+        ("workers", "-1"),
         ("seed", -1),
         ("evaluate_every", -1),
         ("clip_norm", 0.0),
@@ -47,6 +49,13 @@ def test_a_name_that_is_no_setting_gets_the_list() -> None:
         ConfigurationError, match="no setting is called batchsize, lr; there are: batch_size, "
     ):
         RunConfig().replace(batchsize=3, lr=0.1, steps=2)
+
+
+def test_numbers_may_come_as_text_where_a_word_is_possible() -> None:
+    config = RunConfig(workers="3", micro_batch="8")
+    assert (config.workers, config.micro_batch) == (3, 8)
+    config = RunConfig(workers="auto", micro_batch="auto")
+    assert (config.workers, config.micro_batch) == ("auto", "auto")
 
 
 def test_a_configuration_is_frozen_and_replaced() -> None:

@@ -184,6 +184,9 @@ def test_an_evaluation_goes_on_with_what_the_last_one_had() -> None:
     assert found.of_evaluation(one) is choice
     assert found.of_evaluation(other) is not choice
     assert found.count == 0
+    training = found.of_training(one)
+    assert found.of_training(one) is training
+    assert training is not choice
     assert Readers(RunConfig(workers=3), session).of_evaluation(one) == 3
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from evener.config import RunConfig
+from evener.config import AUTO, RunConfig
 from evener.data.worker_count import WAITING, Choice, cores_of, most_workers, with_workers
 from evener.hardware.cgroups import cpu_quota
 from evener.hardware.survey.host import cores_allowed
@@ -35,7 +35,9 @@ class Readers:
         self._words, self._refused = list[str](), set[str]()
 
     def of_training(self, dataset: Any) -> int | Choice:
-        """For a pass over the training set."""
+        """For a pass over the training set; another pass, as after a return, begins with what the last one had."""
+        if self._training is not None:
+            return self._training
         chosen = self._of(dataset, f"rank {self._rank}", "training set")
         self._training = chosen if isinstance(chosen, Choice) else None
         return chosen
@@ -49,8 +51,8 @@ class Readers:
         return self._evaluation[1]
 
     def _of(self, dataset: Any, who: str, what: str) -> int | Choice:
-        if isinstance(self._said, int):
-            return self._said
+        if self._said != AUTO:
+            return int(self._said)
         why = why_not(dataset)
         if not why:
             return Choice(self._most, who)
@@ -64,13 +66,15 @@ class Readers:
         """Those that read the training set now."""
         if self._training is not None:
             return self._training.workers
-        return self._said if isinstance(self._said, int) else 0
+        return 0 if self._said == AUTO else int(self._said)
 
     @property
     def why_waits(self) -> str:
         """Why this rank still waits for batches, if it does, or what may be done about it."""
         if self._training is not None:
             return self._training.why_not
+        if self._said == AUTO:
+            return "their number is not chosen for this data set"
         if self._said:
             return ""
         return "workers=auto (--workers auto) has processes read meanwhile, where cores are free"

@@ -151,6 +151,12 @@ def test_the_summary_of_one_rank_and_of_a_run_that_was_stopped() -> None:
     assert "%" not in text
 
 
+def test_who_waited_for_batches_is_said() -> None:
+    assert "\n  rank 1 waited for" in summary_text(
+        summary(reading="rank 1 waited for batches 40% of the time")
+    )
+
+
 def compared(number: int) -> StepRecord:
     """A step in which rank 0 waited for rank 1."""
     times = {"compute_seconds": (0.01, 0.04), "wait_seconds": (0.03, 0.0), "input_seconds": (0.0, 0.002)}
