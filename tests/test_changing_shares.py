@@ -65,8 +65,8 @@ def recorded(balance: str) -> Recorded:
             own = [i for micro in batch.micro_batches if micro.weight for i in micro.samples.tolist()]
             ids.append((batch.epoch, own))
             shares.append(batch.shares)
-        assert engine._feed._loader is not None
-        return Recorded(ids, shares, engine._feed._loader.lookahead)
+        assert engine.feed._loader is not None
+        return Recorded(ids, shares, engine.feed._loader.lookahead)
 
 
 def all_recorded() -> dict[str, Recorded]:

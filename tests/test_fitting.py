@@ -245,7 +245,7 @@ def test_an_observer_that_fails_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_only_one_result_of_a_machine_travels_back(ranks: Any) -> None:
-    job = FitJob(tasks.plain, {}, RunConfig(device="cpu", steps=1), False, [], None, True)
+    job = FitJob(tasks.plain, {}, RunConfig(device="cpu", steps=1), False, [], None, None, True)
     first, second = ranks(2).run(job)
     assert first.weights
     assert second is None

@@ -65,6 +65,7 @@ COLUMNS = (
         "returning",
         "generators",
         "inheritance",
+        "attendant",
         "running",
         "elastic",
         "fitting",

@@ -84,7 +84,7 @@ class ByHand:
         if optimizer is None:
             learner.update(step=step, passes=lambda: self._penalty_passes(step))
             return
-        learner.clip(parameters)
+        learner.clipping(parameters, learner.mesh)
         chosen.step()
         chosen.zero_grad(set_to_none=True)
 

@@ -100,10 +100,10 @@ class Engine:
             self._by_hand = ByHand(self.learner, control, self.config.non_finite)
             self._replicas = Replicas(self.learner, control, self.config, self.observers.event)
             late = self.ledger.steps_late
-            self._feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
-            self.state = RunState(self.learner, self._feed, self.scheduler, self.config)
+            self.feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
+            self.state = RunState(self.learner, self.feed, self.scheduler, self.config)
             undo.callback(self.state.saver.close)
-            self.skips, self.readers = self._feed.skips, self._feed.readers
+            self.skips, self.readers = self.feed.skips, self.feed.readers
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self._at_hand = AtHand(self.learner, self._by_hand.pace)
@@ -152,16 +152,16 @@ class Engine:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if the dataset does not tell its length."""
-        return self._feed.total_steps
+        return self.feed.total_steps
 
     @property
     def balancer(self) -> Balancer | None:
         """What divides the batches; None before the first."""
-        return self._feed.balancer
+        return self.feed.balancer
 
     def batches(self) -> Generator[Batch]:
         """This rank's part of every global batch that is left of the run, in order."""
-        with self._feed.open(self.progress) as loader:
+        with self.feed.open(self.progress) as loader:
             batch = self._next(loader)
             while batch is not None and not self._reached_last_step():
                 upcoming = None if self.steps_done + 1 == self.config.steps else self._next(loader)
@@ -181,8 +181,8 @@ class Engine:
         return self.observers.ended or self.steps_done >= (self.config.steps or math.inf)
 
     def _next(self, source: Iterator[Batch]) -> Batch | None:
-        batch = self._feed.next(source, self.steps_done)
-        self.times.input += self._feed.input_seconds
+        batch = self.feed.next(source, self.steps_done)
+        self.times.input += self.feed.input_seconds
         return batch
 
     # The step
@@ -203,7 +203,7 @@ class Engine:
             next_count = ledger.count(self._upcoming)
             outcome = learner.run(batch, lambda: ledger.divisor(step), number)
             elapsed = learner.pace.elapsed()
-            forget = ledger.post(step, outcome, self._upcoming, next_count, elapsed, self._feed.input_seconds)
+            forget = ledger.post(step, outcome, self._upcoming, next_count, elapsed, self.feed.input_seconds)
             learner.update(forget, number, lambda: self.guard.passes(step))
             if ledger.buffers_changed:
                 share_buffers(learner, batch)
@@ -223,7 +223,7 @@ class Engine:
 
     def _observe(self, step: Step) -> None:
         """All ranks know the times of the step."""
-        self._feed.observe_step(step)
+        self.feed.observe_step(step)
         self.times.compute += step.compute_seconds[self.session.rank]
         self.times.wait += step.wait_seconds[self.session.rank]
 
@@ -240,7 +240,7 @@ class Engine:
         for step in self.ledger.told():
             if self.observers.are_some:
                 self.observers.step(step.record())
-        for event in self._feed.new_events():
+        for event in self.feed.new_events():
             self.observers.event(event)
 
     # A loop of the user's own
@@ -274,7 +274,7 @@ class Engine:
         """The step of a loop of the user's own is over: every rank tells its time, and nothing else."""
         self.settle()
         seconds = self._by_hand.seconds_of_all(batch)
-        self._feed.observe(self.steps_done, batch, seconds)
+        self.feed.observe(self.steps_done, batch, seconds)
         own = seconds[self.session.rank]
         self.times.compute += 0.0 if math.isnan(own) else own
         self._advance(batch)
@@ -299,7 +299,7 @@ class Engine:
         self.tell()
         began = time.perf_counter()
         with self.session.watchdog.phase("evaluation", step=self.steps_done):
-            metrics, samples = evaluate(self.learner, chosen, self._feed.evaluation_options(self.steps_done))
+            metrics, samples = evaluate(self.learner, chosen, self.feed.evaluation_options(self.steps_done))
         if dataset is None:
             seconds = time.perf_counter() - began
             epoch = max(0, self.progress.epoch - (self.progress.position == 0))
@@ -318,7 +318,7 @@ class Engine:
         """
         self.settle()
         chosen = dataset if targets else InputsOnly(dataset)
-        return predict(self.learner, chosen, self._feed.evaluation_options(self.steps_done), everywhere)
+        return predict(self.learner, chosen, self.feed.evaluation_options(self.steps_done), everywhere)
 
     # State
 

@@ -57,26 +57,72 @@ class InputsOnly(Dataset[Any]):
         return self._dataset[index], 0
 
 
+Piece = tuple[int, int, Tree]
+"""The place of its first sample in the dataset, how many there are, and what was kept of them, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What an evaluation found."""
+
+    metrics: dict[str, float]
+    samples: int
+    pieces: list[Piece] | None
+    """What was kept, in the order of the dataset, on rank 0; None on others."""
+
+
 def evaluate(
     learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
 ) -> tuple[dict[str, float], int]:
     """The loss and the metrics of the task over ``dataset``, the same on every rank, and its number of samples."""
+    found = examine(learner, dataset, options)
+    return found.metrics, found.samples
+
+
+def examine(
+    learner: Learner,
+    dataset: Dataset[Any],
+    options: EvaluationOptions,
+    keep: Callable[[Tree, Tree], Tree] | None = None,
+    measured: bool = True,
+) -> Examined:
+    """Metrics as :func:`evaluate` has them and, of the same forward passes, what is to be kept of each.
+
+    Args:
+        keep: From the outputs and targets of a pass to what is kept of them, such as both; None keeps nothing.
+        measured: Whether there are targets; if not, there are no metrics.
+    """
     check_dataset(dataset, "the dataset")
-    accumulators, samples = _accumulators(learner), 0
+    accumulators, samples = _accumulators(learner) if measured else {}, 0
+    pieces: list[Piece] = []
     with evaluating(learner.model):
         for micro, outputs in _forward(learner, dataset, options):
             samples += micro.size
             if _speaks(learner):
                 # What a placeholder comes to counts for nothing, but other ranks may wait for it.
-                for accumulator in (accumulators if micro.weight else _accumulators(learner)).values():
-                    accumulator.update(outputs, micro.targets)
+                for name, accumulator in (accumulators if micro.weight else _accumulators(learner)).items():
+                    if name in accumulators:
+                        accumulator.update(outputs, micro.targets)
+                if keep is not None and micro.weight:
+                    kept = map_leaves(_to_cpu, keep(outputs, micro.targets))
+                    pieces.append((int(micro.samples[0]), micro.size, kept))
             del micro, outputs  # not to be there while the next are computed
     own = samples, [accumulator.state() for accumulator in accumulators.values()]
     told = learner.data.of_parts(learner.session.control.gather_objects(own))
     for index, accumulator in enumerate(accumulators.values()):
         accumulator.merge([states[index] for _, states in told])
     values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
-    return _named_values(values), sum(count for count, _ in told)
+    return Examined(_named_values(values), sum(count for count, _ in told), _in_order(learner, pieces))
+
+
+def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool = False) -> list[Piece] | None:
+    """The pieces of all parts, on rank 0 or everywhere; of parts that ranks own, those of rank 0's part come first."""
+    control = learner.session.control
+    of_ranks = control.gather_objects(pieces) if everywhere else control.gather_to(pieces, 0)
+    if of_ranks is None:
+        return None
+    gathered = [piece for of_rank in learner.data.of_parts(of_ranks) for piece in of_rank]
+    return sorted(gathered, key=lambda piece: piece[0])
 
 
 def predict(
@@ -96,18 +142,14 @@ def predict(
     check_dataset(dataset, "the dataset")
     _check_ordered(dataset)
     options = replace(options, skips=False)
-    pieces: list[tuple[int, int, Tree]] = []
+    pieces: list[Piece] = []
     with evaluating(learner.model):
         for micro, outputs in _forward(learner, dataset, options):
             if micro.weight and _speaks(learner):
                 pieces.append((int(micro.samples[0]), micro.size, map_leaves(_to_cpu, outputs)))
             del micro, outputs
-    control = learner.session.control
-    of_ranks = control.gather_objects(pieces) if everywhere else control.gather_to(pieces, 0)
-    if of_ranks is None:
-        return None
-    gathered = [piece for of_rank in learner.data.of_parts(of_ranks) for piece in of_rank]
-    return _joined(sorted(gathered, key=lambda piece: piece[0]))
+    ordered = _in_order(learner, pieces, everywhere)
+    return None if ordered is None else _joined(ordered)
 
 
 def _speaks(learner: Learner) -> bool:
@@ -179,7 +221,7 @@ def _to_cpu(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
-def _joined(pieces: list[tuple[int, int, Tree]]) -> Tree:
+def _joined(pieces: list[Piece]) -> Tree:
     first = pieces[0][2]
     if isinstance(first, Tensor):
         _check_rows(pieces)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from evener.assembly import check_division, suggested_processes
+from evener.attendant import Attendant
 from evener.checkpoint import folder
 from evener.config import AUTO, RunConfig
 from evener.elastic import headcount_of, restarting
@@ -43,6 +44,7 @@ def fit(
     rendezvous: Rendezvous | None = None,
     show: bool = True,
     observers: Sequence[Observer] = (),
+    attendant: Attendant | None = None,
     run_home: Path | None = None,
     **settings: Unpack[Settings],
 ) -> Trained:
@@ -56,6 +58,7 @@ def fit(
         rendezvous: How several machines meet, in torchrun's words.
         show: Whether rank 0 shows progress on standard error.
         observers: Told of the run, besides the records and the terminal.
+        attendant: Acts with the run between its steps, on every rank.
         run_home: Where to make a new run directory if the settings name none; None leaves none.
 
     Raises:
@@ -66,7 +69,9 @@ def fit(
     if config.run_dir is not None and not (config.overwrite or goes_on_in(config.run_dir, config.resume)):
         refuse_finished(config.run_dir)
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
-    job = FitJob(task, dict(options or {}), config, show, list(observers), run_home, not is_launched())
+    job = FitJob(
+        task, dict(options or {}), config, show, list(observers), attendant, run_home, not is_launched()
+    )
     results = launch(
         job,
         processes=headcount,
@@ -107,6 +112,7 @@ class FitJob:
     config: RunConfig
     show: bool
     observers: list[Observer]
+    attendant: Attendant | None
     run_home: Path | None
     sent_back: bool
     """Whether the result travels to the launcher, who wants but one of each machine."""
@@ -120,7 +126,7 @@ class FitJob:
             except HandedOnError as handed_on:
                 start, heir = handed_on.start, handed_on.heir
             rejoin(start)
-            job = replace(_as_sent(), observers=self.observers)
+            job = replace(_as_sent(), observers=self.observers, attendant=self.attendant)
 
     def _run(self, heir: Heir | None) -> Trained | None:
         config = self.config
@@ -132,7 +138,7 @@ class FitJob:
             resume = _resumed(config, session)
             config = config.replace(resume=resume, weights=config.weights if resume is None else None)
             told = [*self.observers, *self._note(config.run_dir)]
-            trained = Run(task, config, session, self.show, told, heir).execute()
+            trained = Run(task, config, session, self.show, told, heir, self.attendant).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
 
     def _note(self, run_dir: Path | None) -> list[Observer]:

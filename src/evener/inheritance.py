@@ -201,6 +201,6 @@ def _release(engine: Engine) -> None:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)
         setattr(parameter, _GIVEN_UP, True)
-    for name in ("task", "state", "_feed"):
+    for name in ("task", "state", "feed"):
         vars(engine).pop(name)
     bury(engine, engine.learner.give_up())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evener import checkpoint
+from evener.attendant import Attendant
 from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.engine import Engine
@@ -53,6 +54,8 @@ class Trained:
     """Parameters and buffers by name, whole, on the CPU."""
     rank: int = 0
     """The rank that it comes from: 0, and on further machines that of their first process."""
+    attended: Any = None
+    """What the attendant of that rank gave at the end."""
 
     def __repr__(self) -> str:
         return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
@@ -69,8 +72,10 @@ class Run:
         show: bool,
         observers: Sequence[Observer] = (),
         heir: Heir | None = None,
+        attendant: Attendant | None = None,
     ) -> None:
         self._task, self._config, self._session = task, config, session
+        self._attendant = attendant or Attendant()
         self._clock = Clock()
         self._batches: Generator[Batch] | None = None
         self._ending = threading.Lock()
@@ -133,6 +138,7 @@ class Run:
                             falling_back(lambda: self._train(stop), engine, self._config.run_dir)
                         else:
                             self._train(stop)
+                        attended = self._attendant.end()
                     tensors = engine.learner.tensors()
                     engine.learner.check_weights(engine.steps_done)
                     parts = self._session.control.gather_objects(self._own_part())
@@ -148,7 +154,7 @@ class Run:
                 raise
             finally:
                 self._end(summary)
-            return Trained(summary, self._saved(tensors), self._session.rank)
+            return Trained(summary, self._saved(tensors), self._session.rank, attended)
 
     def _header(self) -> tuple[str, ...]:
         """What the user must know of this run before its first step; empty words say nothing."""
@@ -227,12 +233,14 @@ class Run:
         stopping, progress = Stopping(engine), engine.progress
         if not self._heir.evaluated and progress.epoch and not progress.position:
             self._evaluate(saving, progress.epoch - 1)
+        self._attendant.begin(engine)
         self._clock.start()
         self._batches = engine.batches()
         for batch in self._batches:
             check()
             engine.ledger.wish = stopping.wish(saving.wish() if saving else 0.0)
-            last = engine.step(batch).batch  # without its samples
+            step = engine.step(batch)
+            last = step.batch  # without its samples
             if batch.last:
                 engine.settle()
                 self._clock.stop()
@@ -243,6 +251,9 @@ class Run:
                 self._evaluate(saving, batch.epoch)
                 self._clock.start()
             stopping.stepped(batch)
+            self._clock.stop()
+            self._attendant.stepped(step)
+            self._clock.start()
         self._clock.stop()
         if last is not None and not last.last:
             self._tell_skipped(last.epoch)

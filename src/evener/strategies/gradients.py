@@ -32,15 +32,39 @@ from evener.strategies.local import local, off_host
 from evener.strategies.slices import by_axes
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> None:
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
     """Scales the gradients so that the 2-norm of all of them, divided ones counted whole, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which takes neither sparse gradients nor those of slices.
+    As ``torch.nn.utils.clip_grad_norm_``, which takes neither sparse gradients nor those of slices; returns the norm
+    that there was.
     """
     given = list(parameters)
-    factor = (max_norm / (norm_over(given, mesh) + 1e-6)).clamp(max=1.0)
+    found = norm_over(given, mesh)
+    factor = (max_norm / (found + 1e-6)).clamp(max=1.0)
     for value in map(values, _with_gradient(given)):
         value.mul_(factor.to(value.device))
+    return found
+
+
+class Clipping:
+    """Clips the gradients of every update to one norm, and knows how large they were.
+
+    Args:
+        max_norm: None leaves them as they are.
+    """
+
+    def __init__(self, max_norm: float | None) -> None:
+        self._max_norm = max_norm
+        self.measures = max_norm is not None
+        """Whether the norm is taken: set it to have it where nothing is clipped."""
+        self.norm: Tensor | None = None
+        """Of all gradients in the last update, before clipping; None if it was not taken, or the update left out."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+        if self._max_norm is not None:
+            self.norm = clip(parameters, self._max_norm, mesh)
+        elif self.measures:
+            self.norm = norm_over(parameters, mesh)
 
 
 def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:

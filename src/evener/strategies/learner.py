@@ -99,6 +99,7 @@ class Learner:
         self.when_drawn: Callable[[int], None] = lambda step: None
         """Called with each step when this rank has drawn all its random numbers, before it gives its last gradients to
         others; by a synchronizer that can tell."""
+        self.clipping = gradients.Clipping(settings.clip_norm)
         self.has_shared_buffers = False
         """Whether loose buffers went from one rank to all."""
         self._step = 0
@@ -195,7 +196,7 @@ class Learner:
         self._add_penalty()
         if passes():
             self.updating = step
-            self.clip(self.model.parameters())
+            self.clipping(self.model.parameters(), self.mesh)
             lay_out(self.optimizer)
             with stepping(self.optimizer, self.session.device):
                 self.offloaded.update()
@@ -231,6 +232,7 @@ class Learner:
     @torch.no_grad()
     def _leave_out(self) -> None:
         """Nothing is left of the step: neither its gradients nor what its forward pass wrote."""
+        self.clipping.norm = None
         self._clear_gradients()
         for held, name, buffer, value in self._remembered:
             held[name] = buffer.copy_(value)
@@ -243,11 +245,6 @@ class Learner:
         """Leaves nothing of ``step``, if it was begun, and not updated yet."""
         if self._remembered_of == step:
             self._leave_out()
-
-    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clips the gradients of ``parameters`` to the global norm of the settings, if there is one."""
-        if self.settings.clip_norm is not None:
-            gradients.clip(parameters, self.settings.clip_norm, self.mesh)
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name."""
