@@ -1,0 +1,154 @@
+"""What of ``TrainingArguments`` is honoured, what changes nothing of a training, and that all else is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from transformers import Trainer as TheirTrainer
+from transformers import TrainingArguments
+
+from evener.errors import ConfigurationError
+
+_HONOURED = {
+    *(
+        "output_dir",
+        "num_train_epochs",
+        "max_steps",
+        "seed",
+        "use_cpu",
+        "disable_tqdm",
+        "remove_unused_columns",
+    ),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "max_grad_norm"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "dataloader_num_workers"),
+    *("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"),
+    *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "report_to"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "prediction_loss_only"),
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+}
+_CHANGE_NOTHING = {
+    *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "use_cache"),
+    *("run_name", "project", "logging_dir", "log_level", "log_level_replica", "log_on_each_node"),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "logging_nan_inf_filter"),
+    *("eval_accumulation_steps", "eval_use_gather_object", "skip_memory_metrics", "torch_empty_cache_steps"),
+    *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+    *("ddp_backend", "ddp_timeout", "average_tokens_across_devices", "length_column_name"),
+    *("save_safetensors", "overwrite_output_dir"),
+}
+"""Where results go, and how others than Evener run: whatever these are, the training is the same."""
+_INSTEAD = {
+    "auto_find_batch_size": "settings={'micro_batch': 'auto'} finds room for a batch",
+    "compute_loss_func": "give loss=",
+    "dataloader_drop_last": "every sample counts in every epoch",
+    "deepspeed": "settings={'strategy': 'sharded'} divides the state",
+    "fsdp": "settings={'strategy': 'sharded'} divides the state",
+    "label_smoothing_factor": "give Trainer(loss=...), which smooths",
+    "parallelism_config": "settings={'strategy': ...} divides the model",
+    "push_to_hub": "call trainer.model.push_to_hub() after the training",
+    "tf32": "settings={'precision': 'tf32'}",
+    "torch_compile": "settings={'compile': 'auto'}",
+}
+_CHOICES = {
+    "optim": ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),
+    "lr_scheduler_type": (
+        *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+        *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+    ),
+    "save_strategy": ("no", "steps", "epoch", "best"),
+}
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raises:
+    ConfigurationError: For an argument that is not honoured, unless it is as where nothing is said.
+    """
+    usual = TrainingArguments(args.output_dir, use_cpu=args.use_cpu, eval_strategy=args.eval_strategy)
+    known = _HONOURED | _CHANGE_NOTHING
+    names = [field.name for field in fields(args) if field.name not in known]
+    wrong = [name for name in names if getattr(args, name) != getattr(usual, name)]
+    if wrong:
+        said = ", ".join(f"{name}={getattr(args, name)!r}" for name in wrong)
+        instead = "; ".join(f"for {name}: {_INSTEAD[name]}" for name in wrong if name in _INSTEAD)
+        raise ConfigurationError(
+            f"TrainingArguments({said}) are not honoured by Evener's Trainer; leave them out"
+            + (f" ({instead})" if instead else "")
+        )
+    for name, allowed in _CHOICES.items():
+        value = getattr(args, name)
+        if value not in allowed:
+            raise ConfigurationError(
+                f"TrainingArguments({name}={str(getattr(value, 'value', value))!r}) is not honoured by Evener's "
+                f"Trainer; give one of {', '.join(allowed)}"
+            )
+    _check_checkpointing(args)
+
+
+def _check_checkpointing(args: TrainingArguments) -> None:
+    """Which implementation computes again changes nothing; which layers do, Evener says in its own words."""
+    said = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+    others = sorted(said.keys() - {"use_reentrant"})
+    if others:
+        raise ConfigurationError(
+            f"gradient_checkpointing_kwargs with {', '.join(others)} are not honoured by Evener's Trainer; leave them "
+            "out, or give settings={'recompute': ...}"
+        )
+
+
+def settings_in(args: TrainingArguments) -> dict[str, Any]:
+    """Settings of Evener that the arguments say, besides the size of a batch and how long the run is."""
+    said: dict[str, Any] = {
+        "seed": args.seed,
+        "device": "cpu" if args.use_cpu else None,
+        "clip_norm": args.max_grad_norm or None,
+        "workers": args.dataloader_num_workers,
+    }
+    if args.bf16 or args.fp16:
+        said["precision"] = "bf16" if args.bf16 else "fp16"
+    if getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing:
+        said["recompute"] = "blocks"
+    return said
+
+
+SAID_OTHERWISE = ("batch_size", "epochs", "steps", "evaluate_every", "keep_best")
+"""Settings that the arguments say in other words."""
+
+
+def length(args: TrainingArguments, steps_an_epoch: int) -> dict[str, int]:
+    """How long the run is, as settings of Evener."""
+    if args.max_steps > 0:
+        return {"steps": args.max_steps}
+    if args.num_train_epochs % 1:
+        return {"steps": math.ceil(args.num_train_epochs * steps_an_epoch)}
+    return {"epochs": int(args.num_train_epochs)}
+
+
+def check_overridden(kind: type, base: type) -> None:
+    """Raises:
+    ConfigurationError: If a class derived from ``base`` has a method that ``transformers`` calls and ``base`` does not.
+    """
+    derived = kind.__mro__[: kind.__mro__.index(base)]
+    written = {name for each in derived for name, value in vars(each).items() if callable(value)}
+    silent = sorted(name for name in written if hasattr(TheirTrainer, name) and not hasattr(base, name))
+    if silent:
+        raise ConfigurationError(
+            f"{kind.__name__} has {', '.join(silent)}, which Evener's Trainer never calls; give loss=, a collator or "
+            "optimizers=, or write an evener.Task"
+        )
+
+
+def checked_keys(ignored: list[str] | None) -> list[str] | None:
+    """Names of outputs that are no predictions, of which Evener keeps the logits alone.
+
+    Raises:
+        ConfigurationError: If these are among them.
+    """
+    if "logits" in (ignored or ()):
+        raise ConfigurationError("ignore_keys names logits, which are the predictions of Evener's Trainer")
+    return ignored

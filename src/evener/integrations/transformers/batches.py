@@ -1,0 +1,80 @@
+"""From items of a dataset to inputs and labels of a model, as ``transformers`` chooses them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from evener.errors import DataError
+
+
+class Collation:
+    """A collator, of whose batch the model gets what it takes.
+
+    Args:
+        removes: Whether the collator gets no columns but those that the model takes, and labels.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, removes: bool) -> None:
+        self._collate, self._removes = collate, removes
+        of_peft: Any = getattr(model, "get_base_model", None)
+        base = model if of_peft is None else of_peft()
+        self._taken = set(inspect.signature(base.forward).parameters)
+        self._columns = self._taken | {"label", "label_ids", "labels"}
+
+    def __call__(self, items: list[Any]) -> tuple[dict[str, Any], Any]:
+        """Inputs and labels; of items without labels their number of zeros.
+
+        Raises:
+            DataError: If there are no labels where some are needed.
+        """
+        if isinstance(items[0], _Unlabelled):
+            return self._inputs(self.batch([item.item for item in items])), torch.zeros(len(items))
+        batch = self.batch(items)
+        if "labels" not in batch:
+            raise DataError(
+                f"a batch of the collator has {', '.join(batch)}, and no labels; let it make some"
+            )
+        return self._inputs(batch), batch["labels"]
+
+    def batch(self, items: list[Any]) -> Mapping[str, Any]:
+        """What the collator makes of them."""
+        if self._removes and all(isinstance(item, Mapping) for item in items):
+            items = [{name: item[name] for name in item if name in self._columns} for item in items]
+            if not items[0]:
+                raise DataError(
+                    f"no column of the dataset is an argument of the model: it takes {', '.join(sorted(self._taken))}; "
+                    "rename columns, or give TrainingArguments(remove_unused_columns=False) with a collator"
+                )
+        made: Mapping[str, Any] = self._collate(items)
+        return made
+
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in batch.items() if name in self._taken and name != "labels"}
+
+    def labelled(self, dataset: Any) -> bool:
+        """Whether the samples of a dataset have labels, by its first one."""
+        return "labels" in self.batch([dataset[0]])
+
+
+class _Unlabelled:
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+
+class Unlabelled(Dataset[Any]):
+    """A dataset whose samples have no labels."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return _Unlabelled(self._dataset[index])

@@ -1,0 +1,381 @@
+"""In place of ``transformers.Trainer``: what its arguments say becomes a task and settings of :func:`evener.fit`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, get_last_checkpoint
+
+from evener.config import RunConfig
+from evener.engine import Engine
+from evener.errors import ConfigurationError
+from evener.fitting import check_plan, fit
+from evener.given import check_dataset
+from evener.integrations.dictionaries import logits
+from evener.integrations.transformers.arguments import (
+    SAID_OTHERWISE,
+    check_arguments,
+    check_overridden,
+    checked_keys,
+    length,
+    settings_in,
+)
+from evener.integrations.transformers.assessing import Applied, Assessment, tell
+from evener.integrations.transformers.batches import Collation
+from evener.integrations.transformers.following import ENGINE, Followed, Following
+from evener.integrations.transformers.losses import loss_of
+from evener.integrations.transformers.optimizing import bound_again, made_again, optimizer_of, scheduler_of
+from evener.integrations.transformers.told import Told
+from evener.losses import Loss
+from evener.nn import exact_dropout
+from evener.nn.names import clean_name
+from evener.records import RunSummary
+from evener.running import Trained
+from evener.runtime.environment import detect
+from evener.runtime.headcount import Headcount
+from evener.runtime.launch import is_launched, launch
+from evener.task import Task
+
+
+class Trainer(Told):
+    """In place of ``transformers.Trainer``, with its arguments.
+
+    Args:
+        model: As for ``transformers.Trainer``; its weights are those of the training when that is over.
+        loss: The task's loss, for models whose kind does not tell it.
+        settings: Of :func:`evener.fit`, besides those that ``args`` say; ``balance`` is ``auto`` where it is left out.
+
+    Raises:
+        ConfigurationError: For an argument that is not honoured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        loss: Loss | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_overridden(type(self), Trainer)
+        self.args = args = args or TrainingArguments("tmp_trainer")
+        check_arguments(args)
+        if compute_loss_func is not None:
+            raise ConfigurationError(
+                "Trainer does not take compute_loss_func, a mean over what one rank has; give loss=, whose sum and "
+                "count add up over the ranks"
+            )
+        self.model: Any = _model(model, model_init, args.seed)  # save_pretrained is not of every Module
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class, self.compute_metrics = processing_class, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.data_collator = data_collator or _usual_collator(processing_class)
+        self.collation = Collation(self.data_collator, self.model, args.remove_unused_columns)
+        self._given_loss = loss
+        self._loss = loss or loss_of(self.model)
+        self._settings = {"balance": "auto", **(settings or {})}
+        self._said = settings_in(args)
+        micro = {"micro_batch"} if args.gradient_accumulation_steps > 1 else set()
+        clashing = sorted(self._settings.keys() & {*self._said, *SAID_OTHERWISE, *micro})
+        if clashing:
+            raise ConfigurationError(f"settings say {', '.join(clashing)}, which TrainingArguments say")
+        self._make_optimizer = optimizer_of(self.model, args, optimizer_cls_and_kwargs)
+        self._make_scheduler: Callable[[Any], Any] | None = None
+        self._take_optimizers(*optimizers, optimizer_cls_and_kwargs)
+        self.engine: Engine | None = None
+        """While the trainer is in a run, on each of its ranks."""
+        self.summary: RunSummary | None = None
+        """Of the last training, as :func:`evener.fit` has it."""
+        self.ignore_keys: list[str] | None = None
+        super().__init__(args, self.model, processing_class, callbacks or [])
+
+    def _take_optimizers(self, optimizer: Any, scheduler: Any, named: Any) -> None:
+        if optimizer is not None and named is not None:
+            raise ConfigurationError(
+                "optimizers and optimizer_cls_and_kwargs both say the optimizer; give one of them"
+            )
+        if optimizer is not None:
+            self._make_optimizer = made_again(optimizer, self.model)
+        if scheduler is not None:
+            self._make_scheduler = bound_again(scheduler)
+
+    # Training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Trains; the model then has the weights that came of it, or the best ones if they are asked for.
+
+        Args:
+            resume_from_checkpoint: A checkpoint, or True for the last one in ``output_dir``.
+
+        Raises:
+            EvenerError: Whatever ended the run.
+        """
+        if trial is not None:
+            raise ConfigurationError("Evener's Trainer has no hyperparameter search: leave trial out")
+        if (self.args.eval_strategy != "no" or self.args.eval_on_start) and self.eval_dataset is None:
+            raise ConfigurationError(
+                f"eval_strategy is {self.args.eval_strategy.value}, but Trainer was given no eval_dataset"
+            )
+        check_dataset(self.train_dataset, "Trainer's train_dataset")
+        self.ignore_keys = checked_keys(ignore_keys_for_eval)
+        resumed = self._checkpoint(resume_from_checkpoint)
+        config = self.config(resumed)
+        self._check_loss()
+        steps = self._steps(config)
+        following = Following(self, resumed, steps, math.ceil(steps / self._steps_an_epoch(config)))
+        try:
+            show = not self.args.disable_tqdm
+            trained = fit(self.task(config), config, show=show, attendant=following)
+        finally:
+            self.let_go()
+        return self._take(trained)
+
+    def _take(self, trained: Trained) -> TrainOutput:
+        followed: Followed = trained.attended
+        self.summary, self.state = trained.summary, followed.state
+        for callback, found in zip(self.callback_handler.callbacks, followed.callbacks, strict=True):
+            vars(callback).update(found)
+        self.model.load_state_dict(trained.weights)
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            self.model.load_state_dict(type(self.model).from_pretrained(best).state_dict())
+        return TrainOutput(self.state.global_step, followed.training_loss, followed.metrics)
+
+    def let_go(self) -> None:
+        """The run is over: nothing of it is kept here."""
+        self.engine = None
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None
+
+    def _checkpoint(self, wanted: str | bool | None) -> Path | None:
+        if not wanted:
+            return None
+        home = self.args.output_dir
+        found: Any = wanted
+        if wanted is True:
+            found = get_last_checkpoint(home) if Path(home).is_dir() else None
+            if found is None:
+                raise ConfigurationError(f"there is no checkpoint in {home} to go on from")
+        path = Path(str(found))
+        if not (path / ENGINE).is_dir():
+            raise ConfigurationError(
+                f"{path} is no checkpoint of Evener's Trainer that a training can go on from: it has no directory "
+                f"{ENGINE}, which save_only_model leaves out; to begin with its weights give from_pretrained's model"
+            )
+        return path
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model as ``from_pretrained`` reads it, on one rank; in a run, all ranks call it."""
+        if self.engine is not None:
+            tensors = self.engine.learner.tensors()
+            if self.is_world_process_zero():
+                own = self.model.state_dict()
+                weights = {name: tensors.get(clean_name(name), value).detach() for name, value in own.items()}
+                self.model.load_state_dict(weights)
+        if not self.is_world_process_zero():
+            return
+        if not hasattr(self.model, "save_pretrained"):
+            raise ConfigurationError(
+                f"{type(self.model).__name__} has no save_pretrained, by which Trainer saves: give "
+                "TrainingArguments(save_strategy='no') and save trainer.model.state_dict() yourself"
+            )
+        path = Path(output_dir or self.args.output_dir)
+        self.model.save_pretrained(path)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(path)
+        torch.save(self.args, path / "training_args.bin")
+
+    def _check_loss(self) -> None:
+        """The model's own loss on a batch is what is trained on, or it has terms that would be left out."""
+        if self._given_loss is not None:
+            return
+        count = min(self.args.per_device_train_batch_size, len(self.train_dataset))
+        inputs, labels = self.collation([self.train_dataset[index] for index in range(count)])
+        device = next(self.model.parameters()).device
+        inputs, labels = {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
+        training = self.model.training
+        with torch.no_grad():
+            self.model.eval()
+            own = float(self.model(**inputs, labels=labels).loss)
+            total = float(self._loss.total(logits(self.model, inputs), labels))
+        self.model.train(training)
+        terms = float(self._loss.count(labels))
+        if terms and not math.isclose(own, total / terms, rel_tol=1e-2):
+            raise ConfigurationError(
+                f"{type(self.model).__name__}'s own loss of the first {count} samples is {own:.6g}, and the mean over "
+                f"their labels is {total / terms:.6g}: it has other terms; give Trainer(loss=...)"
+            )
+
+    # Evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The loss, and what ``compute_metrics`` makes of the predictions, over all samples of a dataset or of several.
+
+        In a run, as by a callback, all ranks call it.
+        """
+        checked_keys(ignore_keys)
+        own = eval_dataset is None
+        dataset = self.eval_dataset if own else eval_dataset
+        if dataset is None:
+            raise ConfigurationError("Trainer was given no eval_dataset: give one to evaluate()")
+        if not isinstance(dataset, dict):
+            return self._evaluated(dataset, metric_key_prefix, own)
+        found: dict[str, float] = {}
+        for name, each in dataset.items():
+            found |= self._evaluated(each, f"{metric_key_prefix}_{name}", own)
+        return found
+
+    def _evaluated(self, dataset: Any, prefix: str, own: bool) -> dict[str, float]:
+        began = time.perf_counter()
+        output = self._assessed(dataset, prefix, predicts=False)
+        metrics: dict[str, float] = output.metrics
+        if own and self.engine is not None:
+            tell(self.engine, metrics, output.num_samples, time.perf_counter() - began)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The logits of all samples in the order of the dataset; labels and metrics too, where it has labels.
+
+        In a run, as by a callback, all ranks call it, and rank 0 alone gets logits and labels.
+        """
+        checked_keys(ignore_keys)
+        output = self._assessed(test_dataset, metric_key_prefix, predicts=True)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _assessed(self, dataset: Any, prefix: str, predicts: bool) -> EvalLoopOutput:
+        check_dataset(dataset, "the dataset")
+        assessment = Assessment(
+            self.args.per_device_eval_batch_size,
+            self.collation,
+            self.compute_metrics,
+            self.preprocess_logits_for_metrics,
+            self.args.prediction_loss_only,
+        )
+        if self.engine is not None:
+            return assessment.of(self.engine, dataset, prefix, predicts)
+        config = self.config().replace(run_dir=None, weights=None, resume=None)
+        job = Applied(
+            self.task(config, dataset), config, assessment, dataset, prefix, predicts, is_launched()
+        )
+        return launch(
+            job,
+            processes=Headcount((check_plan(config),)),
+            timeout_seconds=config.timeout_seconds,
+            device=config.device,
+        )[0]
+
+    # What is trained
+
+    def config(self, resumed: Path | None = None) -> RunConfig:
+        """The settings of the run.
+
+        Args:
+            resumed: The checkpoint that it goes on from.
+        """
+        args = self.args
+        config = RunConfig(**self._said, evaluate_every=0).replace(**self._settings)
+        if resumed is not None:
+            config = config.replace(resume=resumed / ENGINE)
+        together = args.per_device_train_batch_size * _ranks(config)
+        accumulated = args.gradient_accumulation_steps
+        config = config.replace(batch_size=together * accumulated)
+        config = config if accumulated == 1 else config.replace(micro_batch=together)
+        return (
+            config
+            if self.train_dataset is None
+            else config.replace(**length(args, self._steps_an_epoch(config)))
+        )
+
+    def _steps_an_epoch(self, config: RunConfig) -> int:
+        if not hasattr(self.train_dataset, "__len__"):
+            raise ConfigurationError(
+                f"a {type(self.train_dataset).__name__} cannot be trained on by Trainer; give a dataset with __len__ "
+                "and __getitem__"
+            )
+        return math.ceil(len(self.train_dataset) / (config.batch_size or 1))
+
+    def _steps(self, config: RunConfig) -> int:
+        return config.steps or self._steps_an_epoch(config) * (config.epochs or 1)
+
+    def task(self, config: RunConfig, applied_to: Any = None) -> Task:
+        """What is trained, or applied to a dataset."""
+        model, args = self.model, self.args
+        dataset = self.train_dataset if applied_to is None else applied_to
+        steps = 1 if applied_to is not None else self._steps(config)
+        return Task(
+            model=lambda: exact_dropout(copy.deepcopy(model)),
+            forward=logits,
+            loss=self._loss,
+            optimizer=self._make_optimizer,
+            scheduler=self._make_scheduler or scheduler_of(args, steps),
+            scheduler_interval="step",
+            train=dataset,
+            collate=self.collation,
+            name=type(model).__name__,
+        )
+
+
+def _model(model: nn.Module | None, model_init: Callable[[], nn.Module] | None, seed: int) -> nn.Module:
+    if (model is None) == (model_init is None):
+        raise ConfigurationError("Trainer takes either a model or model_init, which makes one")
+    if model is None:
+        assert model_init is not None
+        set_seed(seed)
+        model = model_init()
+    config: Any = getattr(model, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        config.use_cache = False  # of keys and values, which training has no use for
+    return model
+
+
+def _usual_collator(processing_class: Any) -> Any:
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        return DataCollatorWithPadding(processing_class)
+    return default_data_collator
+
+
+def _ranks(config: RunConfig) -> int:
+    here = check_plan(config)
+    return detect().world_size if is_launched() else here
