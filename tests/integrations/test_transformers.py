@@ -14,6 +14,7 @@ from evener.errors import ConfigurationError
 from tests.integrations.test_dictionaries import WORDS, padded, texts
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")  # aliases of arguments
 
 
 def model() -> Any:
@@ -26,8 +27,15 @@ def model() -> Any:
 
 
 def trainer(directory: str, settings: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """Of 23 texts, six of which are for evaluation, with what ``arguments`` say; ``given`` are those of Trainer."""
     from evener.integrations.transformers import Trainer
 
+    given = {
+        "model": model(),
+        "data_collator": padded,
+        "train_dataset": texts(),
+        **arguments.pop("given", {}),
+    }
     usual = {
         "per_device_train_batch_size": 4,
         "num_train_epochs": 2,
@@ -40,7 +48,7 @@ def trainer(directory: str, settings: dict[str, Any] | None = None, **arguments:
         "disable_tqdm": True,
     }
     args = transformers.TrainingArguments(output_dir=directory, **(usual | arguments))
-    return Trainer(model(), args, padded, texts(), settings={"dtype": "float64", **(settings or {})})
+    return Trainer(args=args, settings={"dtype": "float64", **(settings or {})}, **given)
 
 
 def trained(directory: str, settings: dict[str, Any], size: int) -> dict[str, Tensor]:
@@ -62,9 +70,9 @@ def test_it_is_the_training_of_one_device(ranks: Any, tmp_path: Path) -> None:
 
 def test_its_model_has_the_weights_that_came_of_it(tmp_path: Path) -> None:
     made = trainer(str(tmp_path), {"processes": 1}, gradient_accumulation_steps=2)
-    summary = made.train()
+    output = made.train()
     weights = trained(str(tmp_path), {"balance": "equal"}, 8)
-    assert summary.steps == 6
+    assert output.global_step == made.summary.steps == 6
     for name, value in made.model.state_dict().items():
         torch.testing.assert_close(value, weights[name].to(value.dtype))
     made.save_model()
@@ -72,21 +80,86 @@ def test_its_model_has_the_weights_that_came_of_it(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict(), made.model.state_dict())
 
 
-def test_it_evaluates_after_every_epoch_where_it_is_asked_to(tmp_path: Path) -> None:
-    made = trainer(str(tmp_path), {"processes": 1}, eval_strategy="epoch", num_train_epochs=1)
-    with pytest.raises(ConfigurationError, match="no eval_dataset"):
-        made.train()
-    made.eval_dataset = texts(9)
-    assert made.train().metrics.keys() == {"loss"}
+def classifier(labels: int = 3, problem: str | None = None) -> Any:
+    """One answer for each text."""
+    torch.manual_seed(6)
+    config = transformers.BertConfig(
+        **{"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{
+            "intermediate_size": 8,
+            "max_position_embeddings": 16,
+            "num_labels": labels,
+            "problem_type": problem,
+        },
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def answered(number: int = 23, labels: int = 3, real: bool = False) -> list[dict[str, Any]]:
+    """Texts with one answer each, beside a column that no model takes."""
+    found = []
+    for index, text in enumerate(texts(number)):
+        answer = index % 3 if not real else [float((index + place) % 2) for place in range(labels)]
+        found.append({"input_ids": text["input_ids"], "label": answer, "text": "of no use"})
+    return found
+
+
+def answers(items: list[dict[str, Any]]) -> dict[str, Any]:
+    assert "text" not in items[0]
+    words = torch.nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True, 0)
+    labels = {"labels": torch.tensor([item["label"] for item in items])} if "label" in items[0] else {}
+    return {"input_ids": words, "attention_mask": (words > 0).long(), **labels}
+
+
+def right(prediction: Any) -> dict[str, float]:
+    """The part of the answers that the largest logit names."""
+    return {"right": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
+
+
+def test_without_dividing_anything_it_is_the_trainer_of_transformers(tmp_path: Path) -> None:
+    """With all samples in each batch, as the order of samples is another."""
+    arguments = {
+        **{"per_device_train_batch_size": 23, "per_device_eval_batch_size": 9, "num_train_epochs": 5},
+        **{"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "logging_first_step": True},
+    }
+    data = {"train_dataset": answered(), "eval_dataset": answered(9), "compute_metrics": right}
+    given = {"model": classifier(), "data_collator": answers, **data}
+    made = trainer(str(tmp_path), {"processes": 1, "dtype": None}, **arguments, given=given)
+    output = made.train()
+    theirs = transformers.Trainer(classifier(), made.args, answers, **data)
+    their_output = theirs.train()
+    assert output.global_step == their_output.global_step
+    assert output.training_loss == pytest.approx(their_output.training_loss, rel=1e-5)
+    for name, value in theirs.model.state_dict().items():
+        torch.testing.assert_close(made.model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+    rows, their_rows = map(rows_of, (made, theirs))
+    assert [row.keys() for row in rows] == [row.keys() for row in their_rows]
+    for row, their_row in zip(rows, their_rows, strict=True):
+        assert row == pytest.approx(their_row, rel=1e-4)
+    assert made.state.max_steps == theirs.state.max_steps
+
+
+def rows_of(made: Any, name: str = "") -> list[dict[str, float]]:
+    """The log without what clocks say and what takes a count of operations."""
+    return [
+        {key: value for key, value in row.items() if "runtime" not in key and "per_second" not in key}
+        for row in made.state.log_history
+        if (name in row if name else "train_runtime" not in row)
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
-        ({"save_strategy": "steps"}, "save_strategy='steps'"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1.*give Trainer\(loss="),
+        ({"push_to_hub": True}, r"trainer\.model\.push_to_hub\(\)"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+            "lr_scheduler_type='reduce_lr_on_plateau'",
+        ),
         ({"optim": "adafactor"}, "optim='adafactor'"),
-        ({"num_train_epochs": 1.5}, "whole number"),
+        ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, "with every_n_layers are not honoured"),
     ],
 )
 def test_what_is_not_honoured_is_refused(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
@@ -94,8 +167,65 @@ def test_what_is_not_honoured_is_refused(tmp_path: Path, arguments: dict[str, An
         trainer(str(tmp_path), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"compute_loss_func": len}, "compute_loss_func, a mean over what one rank has"),
+        ({"model": None}, "either a model or model_init"),
+        ({"model": torch.nn.Linear(2, 2)}, "what Linear's loss is a mean over is not known"),
+    ],
+)
+def test_what_trainer_cannot_take_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trainer(str(tmp_path), given=given)
+
+
+def test_a_usual_script_is_taken_as_it_is(tmp_path: Path) -> None:
+    made = trainer(
+        str(tmp_path),
+        **{"fp16": False, "bf16": True, "push_to_hub": False, "report_to": "none", "run_name": "mine"},
+        **{
+            "dataloader_num_workers": 2,
+            "gradient_checkpointing": True,
+            "warmup_steps": 0.1,
+            "do_train": True,
+        },
+        **{"gradient_checkpointing_kwargs": {"use_reentrant": False}, "num_train_epochs": 1.5},
+        given={"model": None, "model_init": model},
+    )
+    config = made.config()
+    assert (config.precision, config.recompute, config.workers) == ("bf16", "blocks", 2)
+    assert config.steps == -(-3 * 6 // 2) if config.batch_size == 4 else config.steps
+
+
+def test_settings_that_arguments_say_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="settings say precision"):
+        trainer(str(tmp_path), {"precision": "fp16"}, bf16=True)
+    with pytest.raises(ConfigurationError, match="settings say keep_best"):
+        trainer(str(tmp_path), {"keep_best": "loss"})
+
+
+def test_a_class_whose_methods_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    from evener.integrations.transformers import Trainer
+
+    class Mine(Trainer):
+        def compute_loss(self, *_: Any) -> None:
+            pass
+
+    with pytest.raises(ConfigurationError, match="Mine has compute_loss, which Evener's Trainer never calls"):
+        Mine(model())
+
+
 def test_a_loss_with_other_terms_is_refused(tmp_path: Path) -> None:
     made = trainer(str(tmp_path), {"processes": 1})
     made._loss = evener.loss(made._loss, scale=2.0)
     with pytest.raises(ConfigurationError, match="it has other terms"):
         made.train()
+
+
+def test_an_evaluation_without_samples_is_refused(tmp_path: Path) -> None:
+    made = trainer(str(tmp_path), {"processes": 1}, eval_strategy="epoch", num_train_epochs=1)
+    with pytest.raises(ConfigurationError, match="no eval_dataset"):
+        made.train()
+    with pytest.raises(ConfigurationError, match="no eval_dataset"):
+        made.evaluate()
