@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import evener
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, DataError
 from tests.integrations.test_dictionaries import WORDS, padded, texts
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -97,16 +97,15 @@ def classifier(labels: int = 3, problem: str | None = None) -> Any:
 
 
 def answered(number: int = 23, labels: int = 3, real: bool = False) -> list[dict[str, Any]]:
-    """Texts with one answer each, beside a column that no model takes."""
+    """Texts with one answer each."""
     found = []
     for index, text in enumerate(texts(number)):
         answer = index % 3 if not real else [float((index + place) % 2) for place in range(labels)]
-        found.append({"input_ids": text["input_ids"], "label": answer, "text": "of no use"})
+        found.append({"input_ids": text["input_ids"], "label": answer})
     return found
 
 
 def answers(items: list[dict[str, Any]]) -> dict[str, Any]:
-    assert "text" not in items[0]
     words = torch.nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True, 0)
     labels = {"labels": torch.tensor([item["label"] for item in items])} if "label" in items[0] else {}
     return {"input_ids": words, "attention_mask": (words > 0).long(), **labels}
@@ -180,22 +179,42 @@ def test_what_trainer_cannot_take_is_refused(tmp_path: Path, given: dict[str, An
         trainer(str(tmp_path), given=given)
 
 
+def tokenizer() -> Any:
+    """Of a few words, from no file."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(WORDS - 2))]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+
+
 def test_a_usual_script_is_taken_as_it_is(tmp_path: Path) -> None:
+    words = tokenizer()
+    rows = [{"text": " ".join(f"w{i}" for i in range(1 + n % 6)), "label": n % 3} for n in range(23)]
+    data = [{**row, **words(row["text"])} for row in rows]
     made = trainer(
-        str(tmp_path),
+        *(str(tmp_path), {"dtype": None, "processes": 1}),
         **{"fp16": False, "bf16": True, "push_to_hub": False, "report_to": "none", "run_name": "mine"},
         **{
-            "dataloader_num_workers": 2,
+            "dataloader_num_workers": 1,
             "gradient_checkpointing": True,
             "warmup_steps": 0.1,
             "do_train": True,
         },
         **{"gradient_checkpointing_kwargs": {"use_reentrant": False}, "num_train_epochs": 1.5},
-        given={"model": None, "model_init": model},
+        **{"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True},
+        given={
+            **{"model": None, "model_init": classifier, "data_collator": None, "processing_class": words},
+            **{"train_dataset": data, "eval_dataset": data[:5], "compute_metrics": right},
+        },
     )
     config = made.config()
-    assert (config.precision, config.recompute, config.workers) == ("bf16", "blocks", 2)
-    assert config.steps == -(-3 * 6 // 2) if config.batch_size == 4 else config.steps
+    assert (config.precision, config.recompute) == ("bf16", "blocks")
+    assert trainer(str(tmp_path), dataloader_num_workers=2).config().workers == 2
+    assert config.steps == made.train().global_step == 9
+    assert made.state.epoch == 1.5
+    assert {"eval_loss", "eval_right"} <= made.evaluate().keys()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint-9").pad_token == "[PAD]"
 
 
 def test_settings_that_arguments_say_are_refused(tmp_path: Path) -> None:
@@ -229,3 +248,20 @@ def test_an_evaluation_without_samples_is_refused(tmp_path: Path) -> None:
         made.train()
     with pytest.raises(ConfigurationError, match="no eval_dataset"):
         made.evaluate()
+
+
+def test_the_collator_gets_no_columns_but_those_of_the_model(tmp_path: Path) -> None:
+    got = []
+
+    def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+        got.extend(items)
+        return answers(items)
+
+    items = [{**item, "text": "of no use"} for item in answered(3)]
+    given = {"model": classifier(), "data_collator": collate}
+    trainer(str(tmp_path), given=given).collation(items)
+    assert all(item.keys() == {"input_ids", "label"} for item in got)
+    trainer(str(tmp_path), remove_unused_columns=False, given=given).collation(items)
+    assert got[-1]["text"] == "of no use"
+    with pytest.raises(DataError, match="no column of the dataset is an argument of the model"):
+        trainer(str(tmp_path), given=given).collation([{"text": "alone"}])

@@ -182,6 +182,27 @@ def test_the_run_ends_where_its_metric_became_no_better_and_has_the_best_weights
     assert not torch.equal(last.transformer.wte.weight, best.transformer.wte.weight)
 
 
+class Breaking(Seen):
+    """Breaks the weights once."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.note("step ends", state)
+        if self.events.count(("step ends", 4)) == 1 and state.global_step == 4:
+            with torch.no_grad():
+                next(model.parameters()).fill_(torch.nan)
+
+
+def test_a_run_that_goes_back_to_its_checkpoint_is_told_as_if_it_had_not(tmp_path: Path) -> None:
+    usual = {"logging_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    alone = followed(str(tmp_path), {"processes": 1}, 8, **usual)
+    settings = {"processes": 1, "non_finite": "restore", "run_dir": tmp_path / "run", "save_every": "3steps"}
+    broken = followed(str(tmp_path), settings, 8, seen=Breaking(), **usual)
+    same(alone, broken)
+    steps = [step for event, step in broken["events"] if event == "step ends"]
+    assert steps == [1, 2, 3, 4, 4, 5, 6] or steps == [1, 2, 3, 4, 5, 4, 5, 6]
+    assert sum(event == "begin" for event, _ in broken["events"]) == 1
+
+
 class EpochStopping(transformers.TrainerCallback):  # type: ignore[misc]
     """Asks for what cannot be."""
 
@@ -230,4 +251,3 @@ def test_ranks_of_its_own_give_back_what_callbacks_noted(tmp_path: Path) -> None
     assert [event for event in seen.events if event[0] == "step ends"] == [("step ends", 1), ("step ends", 2)]
     assert [row["step"] for row in made.state.log_history] == [1, 2, 2]
     assert made.summary.world_size == 2
-    assert made.evaluate(texts(9))["eval_loss"] > 0

@@ -65,7 +65,9 @@ def made_again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Make:
             f"{foreign} parameters of the {type(optimizer).__name__} in optimizers= are not the model's; make it from "
             "model.parameters()"
         )
-    kind, defaults = type(optimizer), dict(optimizer.defaults)
+    kind = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
     groups = [
         {**_as_begun(group), "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -92,18 +94,18 @@ def bound_again(scheduler: LRScheduler) -> Make:
         ConfigurationError: If it has taken a step, or does not tell what it was made of.
     """
     kind = type(scheduler)
-    if scheduler.last_epoch > 0:
+    if getattr(scheduler, "last_epoch", 0) > 0:
         raise ConfigurationError(
             f"the {kind.__name__} in optimizers= has taken {scheduler.last_epoch} steps; give one that took none"
         )
     known = {**vars(scheduler), "lr_lambda": getattr(scheduler, "lr_lambdas", None)}
-    _, *parameters = inspect.signature(kind).parameters.values()
-    parameters = [each for each in parameters if each.name not in ("last_epoch", "verbose")]
-    missing = [each.name for each in parameters if each.name not in known]
-    if missing or isinstance(scheduler, ReduceLROnPlateau):
+    first, *others = inspect.signature(kind).parameters
+    options = [name for name in others if name not in ("last_epoch", "verbose")]
+    is_told = first == "optimizer" and all(name in known for name in options)
+    if not is_told or isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             f"a {kind.__name__} in optimizers= is not honoured by Evener's Trainer, which makes another for the "
             "optimizer of each rank; give a scheduler of steps alone, such as transformers.get_scheduler makes"
         )
-    options = {each.name: known[each.name] for each in parameters}
-    return lambda optimizer: kind(optimizer, **options)
+    given = {name: known[name] for name in options}
+    return lambda optimizer: kind(optimizer, **given)
