@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import evener
+from evener.attendant import Attendant
 from evener.checkpoint import weights_digest
 from evener.config import RunConfig
 from evener.errors import ConfigurationError, DivergenceError, RankError, ShareError, TaskError
@@ -16,6 +17,7 @@ from evener.fitting import FitJob, check_plan, fit
 from evener.observer import Observer
 from evener.records import StepRecord, as_json, dumps
 from evener.running import Trained
+from evener.step import Step
 from tests import tasks
 
 
@@ -242,6 +244,31 @@ def test_an_observer_that_fails_ends_the_run(tmp_path: Path) -> None:
             observers=[Twice(tmp_path / "told", "step")],
             show=False,
         )
+
+
+class Counting(Attendant):
+    """Counts what it is called for, and ends the run after three steps."""
+
+    def begin(self, engine: evener.Engine) -> None:
+        self.engine, self.known = engine, [engine.steps_done]
+
+    def stepped(self, step: Step) -> None:
+        assert step.number + 1 == self.engine.steps_done
+        self.known.append(self.engine.steps_done)
+        self.engine.observers.ended = self.engine.steps_done == 3
+
+    def end(self) -> list[int]:
+        return self.known
+
+
+def attended() -> Trained:
+    return fit(tasks.plain, device="cpu", steps=9, attendant=Counting(), show=False)
+
+
+def test_an_attendant_acts_after_each_step_on_every_rank(ranks: Any) -> None:
+    for trained in ranks(2).run(attended):
+        assert trained.attended == [0, 1, 2, 3]
+        assert trained.summary.steps == 3
 
 
 def test_only_one_result_of_a_machine_travels_back(ranks: Any) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -30,12 +30,10 @@ from transformers.trainer_utils import speed_metrics
 from evener.attendant import Attendant
 from evener.engine import Engine
 from evener.errors import ConfigurationError
+from evener.integrations.transformers.told import Told
 from evener.records import Note
 from evener.step import Step
 from evener.system import in_words
-
-if TYPE_CHECKING:
-    from evener.integrations.transformers.trainer import Trainer
 
 STATE = "trainer_state.json"
 ENGINE = "evener"
@@ -63,7 +61,7 @@ class Following(Attendant):
 
     _engine: Engine
 
-    def __init__(self, trainer: Trainer, resumed: Path | None, steps: int, epochs: int) -> None:
+    def __init__(self, trainer: Told, resumed: Path | None, steps: int, epochs: int) -> None:
         self._trainer, self._resumed = trainer, resumed
         self._max_steps, self._epochs = steps, epochs
         self._began = 0.0
@@ -295,7 +293,7 @@ def _mean(losses: list[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _travelling(callback: Any, trainer: Trainer) -> dict[str, Any]:
+def _travelling(callback: Any, trainer: Told) -> dict[str, Any]:
     """Attributes of a callback that another process can have."""
     found: dict[str, Any] = {}
     for name, value in vars(callback).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -9,6 +10,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 
+from evener.engine import Engine
 from evener.errors import ConfigurationError
 from evener.runtime.environment import detect
 from evener.runtime.launch import is_launched
@@ -23,8 +25,14 @@ _NEVER_CALLED = (
 """Events inside of what Evener does in one piece."""
 
 
-class Told:
-    """What of a trainer does not train."""
+class Told(ABC):
+    """What of a trainer does not train, and what follows its training asks of it."""
+
+    model: Any
+    train_dataset: Any
+    engine: Engine | None = None
+    """While the trainer is in a run, on each of its ranks."""
+    ignore_keys: list[str] | None = None
 
     log_metrics, metrics_format, save_metrics, save_state = (
         log_metrics,
@@ -91,3 +99,22 @@ class Told:
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine, or the process of the script."""
         return not is_launched() or detect().local_rank == 0
+
+    @abstractmethod
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The metrics over a dataset."""
+
+    @abstractmethod
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model."""
+
+    def let_go(self) -> None:
+        """The run is over: nothing of it is kept here."""
+        self.engine = None
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None

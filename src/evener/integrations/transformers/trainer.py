@@ -23,7 +23,6 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, get_last_checkpoint
 
 from evener.config import RunConfig
-from evener.engine import Engine
 from evener.errors import ConfigurationError
 from evener.fitting import check_plan, fit
 from evener.given import check_dataset
@@ -109,11 +108,8 @@ class Trainer(Told):
         self._make_optimizer = optimizer_of(self.model, args, optimizer_cls_and_kwargs)
         self._make_scheduler: Callable[[Any], Any] | None = None
         self._take_optimizers(*optimizers, optimizer_cls_and_kwargs)
-        self.engine: Engine | None = None
-        """While the trainer is in a run, on each of its ranks."""
         self.summary: RunSummary | None = None
         """Of the last training, as :func:`evener.fit` has it."""
-        self.ignore_keys: list[str] | None = None
         super().__init__(args, self.model, processing_class, callbacks or [])
 
     def _take_optimizers(self, optimizer: Any, scheduler: Any, named: Any) -> None:
@@ -172,12 +168,6 @@ class Trainer(Told):
         if self.args.load_best_model_at_end and best is not None:
             self.model.load_state_dict(type(self.model).from_pretrained(best).state_dict())
         return TrainOutput(self.state.global_step, followed.training_loss, followed.metrics)
-
-    def let_go(self) -> None:
-        """The run is over: nothing of it is kept here."""
-        self.engine = None
-        handler = self.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None
 
     def _checkpoint(self, wanted: str | bool | None) -> Path | None:
         if not wanted:
