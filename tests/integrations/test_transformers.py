@@ -217,6 +217,11 @@ def test_a_usual_script_is_taken_as_it_is(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint-9").pad_token == "[PAD]"
 
 
+def test_shares_are_by_speed_where_nothing_is_said(tmp_path: Path) -> None:
+    for settings, balance in (({}, "auto"), ({"balance": "equal"}, "equal"), ({"strategy": "tensor"}, None)):
+        assert trainer(str(tmp_path), {"processes": 1, **settings}).config().balance == balance
+
+
 def test_settings_that_arguments_say_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="settings say precision"):
         trainer(str(tmp_path), {"precision": "fp16"}, bf16=True)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
-from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
+from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 
 from evener.engine import Engine
 from evener.errors import ConfigurationError
@@ -34,12 +34,7 @@ class Told(ABC):
     """While the trainer is in a run, on each of its ranks."""
     ignore_keys: list[str] | None = None
 
-    log_metrics, metrics_format, save_metrics, save_state = (
-        log_metrics,
-        metrics_format,
-        save_metrics,
-        save_state,
-    )
+    log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
 
     def __init__(self, args: TrainingArguments, model: Any, processing_class: Any, given: list[Any]) -> None:
         self.args = args

@@ -58,7 +58,8 @@ class Trainer(Told):
     Args:
         model: As for ``transformers.Trainer``; its weights are those of the training when that is over.
         loss: The task's loss, for models whose kind does not tell it.
-        settings: Of :func:`evener.fit`, besides those that ``args`` say; ``balance`` is ``auto`` where it is left out.
+        settings: Of :func:`evener.fit`, besides those that ``args`` say; ``balance`` is ``auto`` where neither it nor a
+            strategy is given.
 
     Raises:
         ConfigurationError: For an argument that is not honoured.
@@ -99,7 +100,9 @@ class Trainer(Told):
         self.collation = Collation(self.data_collator, self.model, args.remove_unused_columns)
         self._given_loss = loss
         self._loss = loss or loss_of(self.model)
-        self._settings = {"balance": "auto", **(settings or {})}
+        self._settings = dict(settings or {})
+        if "strategy" not in self._settings:  # others than the usual one may have no shares
+            self._settings.setdefault("balance", "auto")
         self._said = settings_in(args)
         micro = {"micro_batch"} if args.gradient_accumulation_steps > 1 else set()
         clashing = sorted(self._settings.keys() & {*self._said, *SAID_OTHERWISE, *micro})
