@@ -127,27 +127,38 @@ def test_two_ranks_by_uneven_shares_leave_what_one_device_leaves(ranks: Any, tmp
         assert each["events"][:2] == [("begin", 2), ("step begins", 2)]
 
 
-def test_callbacks_are_told_in_the_order_of_transformers(tmp_path: Path) -> None:
-    seen, theirs = Seen(), Seen()
-    followed(
-        *(str(tmp_path / "ours"), {"processes": 1}, 12),
-        **{"num_train_epochs": 2, "logging_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch"},
-        **{"eval_steps": None, "save_total_limit": 1, "eval_on_start": True, "seen": seen},
-    )
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_train_epochs": 2, "logging_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch"},
+        {"max_steps": 3, "logging_strategy": "epoch", "eval_steps": 2, "save_steps": 2, "eval_delay": 1},
+    ],
+    ids=["epochs", "steps"],
+)
+def test_callbacks_are_told_in_the_order_of_transformers(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    seen, theirs, ours = Seen(), Seen(), {"eval_steps": None, "seen": seen}
+    usual = {"eval_strategy": "steps", "save_total_limit": 1, "eval_on_start": True, **arguments}
+    found = followed(str(tmp_path / "ours"), {"processes": 1}, 12, **(ours | usual))
     args = transformers.TrainingArguments(
-        **{"output_dir": str(tmp_path / "theirs"), "per_device_train_batch_size": 12, "num_train_epochs": 2},
-        **{"logging_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch", "use_cpu": True},
-        **{"save_total_limit": 1, "disable_tqdm": True, "eval_on_start": True},
+        str(tmp_path / "theirs"),
+        **{"per_device_train_batch_size": 12, "use_cpu": True, "disable_tqdm": True},
+        **usual,
     )
-    transformers.Trainer(classifier(), args, answers, answered(), answered(9), callbacks=[theirs]).train()
-    after = theirs.events.index(("end", 4)) + 1
+    other = transformers.Trainer(classifier(), args, answers, answered(), answered(9), callbacks=[theirs])
+    other.train()
+    steps = found["state"].global_step
+    after = theirs.events.index(("end", steps)) + 1
     assert seen.events[:after] == theirs.events[:after]
-    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["checkpoint-4"]
+    for name in ("epoch", "global_step", "max_steps", "num_train_epochs", "logging_steps", "save_steps"):
+        assert getattr(found["state"], name) == getattr(other.state, name), name
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == [f"checkpoint-{steps}"]
 
 
 def ended(directory: str) -> tuple[int, list[tuple[str, int]]]:
     seen = Seen(stop_after=2, asks=1)
-    found = followed(directory, {}, 4, seen=seen, save_strategy="no", eval_strategy="no")
+    found = followed(
+        directory, {"timeout_seconds": 30.0}, 4, seen=seen, save_strategy="no", eval_strategy="no"
+    )
     return found["state"].global_step, seen.events
 
 

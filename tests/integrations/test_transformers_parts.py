@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from evener.errors import ConfigurationError, DataError, LossError
 from tests.integrations.test_dictionaries import texts
@@ -122,6 +123,34 @@ def test_an_optimizer_of_the_users_is_made_again_for_the_tasks_model(tmp_path: P
     torch.testing.assert_close(named, usual)
     plain = weights_of(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.01}))
     assert not torch.equal(plain["lm_head.weight"], usual["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: transformers.get_scheduler("linear", optimizer, 2, 6),
+    ],
+    ids=["linear", "cosine", "steps", "function", "transformers"],
+)
+def test_a_scheduler_of_the_users_is_made_again(make: Any) -> None:
+    from evener.integrations.transformers.optimizing import bound_again, made_again
+
+    own = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.4)
+    scheduler = make(optimizer)
+    again = made_again(optimizer, own)(torch.nn.Linear(2, 2).named_parameters())
+    other = bound_again(scheduler)(again)
+    assert other.optimizer is again
+    for _ in range(5):
+        assert other.get_last_lr() == pytest.approx(scheduler.get_last_lr())
+        for each in (optimizer, scheduler, again, other):
+            each.step()
+    with pytest.raises(ConfigurationError, match="has taken 5 steps"):
+        bound_again(scheduler)
 
 
 def test_optimizers_that_cannot_be_made_again_are_refused(tmp_path: Path) -> None:

@@ -274,11 +274,10 @@ class Following(Attendant):
         trainer, state = self._trainer, self._trainer.state
         self._drain()
         steps = len(self._losses)
-        found = [float("nan")] if not steps else self._losses
         metrics = speed_metrics(
             "train", self._began, num_samples=steps * self._engine.batch_size, num_steps=steps
         )
-        metrics["train_loss"] = _mean(found)
+        metrics["train_loss"] = _mean(self._losses)
         metrics = self._engine.session.control.broadcast_object(metrics)
         trainer.log(metrics)
         self._call("on_train_end")
