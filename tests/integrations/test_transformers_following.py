@@ -136,7 +136,8 @@ def test_two_ranks_by_uneven_shares_leave_what_one_device_leaves(ranks: Any, tmp
     ids=["epochs", "steps"],
 )
 def test_callbacks_are_told_in_the_order_of_transformers(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    seen, theirs, ours = Seen(), Seen(), {"eval_steps": None, "seen": seen}
+    seen, theirs = Seen(), Seen()
+    ours = {"eval_steps": None, "seen": seen}
     usual = {"eval_strategy": "steps", "save_total_limit": 1, "eval_on_start": True, **arguments}
     found = followed(str(tmp_path / "ours"), {"processes": 1}, 12, **(ours | usual))
     args = transformers.TrainingArguments(
