@@ -131,14 +131,20 @@ def test_two_ranks_by_uneven_shares_leave_what_one_device_leaves(ranks: Any, tmp
     "arguments",
     [
         {"num_train_epochs": 2, "logging_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch"},
-        {"max_steps": 3, "logging_strategy": "epoch", "eval_steps": 2, "save_steps": 2, "eval_delay": 1},
+        {"max_steps": 3, "logging_strategy": "epoch", "logging_steps": 5, "eval_steps": 2, "eval_delay": 1},
     ],
     ids=["epochs", "steps"],
 )
 def test_callbacks_are_told_in_the_order_of_transformers(tmp_path: Path, arguments: dict[str, Any]) -> None:
     seen, theirs = Seen(), Seen()
     ours = {"eval_steps": None, "seen": seen}
-    usual = {"eval_strategy": "steps", "save_total_limit": 1, "eval_on_start": True, **arguments}
+    usual = {
+        "eval_strategy": "steps",
+        "save_total_limit": 1,
+        "eval_on_start": True,
+        "save_steps": 2,
+        **arguments,
+    }
     found = followed(str(tmp_path / "ours"), {"processes": 1}, 12, **(ours | usual))
     args = transformers.TrainingArguments(
         str(tmp_path / "theirs"),
