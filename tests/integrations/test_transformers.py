@@ -158,6 +158,7 @@ def rows_of(made: Any, name: str = "") -> list[dict[str, float]]:
             "lr_scheduler_type='reduce_lr_on_plateau'",
         ),
         ({"optim": "adafactor"}, "optim='adafactor'"),
+        ({"label_names": ["start_positions"]}, r"label_names=\['start_positions'\] is not honoured"),
         ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, "with every_n_layers are not honoured"),
     ],
 )
@@ -195,6 +196,7 @@ def test_a_usual_script_is_taken_as_it_is(tmp_path: Path) -> None:
     made = trainer(
         *(str(tmp_path), {"dtype": None, "processes": 1}),
         **{"fp16": False, "bf16": True, "push_to_hub": False, "report_to": "none", "run_name": "mine"},
+        **{"label_names": ["labels"], "dataloader_pin_memory": False},
         **{
             "dataloader_num_workers": 1,
             "gradient_checkpointing": True,

@@ -221,6 +221,54 @@ def test_a_run_that_goes_back_to_its_checkpoint_is_told_as_if_it_had_not(tmp_pat
     assert sum(event == "begin" for event, _ in broken["events"]) == 1
 
 
+def test_only_what_is_better_may_be_saved(tmp_path: Path) -> None:
+    values = iter([0.1, 0.3, 0.2, 0.3, 0.4])
+    made = trainer(
+        *(str(tmp_path), {"processes": 1}),
+        **{"num_train_epochs": 5, "eval_strategy": "epoch", "save_strategy": "best"},
+        **{"metric_for_best_model": "score", "greater_is_better": True, "per_device_train_batch_size": 23},
+        given={"eval_dataset": texts(3), "compute_metrics": lambda _: {"score": next(values)}},
+    )
+    made.train()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2", "checkpoint-5"}
+
+
+class OnItsOwn(transformers.TrainerCallback):  # type: ignore[misc]
+    """Evaluates on what it likes, and saves."""
+
+    trainer: Any
+    found: dict[str, float]
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.found = self.trainer.evaluate(answered(5), metric_key_prefix="five")
+        self.trainer.save_model(f"{args.output_dir}/at-{state.global_step}")
+
+
+def on_its_own(directory: str, settings: dict[str, Any], size: int) -> dict[str, float]:
+    given = {
+        **{"model": classifier().double(), "data_collator": answers, "compute_metrics": mean_logits},
+        "train_dataset": answered(),
+    }
+    arguments = {"per_device_train_batch_size": size, "num_train_epochs": 1}
+    made = trainer(directory, {"dtype": None, **settings}, **arguments, given=given)
+    callback = OnItsOwn()
+    callback.trainer = made
+    made.add_callback(callback)
+    made.train()
+    if made.is_world_process_zero():
+        saved = type(made.model).from_pretrained(f"{directory}/at-{made.state.global_step}")
+        torch.testing.assert_close(saved.state_dict(), made.model.state_dict())
+    return callback.found
+
+
+def test_a_callback_may_evaluate_and_save_in_a_run(ranks: Any, tmp_path: Path) -> None:
+    alone = on_its_own(str(tmp_path / "alone"), {"processes": 1}, 8)
+    assert alone["five_samples"] == 5
+    for each in ranks(2).run(on_its_own, str(tmp_path / "two"), {"balance": "3,1"}, 4):
+        for name in ("five_loss", "five_weighted", "five_samples", "epoch"):
+            assert each[name] == pytest.approx(alone[name], rel=1e-10)
+
+
 class EpochStopping(transformers.TrainerCallback):  # type: ignore[misc]
     """Asks for what cannot be."""
 

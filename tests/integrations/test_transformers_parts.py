@@ -92,6 +92,22 @@ def test_the_loss_of_one_answer_for_each_text_is_the_models_own(
     assert sum(float(loss.count(part)) for _, part in parts) == float(loss.count(wanted))
 
 
+def test_the_loss_of_a_model_that_writes_an_answer_is_its_own() -> None:
+    from evener.integrations.transformers.losses import loss_of
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    made = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0)
+    ).eval()
+    labels = torch.tensor([[3, 4, 5], [6, -100, -100]])
+    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+    own = made(**inputs, labels=labels)
+    shifted = made.prepare_decoder_input_ids_from_labels(labels)
+    loss, found = loss_of(made), made(**inputs, decoder_input_ids=shifted)
+    torch.testing.assert_close(loss.total(found.logits, labels) / loss.count(labels), own.loss)
+
+
 def test_labels_that_do_not_go_with_logits_are_refused() -> None:
     from evener.integrations.transformers.losses import SampleLoss
 

@@ -24,7 +24,7 @@ _HONOURED = {
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "max_grad_norm"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "dataloader_num_workers"),
-    *("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"),
+    *("label_names", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"),
     *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
     *("logging_strategy", "logging_steps", "logging_first_step", "report_to"),
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "prediction_loss_only"),
@@ -87,6 +87,11 @@ def check_arguments(args: TrainingArguments) -> None:
                 f"TrainingArguments({name}={str(getattr(value, 'value', value))!r}) is not honoured by Evener's "
                 f"Trainer; give one of {', '.join(allowed)}"
             )
+    if args.label_names not in (None, ["labels"]):
+        raise ConfigurationError(
+            f"label_names={args.label_names!r} is not honoured by Evener's Trainer, which takes labels from `labels`; "
+            "let the collator call them so"
+        )
     _check_checkpointing(args)
 
 

@@ -16,6 +16,7 @@ _OF_TOKENS = {
     "LMHeadModel": True,
     "ForMaskedLM": False,
     "ForTokenClassification": False,
+    "ForConditionalGeneration": False,
 }
 """Endings of the names of models, and whether each place is compared with the next label."""
 _OF_SAMPLES = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
