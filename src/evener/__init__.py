@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evener import nn
+    from evener.attendant import Attendant
     from evener.config import RunConfig
     from evener.data.batch import Batch, MicroBatch
     from evener.engine import Engine
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from evener.verification import Verification, verify
 
 __all__ = [
+    "Attendant",
     "Batch",
     "Engine",
     "EvenerError",
@@ -103,6 +105,7 @@ _HOMES = {
     "Loss": "losses",
     "MemoryEstimate": "estimation",
     "MicroBatch": "data.batch",
+    "Attendant": "attendant",
     "Observer": "observer",
     "Rendezvous": "runtime.rendezvous",
     "RunConfig": "config",
