@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from functools import partialmethod
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from evener import readers
+from evener import feed, readers
 from evener.config import RunConfig
 from evener.data.loader import Loader
 from evener.data.worker_count import Choice
@@ -123,6 +124,20 @@ def test_on_two_ranks_every_bit_is_as_without_workers(ranks: Any, settings: dict
         assert_bits(one, other)
         assert one[3] == {0, 1, 2}
         assert other[3] == {0}
+
+
+def lookahead() -> int:
+    """Steps ahead of which shares are decided, where rank 1 alone has workers, as it may."""
+    config = RunConfig(device="cpu", workers=3 * int(os.environ["RANK"]), steps=2)
+    spied = mock.patch.object(feed, "balancer_of", wraps=feed.balancer_of)
+    with Engine(tasks.plain(), config) as engine, spied as made:
+        engine._feed.open(engine.progress).close()
+        found: int = made.call_args.args[2]
+        return found - engine.ledger.steps_late - 1
+
+
+def test_shares_are_decided_alike_for_the_rank_that_reads_furthest_ahead(ranks: Any) -> None:
+    assert ranks(2).run(lookahead) == [6, 6]
 
 
 class Events(Observer):
