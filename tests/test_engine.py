@@ -381,3 +381,26 @@ def test_the_watchdog_is_told_where_the_run_stands() -> None:
         for batch in engine.batches():
             engine.step(batch)
         assert engine.session.watchdog.progress_text == "step 7 of 7, epoch 2"
+
+
+def norms(measures: bool, **settings: Any) -> list[float | None]:
+    """Of the gradients of each update."""
+    found: list[float | None] = []
+    with Engine(tasks.plain(), device="cpu", dtype="float64", steps=3, **settings) as engine:
+        engine.learner.clipping.measures |= measures
+        for batch in engine.batches():
+            engine.step(batch)
+            norm = engine.learner.clipping.norm
+            found.append(None if norm is None else float(norm))
+    return found
+
+
+def test_the_norm_of_the_gradients_is_known_of_each_update(ranks: Any) -> None:
+    assert norms(False) == [None] * 3
+    alone = norms(True)
+    assert alone[0] != alone[1]
+    assert norms(False, clip_norm=1e9) == pytest.approx(alone)  # before clipping, which there was none of
+    assert norms(False, clip_norm=1e-3)[0] == pytest.approx(alone[0])
+    for strategy in ("ddp", "sharded"):
+        for each in ranks(2).run(norms, True, balance="3,1", strategy=strategy):
+            assert each == pytest.approx(alone, rel=1e-12)

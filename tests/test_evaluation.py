@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from evener.engine import Engine
 from evener.errors import ConfigurationError
+from evener.evaluation import examine
 from evener.losses import Sum
 from tests import tasks
 
@@ -54,6 +55,33 @@ def test_each_sample_counts_once(ranks: Any, settings: dict[str, Any]) -> None:
     assert times_counted(sizes, **settings) == once
     assert ranks(2).run(times_counted, sizes, **settings) == [once] * 2
     assert ranks(3).run(times_counted, sizes, balance="0,3,1", **settings) == [once] * 3
+
+
+def examined(**settings: Any) -> tuple[list[Any], list[Any]]:
+    """Pieces with metrics, and without any."""
+    task = tasks._task(model=lambda: Same("tensor").double(), loss=nn.MSELoss(), metrics={})
+    data = TensorDataset(torch.arange(11.0).double()[:, None], torch.arange(11.0).double()[:, None] + 2)
+    with Engine(task, device="cpu", **settings) as engine:
+        options = engine.feed.evaluation_options(0)
+        keep = lambda outputs, targets: {"both": outputs + targets}  # noqa: E731
+        found = examine(engine.learner, data, options, keep)
+        bare = examine(engine.learner, data, options, keep, measured=False)
+        assert bare.metrics == {}
+        assert (found.metrics, found.samples) == ({"loss": pytest.approx(4.0)}, bare.samples)
+        return [
+            each.pieces
+            and [(start, size, kept["both"].flatten().tolist()) for start, size, kept in each.pieces]
+            for each in (found, bare)
+        ]
+
+
+def test_what_is_kept_of_an_evaluation_is_in_the_order_of_the_dataset(ranks: Any) -> None:
+    first, other = ranks(2).run(examined, batch_size=4, balance="3,1")
+    assert other == [None, None]
+    for pieces in first:
+        assert [start for start, _, _ in pieces] == sorted(start for start, _, _ in pieces)
+        kept = [value for _, _, values in pieces for value in values]
+        assert kept == [2.0 * index + 2 for index in range(11)]
 
 
 def evaluated(**settings: Any) -> dict[str, float]:
