@@ -11,7 +11,8 @@ from torch import Tensor
 
 import evener
 from evener.errors import ConfigurationError, DataError
-from tests.integrations.test_dictionaries import WORDS, padded, texts
+from evener.integrations.dictionaries import token_loss
+from tests.integrations.test_dictionaries import WORDS, Model, padded, texts
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")  # aliases of arguments
@@ -247,6 +248,27 @@ def test_a_loss_with_other_terms_is_refused(tmp_path: Path) -> None:
     made._loss = evener.loss(made._loss, scale=2.0)
     with pytest.raises(ConfigurationError, match="it has other terms"):
         made.train()
+
+
+class Plain(Model):
+    """A model that writes no checkpoints of transformers."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(input_ids, attention_mask)
+
+
+def test_a_model_that_cannot_be_saved_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    given = {"model": Plain(), "loss": token_loss(), "eval_dataset": texts(3)}
+    with pytest.raises(ConfigurationError, match="Plain has no save_pretrained"):
+        trainer(str(tmp_path), {"processes": 1}, save_strategy="epoch", given=given).train()
+    best = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    given["model"].save_pretrained = lambda path: None
+    with pytest.raises(ConfigurationError, match="a PreTrainedModel, which Plain is not"):
+        trainer(str(tmp_path), {"processes": 1}, **best, given=given).train()
+    del given["model"].save_pretrained
+    made = trainer(str(tmp_path), {"processes": 1}, given=given)
+    assert made.train().global_step == 12
+    assert made.evaluate()["eval_loss"] > 0
 
 
 def test_an_evaluation_without_samples_is_refused(tmp_path: Path) -> None:

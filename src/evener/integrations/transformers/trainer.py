@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     TrainingArguments,
@@ -148,6 +149,8 @@ class Trainer(Told):
                 f"eval_strategy is {self.args.eval_strategy.value}, but Trainer was given no eval_dataset"
             )
         check_dataset(self.train_dataset, "Trainer's train_dataset")
+        if self.args.save_strategy != "no":
+            self._check_saves()
         self.ignore_keys = checked_keys(ignore_keys_for_eval)
         resumed = self._checkpoint(resume_from_checkpoint)
         config = self.config(resumed)
@@ -199,16 +202,26 @@ class Trainer(Told):
                 self.model.load_state_dict(weights)
         if not self.is_world_process_zero():
             return
-        if not hasattr(self.model, "save_pretrained"):
-            raise ConfigurationError(
-                f"{type(self.model).__name__} has no save_pretrained, by which Trainer saves: give "
-                "TrainingArguments(save_strategy='no') and save trainer.model.state_dict() yourself"
-            )
+        self._check_saves()
         path = Path(output_dir or self.args.output_dir)
         self.model.save_pretrained(path)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(path)
         torch.save(self.args, path / "training_args.bin")
+
+    def _check_saves(self) -> None:
+        """Now, and not when the training is over."""
+        kind = type(self.model).__name__
+        if not hasattr(self.model, "save_pretrained"):
+            raise ConfigurationError(
+                f"{kind} has no save_pretrained, by which Trainer saves: give TrainingArguments(save_strategy='no') "
+                "and save trainer.model.state_dict() yourself"
+            )
+        if self.args.load_best_model_at_end and not isinstance(self.model, PreTrainedModel):
+            raise ConfigurationError(
+                f"load_best_model_at_end reads a checkpoint as a PreTrainedModel, which {kind} is not: leave it out, "
+                "and take the weights of state.best_model_checkpoint yourself"
+            )
 
     def _check_loss(self) -> None:
         """The model's own loss on a batch is what is trained on, or it has terms that would be left out."""
