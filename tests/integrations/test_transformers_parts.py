@@ -118,7 +118,8 @@ def test_labels_that_do_not_go_with_logits_are_refused() -> None:
 
 
 def weights_of(directory: Path, **given: Any) -> dict[str, Any]:
-    made = trainer(str(directory), {"processes": 1}, lr_scheduler_type="cosine", given=given)
+    settings = {"processes": 1, "dtype": "float64"}
+    made = trainer(str(directory), settings, lr_scheduler_type="cosine", given=given)
     made.train()
     found: dict[str, Any] = made.model.state_dict()
     return found
