@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,19 @@ def read(name: str) -> Any:
 def test_the_version_is_one() -> None:
     assert read("CITATION.cff")["version"] == PROJECT["version"]
     assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_readme_of_an_index_has_no_link_that_leads_nowhere() -> None:
+    for_an_index = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["for_an_index"]
+    readme = (ROOT / "README.md").read_text()
+    shown = for_an_index(readme)
+    assert re.findall(r"\]\((?!https?:|#)", readme)
+    assert not re.findall(r"\]\((?!https?:|#)|<!--", shown)
+    assert shown.count("```") == readme.count("```")
+    given = (
+        "A [page](docs/a.md), [one](https://a.b), [here](#c).\n\n![p](p.svg)\n\n<!-- test: skip -->\nEnd\n"
+    )
+    assert for_an_index(given) == "A page, [one](https://a.b), [here](#c).\n\nEnd\n"
 
 
 def test_the_workflow_tries_the_versions_of_the_makefile() -> None:
