@@ -87,10 +87,6 @@ def backward() -> Task:
     return task(Acts(_Backward.apply))
 
 
-def backward_all() -> Task:
-    return task(Acts(_Backward.apply, rank=None))
-
-
 class Data(Dataset[Any]):
     """Does ``act`` before its ``number``-th sample is read by ``rank`` (None: by each), in a worker or not.
 
@@ -153,10 +149,6 @@ class Evaluated(nn.Module):
 
 def evaluation() -> Task:
     return task(Evaluated(1), epochs=1)
-
-
-def evaluation_all() -> Task:
-    return task(Evaluated(None), epochs=1)
 
 
 def collective() -> Task:

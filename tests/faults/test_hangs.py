@@ -52,7 +52,6 @@ ONE = (
 )
 ALL = (
     hang("all loop in forward", "forward_all", STILL, AT + "spin"),
-    hang("all loop in backward", "backward_all", STILL, AT + "drowse"),
     # No save comes first, for which rank 0 reads a few samples: the others would wait for it.
     hang("all loop in the loader", "loader_all", STILL, AT + "drowse", arguments=("--save-every", "1h")),
     hang(
@@ -62,7 +61,6 @@ ALL = (
         r"its DataLoader worker \(pid \d+\) is at\n",
         arguments=("--workers", "1"),
     ),
-    hang("all loop in evaluation", "evaluation_all", STILL, AT + "drowse"),
     hang(
         "all hold the lock",
         "locked_all",
