@@ -131,7 +131,7 @@ def lookahead() -> int:
     config = RunConfig(device="cpu", workers=3 * int(os.environ["RANK"]), steps=2)
     spied = mock.patch.object(feed, "balancer_of", wraps=feed.balancer_of)
     with Engine(tasks.plain(), config) as engine, spied as made:
-        engine._feed.open(engine.progress).close()
+        engine.feed.open(engine.progress).close()
         found: int = made.call_args.args[2]
         return found - engine.ledger.steps_late - 1
 

@@ -17,6 +17,7 @@ from evener.assembly import check_division
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, DivergenceError, EvenerError, RankError, ShareError
+from evener.hardware.readout import Here
 from evener.observer import Observer
 from evener.records import RunStart, StepRecord
 from evener.report.ranks import RecentSteps
@@ -102,13 +103,22 @@ class Kept(Observer):
         self.records.append(record)
 
 
-def taken(**settings: Any) -> list[StepRecord]:
-    """The records of a run, as every rank was told them."""
+def taken(seconds: float = 0.0, **settings: Any) -> list[StepRecord]:
+    """The records of a run, as every rank was told them.
+
+    Args:
+        seconds: What a sample takes at full speed, as far as the engine is told; 0 as measured.
+    """
     kept = Kept()
     config = RunConfig(strategy=TWO_AXES, device="cpu", **settings)
     with Engine(plain(), config, observers=[kept]) as engine:
         for batch in engine.batches():
-            assert batch.micro_batches[0].size == batch.shares[engine.learner.data.index]
+            own = batch.shares[engine.learner.data.index]
+            assert batch.micro_batches[0].size == own
+            throttle = engine.learner.settings.throttle
+            if seconds and throttle:
+                took = Here(seconds * own / throttle.factors[engine.session.rank])
+                engine.learner.pace.taken = lambda took=took: took  # type: ignore[method-assign,misc]
             engine.step(batch)
     return kept.records
 
@@ -124,7 +134,7 @@ def test_records_tell_the_time_of_every_rank_and_the_share_of_every_part(ranks: 
 
 @pytest.mark.parametrize("throttle", ["1,0.1", "1,1,0.1,1"], ids=["by part", "by rank"])
 def test_the_balancer_goes_by_the_slowest_of_a_team(ranks: Any, throttle: str) -> None:
-    records = ranks(4).run(taken, steps=39, epochs=10, balance="auto", throttle=throttle)[3]
+    records = ranks(4).run(taken, 0.001, steps=39, epochs=10, balance="auto", throttle=throttle)[3]
     first, last = records[0].shares, records[-1].shares
     assert first == (7, 6)
     assert last[0] > last[1] + 3, "part 1, in which a rank is slow, has less"
