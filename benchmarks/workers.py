@@ -144,7 +144,7 @@ def measured(work: Work, turns: int, seconds: float, settle: float) -> tuple[dic
     for _ in range(turns):
         for name, each in running.items():
             found[name].append(each.go_on(seconds))
-    chosen = running["auto"].engine.readers.count
+    chosen = running["auto"].engine.feed.readers.count
     for each in running.values():
         each.close()
     return found, chosen

@@ -93,6 +93,19 @@ def test_what_was_learned_goes_on_with_the_run(ranks: Any) -> None:
         assert shares[0] == (5, 1), "the new run began with equal shares"
 
 
+def resumed_shares(state: Any) -> tuple[tuple[int, ...], bool]:
+    with engine_of(balance="auto", steps=None, epochs=9, batch_size=6) as engine:
+        engine.load_state_dict(state)
+        return engine.feed.first_shares(engine.steps_done)
+
+
+def test_the_next_shares_are_known_before_the_last_times_are(ranks: Any) -> None:
+    """As on a device that runs behind its host."""
+    (state, _), _ = ranks(2).run(learn, 30, None, (0.001, 0.004))
+    state["balancer"]["observed"] -= 1
+    assert ranks(2).run(resumed_shares, state) == [((5, 1), True)] * 2
+
+
 def test_on_another_number_of_ranks_speeds_are_learned_anew(ranks: Any) -> None:
     (state, _), _ = ranks(2).run(learn, 12)
     for _, shares in ranks(3).run(learn, 16, state):

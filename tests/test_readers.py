@@ -158,7 +158,7 @@ def told_of_daemons() -> list[str]:
         engine.evaluate(tasks.plain().train)
         engine.evaluate(tasks.plain().train)
         engine.tell()
-        assert engine.readers.count == 0
+        assert engine.feed.readers.count == 0
     return events.words
 
 

@@ -103,7 +103,7 @@ class Engine:
             self.feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
             self.state = RunState(self.learner, self.feed, self.scheduler, self.config)
             undo.callback(self.state.saver.close)
-            self.skips, self.readers = self.feed.skips, self.feed.readers
+            self.skips = self.feed.skips
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self._at_hand = AtHand(self.learner, self._by_hand.pace)

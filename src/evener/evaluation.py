@@ -68,7 +68,7 @@ class Examined:
     metrics: dict[str, float]
     samples: int
     pieces: list[Piece] | None
-    """What was kept, in the order of the dataset, on rank 0; None on others."""
+    """What was kept, in the order of the dataset, on rank 0 or everywhere; None on others, and if nothing was to be."""
 
 
 def evaluate(
@@ -85,12 +85,14 @@ def examine(
     options: EvaluationOptions,
     keep: Callable[[Tree, Tree], Tree] | None = None,
     measured: bool = True,
+    everywhere: bool = False,
 ) -> Examined:
     """Metrics as :func:`evaluate` has them and, of the same forward passes, what is to be kept of each.
 
     Args:
         keep: From the outputs and targets of a pass to what is kept of them, such as both; None keeps nothing.
         measured: Whether there are targets; if not, there are no metrics.
+        everywhere: Whether every rank gets what was kept.
     """
     check_dataset(dataset, "the dataset")
     accumulators, samples = _accumulators(learner) if measured else {}, 0
@@ -112,10 +114,11 @@ def examine(
     for index, accumulator in enumerate(accumulators.values()):
         accumulator.merge([states[index] for _, states in told])
     values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
-    return Examined(_named_values(values), sum(count for count, _ in told), _in_order(learner, pieces))
+    ordered = None if keep is None else _in_order(learner, pieces, everywhere)
+    return Examined(_named_values(values), sum(count for count, _ in told), ordered)
 
 
-def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool = False) -> list[Piece] | None:
+def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool) -> list[Piece] | None:
     """The pieces of all parts, on rank 0 or everywhere; of parts that ranks own, those of rank 0's part come first."""
     control = learner.session.control
     of_ranks = control.gather_objects(pieces) if everywhere else control.gather_to(pieces, 0)
@@ -139,17 +142,16 @@ def predict(
         ConfigurationError: If an output's dimension 0 is not the samples, other dimensions differ from batch to batch,
             or the dataset has no order.
     """
-    check_dataset(dataset, "the dataset")
     _check_ordered(dataset)
-    options = replace(options, skips=False)
-    pieces: list[Piece] = []
-    with evaluating(learner.model):
-        for micro, outputs in _forward(learner, dataset, options):
-            if micro.weight and _speaks(learner):
-                pieces.append((int(micro.samples[0]), micro.size, map_leaves(_to_cpu, outputs)))
-            del micro, outputs
-    ordered = _in_order(learner, pieces, everywhere)
-    return None if ordered is None else _joined(ordered)
+    found = examine(
+        learner,
+        dataset,
+        replace(options, skips=False),
+        keep=lambda outputs, _: outputs,
+        measured=False,
+        everywhere=everywhere,
+    )
+    return None if found.pieces is None else _joined(found.pieces)
 
 
 def _speaks(learner: Learner) -> bool:

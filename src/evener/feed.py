@@ -115,7 +115,7 @@ class Feed:
         """
         if self._reading.parts is not None or self._reading.ranks == 1:
             return (), False
-        balancer = self._balancer(0)
+        balancer = self._balancer(1 + self._steps_late)  # what it has observed ends so many steps before
         return tuple(balancer.shares(step, self._batch_size)), _learns(balancer)
 
     def rewind(self) -> bool:

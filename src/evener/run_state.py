@@ -44,10 +44,6 @@ class RunState:
         self.saver = checkpoint.Saver(learner.session, learner.mesh)
         self._known_data: list[Fingerprint] = []
 
-    def next_shares(self) -> tuple[tuple[int, ...], bool]:
-        """Samples of the next batch for each of its parts, and whether shares change with speed."""
-        return self._feed.first_shares(self.progress.steps)
-
     # In memory
 
     def whole(self) -> dict[str, Any]:

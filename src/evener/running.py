@@ -203,7 +203,7 @@ class Run:
         resolved = {"task": self._task.name, **self._config.as_dict()}
         resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
         devices = self._session.control.gather_objects(accelerators.words_of(self._session.device))
-        shares, learns = engine.state.next_shares()
+        shares, learns = engine.feed.first_shares(engine.steps_done)
         return RunStart(
             devices=tuple(devices),
             shares=shares,
@@ -286,8 +286,8 @@ class Run:
             "device": accelerators.words_of(self._session.device),
             "offloaded": engine.learner.offloaded.peaks,
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
-            "workers": engine.readers.count,
-            "why_waits": engine.readers.why_waits,
+            "workers": engine.feed.readers.count,
+            "why_waits": engine.feed.readers.why_waits,
             "times": {
                 "compute_seconds": times.compute,
                 "wait_seconds": times.wait,

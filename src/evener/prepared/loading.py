@@ -153,35 +153,30 @@ class PreparedLoader:
             place.leave(self._turn)  # of a pass that was given up, or an error ended whose traceback is kept
         self._passes += 1
         shares.drawn.clear()
-        self._handed_out = shares.skip
+        self._handed_out, random = shares.skip, place.random
         resumed, self._resumed = self._resumed, None
+        later = random.held()
+        self._began = later if resumed is None else resumed[0]
+        random.take(self._began)
+        source = self._reading()
         if resumed is not None:
-            return self._pass(self._passes, None, resumed)
-        self._began = place.random.held()
-        return self._pass(self._passes, self._reading(), None)
+            random.take(later)
+        return self._pass(self._passes, source, None if resumed is None else resumed[1])
 
-    def _pass(
-        self, number: int, source: Iterator[Any] | None, resumed: tuple[Tensor, Tensor] | None
-    ) -> Iterator[Any]:
-        """Pass ``number`` through the data, as iter() or ``resumed`` begins it."""
+    def _pass(self, number: int, source: Iterator[Any], ordered: Tensor | None) -> Iterator[Any]:
+        """Pass ``number`` through the data, whose order is drawn from ``ordered``, or from where the loop is."""
         place, shares = self._place, self._shares
         later = place.random.held()
-        if resumed is not None:
-            self._began, self._ordered = resumed
-            place.random.take(self._began)
-            source = self._reading()
-            place.random.take(self._ordered)
-        else:
-            self._ordered = later
-        assert source is not None
+        self._ordered = later if ordered is None else ordered
+        place.random.take(self._ordered)
         while True:
             if number != self._passes:
                 raise ConfigurationError(TWICE)
             with place.session.watchdog.phase("loading a batch", step=place.steps):
                 found = next(source, _NOTHING)
-            if resumed is not None:
+            if ordered is not None:
                 place.random.take(later)  # the order is drawn; what the loop draws goes on from where it was
-                resumed = None
+                ordered = None
             if found is _NOTHING:
                 break
             turn = self._turn = shares.drawn.popleft()
