@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evener.balance.controller import BySpeed
+from evener.balance.by_speed import BySpeed
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, ShareError

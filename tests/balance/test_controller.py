@@ -7,7 +7,7 @@ import random
 import pytest
 
 from evener.balance.base import Equal
-from evener.balance.controller import BySpeed
+from evener.balance.by_speed import BySpeed
 from evener.balance.judgement import Policy
 from evener.errors import ConfigurationError, ShareError
 from tests.balance.simulator import Rank, Step, simulate, slow_between

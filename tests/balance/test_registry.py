@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from evener.balance.base import Balancer, Equal, Fixed
-from evener.balance.controller import BySpeed
+from evener.balance.by_speed import BySpeed
 from evener.balance.registry import fixed_weights, make_balancer
 from evener.errors import ShareError
 from tests.balancers import Recorder

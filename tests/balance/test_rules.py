@@ -28,10 +28,10 @@ def test_both_of_a_pair_of_turns_come_first_as_often() -> None:
 def test_no_change_takes_more_than_three_quarters_of_a_share() -> None:
     lines = (Line(0.001, 0.001), Line(1.0, 1.0))
     assert Division(lines)(64, [None, None], 1) == [64, 0]
-    assert Division.near(lines, [32, 32])(64, [None, None], 1) == [56, 8]
-    assert Division.near(lines, [56, 8])(64, [None, None], 1) == [62, 2]
-    assert Division.near(lines, [62, 2])(64, [None, None], 1) == [64, 0]
-    assert Division.near(lines, [32, 32])(64, [None, None], 16) == [64, 0], "8 samples are no whole quantum"
+    assert Division(lines).near([32, 32])(64, [None, None], 1) == [56, 8]
+    assert Division(lines).near([56, 8])(64, [None, None], 1) == [62, 2]
+    assert Division(lines).near([62, 2])(64, [None, None], 1) == [64, 0]
+    assert Division(lines).near([32, 32])(64, [None, None], 16) == [64, 0], "8 samples are no whole quantum"
 
 
 def test_a_rule_comes_back_from_json() -> None:

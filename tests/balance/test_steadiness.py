@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from evener.balance.base import Balancer, Equal
-from evener.balance.controller import BySpeed
+from evener.balance.by_speed import BySpeed
 from tests.balance.simulator import Rank, slow_between
 from tests.balance.weather import BUSY, CALM, STORM, USUAL, Weather, best, lived
 

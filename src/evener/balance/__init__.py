@@ -1,7 +1,7 @@
 """Unequal devices pull one load: learn each rank's speed, divide each batch by it, change in time."""
 
 from evener.balance.base import Balancer, Decision, Equal, Fixed
-from evener.balance.controller import BySpeed
+from evener.balance.by_speed import BySpeed
 from evener.balance.emulate import Throttle
 from evener.balance.judgement import Policy
 from evener.balance.partition import partition_layers

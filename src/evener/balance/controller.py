@@ -1,4 +1,4 @@
-"""When to change the shares: ``BySpeed``, the balancer that learns each rank's speed and keeps learning.
+"""When to change the shares by what is known of the ranks' speed, however that came to be known.
 
 ::
 
@@ -27,27 +27,25 @@ asking for a step that is not settled yet is an error and no guess.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 from evener.balance.base import Balancer, Decision
 from evener.balance.doubt import Doubt
-from evener.balance.judgement import EVEN, Judgement, Policy, judge, learned_lines
-from evener.balance.line import Line
-from evener.balance.noise import LEVEL_STEPS, common
-from evener.balance.rules import Division, Rule, tilted
+from evener.balance.judgement import Judgement, Policy
+from evener.balance.rules import Divides, Division, Rule
 from evener.balance.shares import normalize_caps
-from evener.balance.speed import SpeedModel
 from evener.balance.trial import Comparison
-from evener.errors import ConfigurationError, ShareError
+from evener.errors import ConfigurationError
 
 DEFAULT_LOOKAHEAD = 2
 DEFAULT_POLICY = Policy()
 
 
-class BySpeed(Balancer):
-    """Shares by learned speed.
+class Controller(Balancer):
+    """Shares by speed; those who derive from it say what is known of that.
 
     Args:
         world_size: Number of ranks.
@@ -74,7 +72,8 @@ class BySpeed(Balancer):
             raise ConfigurationError(
                 f"world_size {world_size}, quantum {quantum}, lookahead {lookahead}: need at least 1, 1 and 0"
             )
-        self._models = [SpeedModel() for _ in range(world_size)]
+        self.world_size = world_size
+        """Number of ranks."""
         self._caps = normalize_caps(caps, world_size)
         self._quantum, self._lookahead, self._policy = quantum, lookahead, policy
         self._decisions: list[Decision] = []
@@ -84,7 +83,7 @@ class BySpeed(Balancer):
         self._rules: list[Rule] = []
         self._observed = self._first_step = self._next_look = 0
         self._next_probe = [0] * self.world_size
-        self._batch_size = 0
+        self._batch_size, self._usual = 0, False
         self._pause = self._policy.settle_steps
         self._changed: dict[int, float] = {}
         self._level = 0.0
@@ -93,20 +92,40 @@ class BySpeed(Balancer):
         self._pause_equal = self._next_equal = self._policy.equal_steps
         self._trial: Comparison | None = None
         self._check: Comparison | None = None
-        self._before: Division | None = None
+        self._before: Divides | None = None
+
+    # What is known
+
+    @abstractmethod
+    def _by_speed(self) -> Divides:
+        """Divides by what is known now."""
+
+    @abstractmethod
+    def _tilted(self, step: int) -> Divides:
+        """Likewise, but odd and even ranks take larger and smaller shares, in turn."""
+
+    @abstractmethod
+    def _equally(self) -> Divides:
+        """Divides as if nothing were known."""
+
+    @abstractmethod
+    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> Judgement:
+        """Compares two divisions of one batch by the lines of ``divided``."""
+
+    @abstractmethod
+    def _seems_faster(self, rank: int) -> bool:
+        """Whether an idle rank may have become faster."""
 
     @property
-    def world_size(self) -> int:
-        return len(self._models)
+    def _has_changed(self) -> bool:
+        """Whether a rank has changed its speed since the last look."""
+        return bool(self._changed)
+
+    # Shares
 
     @property
     def decisions(self) -> Sequence[Decision]:
         return tuple(self._decisions)
-
-    @property
-    def models(self) -> Sequence[SpeedModel]:
-        """What is known of each rank's speed, against the others'."""
-        return tuple(self._models)
 
     def shares(self, step: int, batch_size: int) -> list[int]:
         """See ``Balancer``; the first call says at which step the run starts or goes on.
@@ -126,31 +145,30 @@ class BySpeed(Balancer):
             )
         return self._divided(self._rule(step), step, batch_size)
 
-    def observe(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """See ``Balancer``; to be called for every step, in order, with the same values on every rank."""
-        if len(sizes) != self.world_size or len(seconds) != self.world_size:
-            raise ShareError(
-                f"step {step}: {len(sizes)} sizes and {len(seconds)} times for {self.world_size} ranks"
-            )
+    def _notices(self, step: int, sizes: Sequence[int]) -> bool:
+        """A step is over; whether anything is learned from it."""
         if not self._rules:
             self._begin(step)
         self._observed = step
         if step < self._first_step + self._policy.warmup_steps:
-            return
-        batch_size, previous = sum(sizes), self._batch_size
-        self._batch_size = batch_size
+            return False
+        self._usual = sum(sizes) == self._batch_size
+        self._batch_size = sum(sizes)
         self._doubt.forget(self._policy)
-        self._learn(sizes, seconds)
-        self._compare(step, sizes, seconds)
+        return True
+
+    def _is_time_to_look(self, step: int) -> bool:
+        """A short last batch is a poor one to judge by: wait for the next, but not for ever."""
         overdue = step - self._next_look
-        # A short last batch is a poor one to judge by: wait for the next, but not for ever.
-        usual = batch_size == previous
-        if batch_size and not self._trial and overdue >= (0 if usual else self._policy.every_steps):
-            self._look(step, batch_size)
+        least = 0 if self._usual else self._policy.every_steps
+        return bool(self._batch_size) and not self._trial and overdue >= least
+
+    def _look_early(self) -> None:
+        """A rank has changed its speed."""
+        self._next_look = min(self._next_look, max(self._observed, self._rules[-1].effective))
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "models": [model.state_dict() for model in self._models],
             "rules": [rule.values() for rule in self._rules],
             "observed": self._observed,
             "first_step": self._first_step,
@@ -169,13 +187,7 @@ class BySpeed(Balancer):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on exactly; with another world size, keeps what was learned of the ranks that still exist."""
-        models = state["models"]
-        for model, learned in zip(self._models, models, strict=False):
-            model.load_state_dict(learned)
         self._restart()
-        if len(models) != self.world_size:
-            return
         self._rules = [Rule.from_values(values) for values in state["rules"]]
         self._observed, self._first_step = state["observed"], state["first_step"]
         self._next_look, self._next_probe = state["next_look"], list(state["next_probe"])
@@ -198,12 +210,12 @@ class BySpeed(Balancer):
 
     def _begin(self, step: int) -> None:
         """Lays out the warm-up and the calibration from ``step`` on."""
-        policy, lines = self._policy, learned_lines(self._models)
+        policy, known = self._policy, self._by_speed()
         self._first_step, self._observed = step, step - 1
         calibration = step + policy.warmup_steps
         end = calibration + (policy.calibration_steps if self.world_size > 1 else 0)
-        varied = [Rule(at, tilted(lines, at, policy.calibration_spread)) for at in range(calibration, end)]
-        self._rules = [Rule(step, Division(lines)), *varied, Rule(end, Division(lines))]
+        varied = [Rule(at, self._tilted(at)) for at in range(calibration, end)]
+        self._rules = [Rule(step, known), *varied, Rule(end, known)]
         self._next_look = end - 1
         self._next_probe = [end + policy.probe_every_steps[0]] * self.world_size
 
@@ -213,37 +225,23 @@ class BySpeed(Balancer):
     def _divided(self, rule: Rule, step: int, batch_size: int) -> list[int]:
         return rule.divide(step, batch_size, self._caps, self._quantum, self._policy.placeholder)
 
-    # Learning
-
-    def _learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        given = zip(self._models, sizes, seconds, strict=True)
-        apart = [model.residual(n, time) for model, n, time in given]
-        known = [residual for residual in apart if residual is not None]
-        now = common(known, self._level) if len(known) > 1 else self._level
-        self._level += (now - self._level) / LEVEL_STEPS
-        for rank, model in enumerate(self._models):
-            ratio = model.observe(sizes[rank], seconds[rank] / math.exp(now), self._doubt.sudden)
-            if ratio is not None:
-                self._changed[rank] = ratio * self._changed.get(rank, 1.0)
-                self._next_look = min(self._next_look, max(self._observed, self._rules[-1].effective))
-
     # Deciding
 
     def _look(self, step: int, batch_size: int) -> None:
         """Considers a change of shares, else a probe, and when to look again."""
-        if self._changed:
+        if self._has_changed:
             self._pause = self._policy.settle_steps
         self._next_look, self._pause = step + self._pause, min(2 * self._pause, self._policy.every_steps)
-        at, lines = step + self._lookahead + 1, learned_lines(self._models)
+        at, known = step + self._lookahead + 1, self._by_speed()
         old = self._divided(self._rules[-1], self._rules[-1].effective, batch_size)
-        candidate = Rule(at, Division.near(lines, old))
+        candidate = Rule(at, known.near(old))
         new = self._divided(candidate, at, batch_size)
-        verdict = judge(self._models, lines, old, new)
-        if self._doubt.is_sure(verdict, self._policy, bool(self._changed)):
+        verdict = self._judge(known, old, new)
+        if self._doubt.is_sure(verdict, self._policy, self._has_changed):
             self._jump(step, candidate, old, new, verdict)
         elif self._doubt.is_worth_a_trial(verdict, self._policy):
             self._try(candidate, old, new, verdict)
-        elif not self._reconsider(step, lines, old):
+        elif not self._reconsider(step, known, old):
             self._probe(step, old, candidate, new)
         self._changed.clear()
 
@@ -292,23 +290,21 @@ class BySpeed(Balancer):
         self._install(Rule(candidate.effective, self._rules[-1].division, candidate.division))
         self._check = None
 
-    def _reconsider(self, step: int, lines: Sequence[Line], old: list[int]) -> bool:
+    def _reconsider(self, step: int, known: Divides, old: list[int]) -> bool:
         """Now and then shares that are not clearly better than equal ones are tried against them."""
         if step < self._next_equal:
             return False
         self._next_equal, self._pause_equal = step + self._pause_equal, 2 * self._pause_equal
-        rule = Rule(step + self._lookahead + 1, Division((EVEN,) * self.world_size))
+        rule = Rule(step + self._lookahead + 1, self._equally())
         equal = self._divided(rule, rule.effective, sum(old))
-        loss = judge(self._models, lines, equal, old)
+        loss = self._judge(known, equal, old)
         if equal == old or self._doubt.is_sure(loss, self._policy):
             return False
-        self._try(rule, old, equal, judge(self._models, lines, old, equal))
+        self._try(rule, old, equal, self._judge(known, old, equal))
         return True
 
-    def _compare(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Takes the step into what is being compared, and acts on what that tells."""
-        times = [time for n, time in zip(sizes, seconds, strict=True) if n]
-        slowest = max(times, default=math.nan) if not any(map(math.isnan, times)) else math.nan
+    def _compare(self, step: int, sizes: Sequence[int], slowest: float) -> None:
+        """Takes the step, which took its slowest rank so long, into what is being compared; acts on what that tells."""
         if self._trial:
             if step >= self._trial.effective:
                 self._trial.add(sizes, slowest)
@@ -321,7 +317,7 @@ class BySpeed(Balancer):
         """Ends the trial when it has told, and when a rank changed its speed: then it was of other ranks."""
         stays = trial.verdict(self._policy)
         overdue = step - trial.effective > 2 * self._policy.trial_steps[1]
-        if stays is None and not self._changed and not overdue:
+        if stays is None and not self._has_changed and not overdue:
             return
         rule, at = self._rules[-1], step + self._lookahead + 1
         self._trial = None
@@ -335,7 +331,7 @@ class BySpeed(Balancer):
 
     def _keep(self, step: int, trial: Comparison, rule: Rule) -> None:
         """What was tried stays."""
-        verdict = judge(self._models, learned_lines(self._models), trial.old, trial.new)
+        verdict = self._judge(self._by_speed(), trial.old, trial.new)
         if trial.promised is None:
             self._doubt.paid()
         else:
@@ -348,7 +344,7 @@ class BySpeed(Balancer):
             return
         self._check = None
         measured, _ = check.measured()
-        if measured > check.gain / 4 or self._changed or self._before is None:
+        if measured > check.gain / 4 or self._has_changed or self._before is None:
             return
         self._doubt.rash(2.0)
         at = step + self._lookahead + 1
@@ -364,22 +360,22 @@ class BySpeed(Balancer):
 
         It is one quantum, or what the candidate gives it if that is more: the gain may only be too uncertain.
         """
-        due = [rank for rank, share in enumerate(old) if share == 0 and self._may_probe(rank, step)]
+        idle = [rank for rank, share in enumerate(old) if share == 0] if 0 in old else []
+        due = [rank for rank in idle if self._may_probe(rank, step)]
         if not due:
             return
         rank, base = min(due, key=lambda rank: self._next_probe[rank]), self._rules[-1].division
         at, division = candidate.effective, candidate.division
-        step_seconds = max(line(n) for line, n in zip(division.lines, old, strict=True))
-        excess = division.lines[rank](self._quantum) / step_seconds - 1.0
+        excess = division.seconds(rank, self._quantum) / division.slowest(old) - 1.0
         self._next_probe[rank] = at + self._policy.probe_interval(excess)
         self._next_look = min(self._next_look, at)
         self._install(Rule(at, division) if new[rank] else Rule(at, base, probe=rank))
         self._install(Rule(at + 1, base))
 
     def _may_probe(self, rank: int, step: int) -> bool:
-        cap, model = self._caps[rank], self._models[rank]
+        cap = self._caps[rank]
         return (cap is None or cap >= self._quantum) and (
-            model.seems_faster or step >= self._next_probe[rank]
+            self._seems_faster(rank) or step >= self._next_probe[rank]
         )
 
     def _install(self, rule: Rule) -> None:

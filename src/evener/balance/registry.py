@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evener.balance.base import Balancer, Equal, Fixed
-from evener.balance.controller import DEFAULT_LOOKAHEAD, BySpeed
+from evener.balance.by_speed import BySpeed
+from evener.balance.controller import DEFAULT_LOOKAHEAD
 from evener.balance.shares import parse_shares
 from evener.calling import called_with, names_taken
 from evener.errors import ConfigurationError, ShareError

@@ -12,12 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from evener.balance.line import Line
 from evener.balance.shares import solve
 
 Caps = Sequence[int | None]
+
+
+class Divides(Protocol):
+    """A way to divide any batch."""
+
+    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+        """The shares. Raises ShareError where the caps forbid it.
+
+        Args:
+            placeholder: Samples that a rank without a share computes all the same. So many are no gain to save: each
+                rank gets them, where the batch has enough.
+        """
+
+    def near(self, shares: Sequence[int]) -> Divides:
+        """By the same lines, but not at once far below ``shares``."""
+
+    def seconds(self, rank: int, n: int) -> float:
+        """What ``n`` samples take a rank."""
+
+    def slowest(self, shares: Sequence[int]) -> float:
+        """What the slowest rank takes."""
+
+    def values(self) -> list[Any]:
+        """As plain values that JSON can hold."""
+
 
 LEAST_PART = 0.25
 """A change leaves each rank at least this part of its share: a line is not trusted far from what was measured."""
@@ -34,12 +59,7 @@ class Division:
     """The least parts of the batch of each rank; none: 0."""
 
     def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
-        """The shares. Raises ShareError where the caps forbid it.
-
-        Args:
-            placeholder: Samples that a rank without a share computes all the same. So many are no gain to save: each
-                rank gets them, where the batch has enough.
-        """
+        """See :class:`Divides`."""
         return solve(self._times(batch_size, quantum, placeholder), batch_size, caps, quantum)
 
     def _times(self, batch_size: int, quantum: int, placeholder: int) -> list[Callable[[int], float]]:
@@ -56,12 +76,16 @@ class Division:
         lines, floors = values
         return cls(tuple(Line.from_values(line) for line in lines), tuple(floors))
 
-    @classmethod
-    def near(cls, lines: tuple[Line, ...], shares: Sequence[int]) -> Division:
-        """By ``lines``, but not at once far below ``shares``."""
+    def near(self, shares: Sequence[int]) -> Division:
         total = max(1, sum(shares))
         least = [LEAST_PART * n / total if n > CERTAIN else 0.0 for n in shares]
-        return cls(lines, tuple(least) if any(least) else ())
+        return Division(self.lines, tuple(least) if any(least) else ())
+
+    def seconds(self, rank: int, n: int) -> float:
+        return self.lines[rank](n)
+
+    def slowest(self, shares: Sequence[int]) -> float:
+        return max(line(n) for line, n in zip(self.lines, shares, strict=True))
 
 
 def _free_up_to(line: Line, least: int) -> Callable[[int], float]:
@@ -73,8 +97,8 @@ class Rule:
     """How any batch is divided from step ``effective`` on."""
 
     effective: int
-    division: Division
-    challenger: Division | None = None
+    division: Divides
+    challenger: Divides | None = None
     """What takes turns with ``division``, and begins."""
     probe: int | None = None
     """An idle rank that gets one quantum nevertheless."""

@@ -61,7 +61,7 @@ def solve(
     steps, remainder = divmod(batch_size, quantum)
     room = [limit // quantum for limit in limits]
     if sum(room) < steps:
-        raise _too_small(limits, batch_size, quantum)
+        raise too_small(limits, batch_size, quantum)
     taken = _head_start(times, steps, room, quantum) if steps > HEAD_START else [0] * len(times)
     _give(times, taken, steps - sum(taken), room, quantum)
     shares = [units * quantum for units in taken]
@@ -165,7 +165,8 @@ def _limits(world_size: int, batch_size: int, caps: Sequence[int | None] | None)
     return [batch_size if cap is None else min(cap, batch_size) for cap in known]
 
 
-def _too_small(limits: Sequence[int], batch_size: int, quantum: int) -> ShareError:
+def too_small(limits: Sequence[int], batch_size: int, quantum: int) -> ShareError:
+    """The ranks cannot hold the batch."""
     units = f" in multiples of {quantum}" if quantum > 1 else ""
     return ShareError(
         f"the batch has {batch_size} samples, but the caps of the ranks, {list(limits)}, add up to "
@@ -217,5 +218,5 @@ def _give_remainder(
 ) -> None:
     fitting = [rank for rank, share in enumerate(shares) if share + remainder <= limits[rank]]
     if not fitting:
-        raise _too_small(limits, sum(shares) + remainder, quantum)
+        raise too_small(limits, sum(shares) + remainder, quantum)
     shares[min(fitting, key=lambda rank: times[rank](shares[rank] + remainder))] += remainder

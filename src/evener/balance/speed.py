@@ -177,6 +177,12 @@ class SpeedModel:
             self._latest = fit_line(points, self._robust_sigma(), self._shape, self._memory)
         return self._latest
 
+    def expect(self, fit: Fit) -> None:
+        """Begins anew with a device that was once like ``fit``; nothing of it has been observed."""
+        self._shelf = None
+        self._start(Shape.of(fit))
+        self._prior_sigma = fit.sigma
+
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, as plain values that JSON can hold."""
         return {

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.balance.base import Balancer
-from evener.balance.controller import BySpeed
+from evener.balance.by_speed import BySpeed
 from evener.balance.judgement import Policy
 from evener.balance.registry import make_balancer
 from evener.borrowed.layers import AnyBatchNorm

@@ -1,0 +1,91 @@
+"""``BySpeed``, the balancer that learns each rank's speed from the times of all ranks, and keeps learning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from evener.balance.controller import DEFAULT_LOOKAHEAD, DEFAULT_POLICY, Controller
+from evener.balance.judgement import EVEN, Judgement, Policy, judge, learned_lines
+from evener.balance.noise import LEVEL_STEPS, common
+from evener.balance.rules import Divides, Division, tilted
+from evener.balance.speed import SpeedModel
+from evener.errors import ShareError
+
+
+class BySpeed(Controller):
+    """Shares by learned speed; the arguments are those of :class:`~evener.balance.controller.Controller`."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        caps: Sequence[int | None] | None = None,
+        quantum: int = 1,
+        lookahead: int = DEFAULT_LOOKAHEAD,
+        policy: Policy = DEFAULT_POLICY,
+    ) -> None:
+        super().__init__(world_size, caps=caps, quantum=quantum, lookahead=lookahead, policy=policy)
+        self._models = [SpeedModel() for _ in range(world_size)]
+
+    @property
+    def models(self) -> Sequence[SpeedModel]:
+        """What is known of each rank's speed, against the others'."""
+        return tuple(self._models)
+
+    def observe(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """See ``Balancer``; to be called for every step, in order, with the same values on every rank."""
+        if len(sizes) != self.world_size or len(seconds) != self.world_size:
+            raise ShareError(
+                f"step {step}: {len(sizes)} sizes and {len(seconds)} times for {self.world_size} ranks"
+            )
+        if not self._notices(step, sizes):
+            return
+        self._learn(sizes, seconds)
+        times = [time for n, time in zip(sizes, seconds, strict=True) if n]
+        slowest = max(times, default=math.nan) if not any(map(math.isnan, times)) else math.nan
+        self._compare(step, sizes, slowest)
+        if self._is_time_to_look(step):
+            self._look(step, self._batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"models": [model.state_dict() for model in self._models], **super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on exactly; with another world size, keeps what was learned of the ranks that still exist."""
+        models = state.get("models", ())  # another balancer's state says nothing here
+        for model, learned in zip(self._models, models, strict=False):
+            model.load_state_dict(learned)
+        if len(models) == self.world_size:
+            super().load_state_dict(state)
+        else:
+            self._restart()
+
+    def _learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        given = zip(self._models, sizes, seconds, strict=True)
+        apart = [model.residual(n, time) for model, n, time in given]
+        known = [residual for residual in apart if residual is not None]
+        now = common(known, self._level) if len(known) > 1 else self._level
+        self._level += (now - self._level) / LEVEL_STEPS
+        for rank, model in enumerate(self._models):
+            ratio = model.observe(sizes[rank], seconds[rank] / math.exp(now), self._doubt.sudden)
+            if ratio is not None:
+                self._changed[rank] = ratio * self._changed.get(rank, 1.0)
+                self._look_early()
+
+    def _by_speed(self) -> Division:
+        return Division(learned_lines(self._models))
+
+    def _tilted(self, step: int) -> Division:
+        return tilted(learned_lines(self._models), step, self._policy.calibration_spread)
+
+    def _equally(self) -> Division:
+        return Division((EVEN,) * self.world_size)
+
+    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> Judgement:
+        assert isinstance(divided, Division)
+        return judge(self._models, divided.lines, old, new)
+
+    def _seems_faster(self, rank: int) -> bool:
+        return self._models[rank].seems_faster
