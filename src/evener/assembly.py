@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from evener.balance.base import Balancer, Equal
 from evener.balance.emulate import Throttle
+from evener.balance.many import BySpeedOfMany
 from evener.balance.registry import BALANCERS, decides, fixed_weights, make_balancer
 from evener.balance.shares import parse_caps
 from evener.budgets import Recompute
@@ -41,10 +43,15 @@ def balance_of(config: RunConfig, parts: int, unlike: bool) -> str:
     return "auto" if unlike and parts > 1 and not by_division else "equal"
 
 
-def balancer_of(config: RunConfig, reading: Reading, lookahead: int) -> Balancer:
+def balancer_of(
+    config: RunConfig, reading: Reading, lookahead: int, data: DataAxis | None = None
+) -> Balancer:
     """The balancer of the settings; where the data decide who computes what, one that changes nothing.
 
     Open settings, which `evener.unlike` has not settled, are equal shares.
+
+    Args:
+        data: Given where each rank knows its own times alone: who computes which part.
     """
     balance = balance_of(config, reading.ranks, unlike=False)
     if reading.parts is not None and balance not in BALANCERS:
@@ -57,6 +64,9 @@ def balancer_of(config: RunConfig, reading: Reading, lookahead: int) -> Balancer
             _refuse_ignored(config, "the data are partitioned by sample, and a rank computes what it holds")
         return Equal(reading.ranks)
     caps = parse_caps(config.caps, reading.ranks)
+    if data is not None and balance == "auto":
+        made, quantum = partial(BySpeedOfMany, reading.ranks, data.index, data.teams), config.quantum
+        return made(caps=caps, quantum=quantum, lookahead=lookahead)
     return make_balancer(balance, reading.ranks, caps=caps, quantum=config.quantum, lookahead=lookahead)
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from evener.data.batch import Batch
 from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.stopwatch import stopwatch, waiting
-from evener.ledger import Exchange
 from evener.nn.attending import attending
 from evener.nn.scope import Scope, divided
 from evener.step import not_finite
 from evener.strategies.learner import Learner
 from evener.strategies.pace import Pace
+from evener.telling import Exchange
 
 
 class ByHand:
@@ -96,13 +96,12 @@ class ByHand:
             )
         return True
 
-    def seconds_of_all(self, batch: Batch) -> list[float]:
-        """The time of each rank's own work in the step that is over. A collective call, in which ranks also get the
-        same running statistics where each has normalized by its own samples."""
+    def over(self, batch: Batch) -> float:
+        """The time of this rank's own work in the step that is over; NaN if it is not known. A collective call where
+        each has normalized by its own samples: ranks get the same running statistics."""
         if self._learner.settings.batch_norm == "local":
             self._learner.synchronizer.share_buffers(self._learner.loose_buffers(), batch.first_part)
-        own = self.pace.taken().value() or math.nan
-        return [row[0] for row in self._control.exchange([own]).wait()]
+        return self.pace.taken().value() or math.nan
 
 
 class AtHand:

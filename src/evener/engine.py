@@ -52,6 +52,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.own_samples import share_buffers
 from evener.task import TaskLike, resolve
 from evener.tasks import BUILT_IN
+from evener.telling import way_to_tell
 from evener.types import Tree
 from evener.weights import filler
 
@@ -93,14 +94,14 @@ class Engine:
             agree_on_optimizer(self.learner.optimizer, self.scheduler, self.learner.names, self.session)
             self.guard = Guard(self.config.non_finite, self.learner, self.observers.event)
             control = quickest(self.session)
-            device, waits = self.session.device, self.guard.waits
-            mesh, graphs = self.learner.mesh, lambda: self.learner.graphs.made
-            self.ledger = Ledger(control, mesh, device, lambda: self.loss, self._observe, waits, graphs)
+            mesh, device = self.learner.mesh, self.session.device
+            telling = undo.enter_context(way_to_tell(self.session, mesh, control, lambda: self.feed))
+            told = self._observe, self.guard.waits, lambda: self.learner.graphs.made, telling
+            self.ledger = Ledger(control, mesh, device, lambda: self.loss, *told)
             self.recomputing = Recomputing(self.learner, self.observers.event)
             self._by_hand = ByHand(self.learner, control, self.config.non_finite)
             self._replicas = Replicas(self.learner, control, self.config, self.observers.event)
-            late = self.ledger.steps_late
-            self.feed = Feed(self.learner, self.config, self.batch_size, self.epochs, late)
+            self.feed = Feed(self.learner, self.config, self.batch_size, self.epochs, self.ledger.steps_late)
             self.state = RunState(self.learner, self.feed, self.scheduler, self.config)
             undo.callback(self.state.saver.close)
             self.skips = self.feed.skips
@@ -224,8 +225,8 @@ class Engine:
     def _observe(self, step: Step) -> None:
         """All ranks know the times of the step."""
         self.feed.observe_step(step)
-        self.times.compute += step.compute_seconds[self.session.rank]
-        self.times.wait += step.wait_seconds[self.session.rank]
+        self.times.compute += step.own_seconds.compute
+        self.times.wait += step.own_seconds.wait
 
     def _advance(self, batch: Batch) -> None:
         self.progress.advance(batch)
@@ -273,9 +274,8 @@ class Engine:
     def _took_by_hand(self, batch: Batch) -> None:
         """The step of a loop of the user's own is over: every rank tells its time, and nothing else."""
         self.settle()
-        seconds = self._by_hand.seconds_of_all(batch)
-        self.feed.observe(self.steps_done, batch, seconds)
-        own = seconds[self.session.rank]
+        own = self._by_hand.over(batch)
+        self.feed.observe_times(self.ledger.tell_times(Step(batch, self.steps_done, self.ledger.settle), own))
         self.times.compute += 0.0 if math.isnan(own) else own
         self._advance(batch)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from evener.assembly import balancer_of
 from evener.balance.base import Balancer, Decision
+from evener.balance.many import BySpeedOfMany, Voice
 from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.data.loader import Loader
@@ -25,6 +26,7 @@ from evener.skipping import Skips, check_skipping
 from evener.step import Step
 from evener.strategies.learner import Learner
 from evener.strategies.reading import Reading
+from evener.telling import adds_up
 from evener.unlike import settled
 
 
@@ -103,7 +105,8 @@ class Feed:
 
     def _balancer(self, lookahead: int) -> Balancer:
         """With what it has learned so far."""
-        made = balancer_of(self._config, self._reading, lookahead)
+        data = self._learner.data if adds_up(self._learner.session) else None
+        made = balancer_of(self._config, self._reading, lookahead, data)
         if self.balancer_state:
             made.load_state_dict(self.balancer_state)
         return made
@@ -140,10 +143,10 @@ class Feed:
 
     def observe(self, number: int, batch: Batch, seconds: Sequence[float]) -> None:
         """Tells the balancer the time of each part of the batch that had samples, from that of each rank."""
-        if self._learns and self.balancer is not None:
-            of_parts = self._learner.data.slowest(seconds)
-            known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
-            self.balancer.observe(number, batch.shares, known)
+        assert self.balancer is not None
+        of_parts = self._learner.data.slowest(seconds)
+        known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
+        self.balancer.observe(number, batch.shares, known)
 
     def observe_step(self, step: Step) -> None:
         """All ranks know the times of the step, and how many of its samples could not be read.
@@ -155,10 +158,17 @@ class Feed:
         """
         if self.skips is not None:
             self.skips.observe(step)
-        self.observe(step.number, step.batch, self._of_work_alone(step))
-        self._graphs = step.graphs
+        self.observe_times(step)
         self._events += self._pieces.changes(step)
         self._events += noticed(step, self._learner.session.device.type)
+
+    def observe_times(self, step: Step) -> None:
+        """All ranks know the times of the step, or what each tells of its own."""
+        if isinstance(self.balancer, BySpeedOfMany):
+            self._hear(self.balancer, step)
+        elif self._learns:
+            self.observe(step.number, step.batch, self._of_work_alone(step))
+            self._graphs = step.graphs
 
     def _of_work_alone(self, step: Step) -> Sequence[float]:
         """NaN where a rank did something else besides."""
@@ -168,6 +178,31 @@ class Feed:
         compiled = [now > then for now, then in zip(step.graphs, before, strict=True)]
         told = zip_longest(step.compute_seconds, compiled, step.retries, fillvalue=0)
         return [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
+
+    # Of many ranks
+
+    def voice(self, step: Step | None) -> Voice | None:
+        """What this rank tells of the time of its work in a step, if each knows its own alone."""
+        balancer = self.balancer
+        if not isinstance(balancer, BySpeedOfMany):
+            return None
+        if step is None:
+            return Voice.silent()
+        return balancer.voice(step.batch.shares[self._learner.data.index], _of_own_work(step))
+
+    def line(self) -> Sequence[float]:
+        """What this rank tells of its line, if all are asked for theirs; else nothing."""
+        balancer = self.balancer
+        return balancer.line() if isinstance(balancer, BySpeedOfMany) and balancer.asks else ()
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether the times of all ranks have to be known of every step."""
+        return self._learns and not isinstance(self.balancer, BySpeedOfMany)
+
+    def _hear(self, balancer: BySpeedOfMany, step: Step) -> None:
+        assert step.speeds is not None
+        balancer.hear(step.number, step.batch.shares, _of_own_work(step), step.speeds, step.lines)
 
     def new_events(self) -> Sequence[Decision | MemoryRecord | Note]:
         """Changes of shares, of pieces and of workers since the last call, and once why shares are not equal."""
@@ -199,6 +234,11 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """What the balancer has learned."""
         return self.balancer.state_dict() if self.balancer else self.balancer_state
+
+
+def _of_own_work(step: Step) -> float:
+    """Seconds; NaN where this rank did something else besides."""
+    return step.own_seconds.compute if step.only_work else math.nan
 
 
 def _learns(balancer: Balancer) -> bool:

@@ -17,30 +17,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from evener.data.batch import Batch
 from evener.hardware.readout import Readout, is_late, read
 from evener.hardware.stopwatch import waiting
 from evener.losses import Loss
 from evener.memory.use import NOTHING
-from evener.runtime.channel import Pending
 from evener.runtime.hosts import all_gather
 from evener.runtime.mesh import DIVIDING_TERMS, Mesh
-from evener.step import Signal, Signals, Step, of, read_columns, row_of
+from evener.step import RankTimes, Results, Signal, Step
 from evener.strategies.parts import StepOutcome
-
-
-class Exchange(Protocol):
-    """What tells all ranks a few numbers."""
-
-    def exchange(self, values: Sequence[float]) -> Pending:
-        """Starts telling all ranks ``values``, as many on every rank."""
-
+from evener.telling import ByRows, Exchange, Heard, Hearing, Telling
 
 Observe = Callable[[Step], None]
 
@@ -56,6 +47,7 @@ class Ledger:
         observe: Called with each step when the times of all ranks are known, in order and alike on every rank.
         waits: Whether each row is waited for at once, and somebody else judges what it says.
         graphs: Asked for how many this rank has compiled.
+        telling: How the ranks tell each other; by rows if None.
     """
 
     def __init__(
@@ -67,16 +59,18 @@ class Ledger:
         observe: Observe,
         waits: bool = False,
         graphs: Callable[[], int] = lambda: 0,
+        telling: Telling | None = None,
     ) -> None:
         self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
         self._device, self._late = device, is_late(device)
         self._counts: dict[tuple[int, int], float] = {}
-        self._in_flight: tuple[Step, Batch | None, Pending] | None = None
+        self._telling = telling or ByRows(control, mesh)
+        self._in_flight: tuple[Step, Batch | None, Hearing] | None = None
         self._unread: Step | None = None
         self._unmeasured: tuple[Readout, Readout] | None = None
         self._measured: deque[Step] = deque()
         self._before: Step | None = None
-        self._waits, self._begun, self._graphs = waits, False, graphs
+        self._waits, self._begun, self._graphs, self._made = waits, False, graphs, 0
         self.wish = 0.0
         """What this rank tells the others with each step that it wants all to do."""
         self._wishes: dict[int, float] = {}
@@ -124,23 +118,26 @@ class Ledger:
         Raises:
             DivergenceError: If a number of this rank is not finite and it is known already.
         """
-        step.contributors = self._mesh.data.contributors
         results = total, soundness, _ = (0.0, 0.0, 0.0)
         if self._late:
-            step.results = self._gathered(outcome)
-            times = self._times()
+            step.results = self._telling.results(self._on_device(outcome))
+            measured, times = self._before, self._times()
             self._unmeasured = outcome.compute_seconds, elapsed
         else:
             self._unmeasured = outcome.compute_seconds, elapsed
             unsound = max((place.value() for place in outcome.unsound), default=0.0)
             results = total, soundness, _ = _sum(outcome.totals), _sum(outcome.soundness), unsound
-            times = self._times()
+            measured, times = step, self._times()
         doubtful = not (math.isfinite(total) and math.isfinite(soundness))
+        graphs = self._graphs()
+        step.only_work, self._made = graphs == self._made and not outcome.retries, graphs
         counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
-        asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, self._graphs())
+        asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs)
         row = Signal(*counts, *results, *times, *asked)
         step.batch = step.batch.without_samples()  # the step is told when later ones are computed
-        self._in_flight = step, upcoming, self.control.exchange(row_of(row, outcome.memory))
+        if measured is not None:
+            measured.own_seconds = RankTimes(*times)
+        self._in_flight = step, upcoming, self._telling.start(step.number, row, outcome.memory, measured)
         if outcome.missing or doubtful or self._waits or not self._begun:
             self._begun = True
             return self._missing_everywhere(outcome, self.settle())
@@ -153,27 +150,19 @@ class Ledger:
         compute, elapsed = self._unmeasured[0].value(), self._unmeasured[1].value()
         return compute, max(0.0, elapsed - compute)
 
-    def _gathered(self, outcome: StepOutcome) -> Callable[[], list[tuple[float, float, float]]]:
-        """Sends total and soundness from device to device, and reads those of all ranks when they are asked for."""
+    def _on_device(self, outcome: StepOutcome) -> Tensor:
+        """Total, soundness and place in one row on the device."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        own = [self._on_device(numbers) for numbers in (outcome.totals, outcome.soundness, outcome.unsound)]
+        own = [self._each(numbers) for numbers in (outcome.totals, outcome.soundness, outcome.unsound)]
         added = [sum(numbers, start=zero) for numbers in own[:2]]
-        row = torch.stack([*added, torch.stack([zero, *own[2]]).amax()])
-        rows = row.new_empty(self._mesh.layout.world_size, 3)
-        if self._mesh.world is None:
-            rows.copy_(row)
-        else:
-            with waiting():
-                dist.all_gather(list(rows.unbind()), row, group=self._mesh.world)
-        found = read(rows)
-        return lambda: _in_threes(found.values())
+        return torch.stack([*added, torch.stack([zero, *own[2]]).amax()])
 
-    def _on_device(self, numbers: Iterable[Readout]) -> list[torch.Tensor]:
+    def _each(self, numbers: Iterable[Readout]) -> list[Tensor]:
         return [number.tensor.double().reshape(()).to(self._device, non_blocking=True) for number in numbers]
 
-    def _missing_everywhere(self, outcome: StepOutcome, signals: Signals | None) -> Iterable[str]:
+    def _missing_everywhere(self, outcome: StepOutcome, heard: Heard | None) -> Iterable[str]:
         """Among the ranks that hold the same parameters, for other samples."""
-        codes = {signals.missing[rank] for rank in self._mesh.ranks(*DIVIDING_TERMS)} if signals else {0.0}
+        codes = set(heard.missing) if heard else {0.0}
         if 0.0 in codes:
             return ()
         group = self._mesh.group(*DIVIDING_TERMS)
@@ -183,50 +172,55 @@ class Ledger:
 
     # Reading
 
-    def settle(self) -> Signals | None:
+    def settle(self) -> Heard | None:
         """Waits for what the ranks told with the last step; None if nothing is outstanding.
-
-        Of thousands of ranks each sum is one call: nothing here goes from rank to rank in Python.
 
         Raises:
             DivergenceError: If the loss or a gradient of a rank was not finite, as far as that is known.
         """
         if self._in_flight is None:
             return None
-        (step, upcoming, pending), self._in_flight = self._in_flight, None
+        (step, upcoming, hearing), self._in_flight = self._in_flight, None
         self._unread = step
-        signals, step.memory_columns = read_columns(pending.wait())
+        heard = hearing()
         self._unread = None
         if not self._late:
-            results = list(zip(signals.total, signals.soundness, signals.unsound, strict=True))
-            step.results = lambda: results
+            step.results = lambda: heard.results
             if not self._waits:
                 step.check_finite()
         self._counts = {}
         if upcoming is not None:
-            self._counts[upcoming.epoch, upcoming.index] = sum(of(step.contributors, signals.next_count))
-        self.buffers_changed |= any(signals.buffers_changed)
-        step.input_seconds = signals.input_seconds
-        step.retries = tuple(map(int, signals.retries))
-        step.pieces = _of_ranks(signals.piece)
-        step.graphs = _of_ranks(signals.graphs)
-        self._wishes = {
-            step.number - 1: self.wished(step.number - 1),
-            step.number: max(signals.wish),
-        }
-        step.skipped = int(sum(of(step.contributors, signals.skipped)))
-        self._times_known(step, signals)
-        return signals
+            self._counts[upcoming.epoch, upcoming.index] = heard.next_count
+        self.buffers_changed |= heard.buffers_changed
+        _take_rows(step, heard)
+        self._wishes = {step.number - 1: self.wished(step.number - 1), step.number: heard.wish}
+        step.skipped = int(heard.skipped)
+        self._times_known(step, heard)
+        return heard
 
-    def _times_known(self, step: Step, signals: Signals) -> None:
+    def _times_known(self, step: Step, heard: Heard) -> None:
         """The row of a step brings its times, or on a late device those of the step before."""
         measured = self._before if self._late else step
         self._before = step
         if measured is not None:
-            measured.compute_seconds = signals.compute_seconds
-            measured.wait_seconds = signals.wait_seconds
+            _take_times(measured, heard)
             self._observe(measured)
             self._measured.append(measured)
+
+    def tell_times(self, step: Step, seconds: float) -> Step:
+        """Tells of a step that a loop of the user's own took, and returns it; a collective call that waits.
+
+        Args:
+            step: Gets the times of all ranks.
+            seconds: Of this rank's own work.
+        """
+        row = Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=seconds, graphs=self._graphs())
+        step.own_seconds = RankTimes(seconds)
+        with waiting():
+            heard = self._telling.start(step.number, row, NOTHING, step)()
+        _take_rows(step, heard)
+        _take_times(step, heard)
+        return step
 
     def wished(self, number: int) -> float:
         """The greatest wish that a rank told with step ``number``, one of the last two whose rows were read."""
@@ -253,14 +247,17 @@ class Ledger:
             self.settle()
         for known in self._measured:
             if known.number < step and not known.seconds:
-                known.seconds = max(map(sum, zip(known.compute_seconds, known.wait_seconds, strict=True)))
+                own = known.own_seconds.compute + known.own_seconds.wait
+                known.seconds = max(
+                    map(sum, zip(known.compute_seconds, known.wait_seconds, strict=True)), default=own
+                )
 
     def lost_before(self, step: int) -> Step | None:
         """The step before ``step`` whose row a rank has taken with it as it died: its loss will never be known."""
         lost = self._unread
         if lost is None or lost.number >= step:
             return None
-        lost.results = lambda: [(math.nan, math.nan, 0.0)] * self._mesh.layout.world_size
+        lost.results = lambda: Results(math.nan)
         lost.seconds = lost.seconds or math.nan
         return lost
 
@@ -268,11 +265,12 @@ class Ledger:
         """No step follows at once: also the times of the last one are told. A collective call."""
         self.check()
         if self._late and self._before is not None:
-            compute, wait = self._times()
-            row = row_of(Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=compute, wait_seconds=wait), NOTHING)
+            compute, wait = times = self._times()
+            row = Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=compute, wait_seconds=wait)
+            self._before.own_seconds = RankTimes(*times)
             with waiting():
-                signals, _ = read_columns(self.control.exchange(row).wait())
-            self._times_known(self._before, signals)
+                heard = self._telling.start(self._before.number + 1, row, NOTHING, self._before)()
+            self._times_known(self._before, heard)
             self._before = self._unmeasured = None
 
     def forget(self) -> None:
@@ -293,10 +291,21 @@ def _sum(numbers: Iterable[Readout]) -> float:
     return sum([number.value() for number in numbers])
 
 
+def _take_rows(step: Step, heard: Heard) -> None:
+    """What each rank told of itself, where it did."""
+    if heard.rows is not None:
+        step.input_seconds = heard.rows.input_seconds
+        step.retries = tuple(map(int, heard.rows.retries))
+        step.pieces, step.graphs = _of_ranks(heard.rows.piece), _of_ranks(heard.rows.graphs)
+        step.memory_columns = heard.memory
+
+
+def _take_times(step: Step, heard: Heard) -> None:
+    if heard.rows is not None:
+        step.compute_seconds, step.wait_seconds = heard.rows.compute_seconds, heard.rows.wait_seconds
+    step.speeds, step.lines = heard.speeds, heard.lines
+
+
 def _of_ranks(numbers: Iterable[float]) -> tuple[int, ...]:
     """Empty if all are 0."""
     return tuple(map(int, numbers)) if any(numbers) else ()
-
-
-def _in_threes(flat: Sequence[float]) -> list[tuple[float, float, float]]:
-    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))

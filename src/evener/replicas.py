@@ -38,13 +38,13 @@ from evener.config import RunConfig
 from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.readout import read
 from evener.hardware.stopwatch import waiting
-from evener.ledger import Exchange
 from evener.nn.names import clean_name
 from evener.records import Note
 from evener.runtime.mesh import AXES
 from evener.strategies.learner import Learner
 from evener.strategies.local import local, off_host
 from evener.strategies.slices import slice_of
+from evener.telling import Exchange
 
 SHARE = 0.005
 """Of the time of all steps, what comparing may take."""

@@ -19,8 +19,8 @@ class Pieces:
 
     def changes(self, step: Step) -> list[MemoryRecord]:
         """What is new with the step, in words."""
-        if step.pieces == self._before and not any(step.retries):
-            return []
+        if not step.retries or (step.pieces == self._before and not any(step.retries)):
+            return []  # of many ranks it is told now and then
         ranks = range(len(step.retries))
         now, before = step.pieces or (0,) * len(ranks), self._before or (0,) * len(ranks)
         self._before = step.pieces

@@ -9,6 +9,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
+from evener.balance.many import Voice
 from evener.data.batch import Batch
 from evener.errors import DivergenceError
 from evener.hardware.readout import Here, Readout
@@ -100,6 +101,28 @@ def of(ranks: Sequence[int], column: Sequence[float]) -> Sequence[float]:
     return column if len(ranks) == len(column) else itemgetter(*ranks)(column)
 
 
+@dataclass(frozen=True)
+class Results:
+    """What became of a step."""
+
+    total: float
+    """Sum of the loss's terms over the global batch."""
+    loss: tuple[int, float] | None = None
+    """The first rank whose total is not finite, and that."""
+    gradient: tuple[int, float] | None = None
+    """The first rank of which a gradient is not finite, and the place of that parameter among all, from 1 on, or 0."""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[float, float, float]], contributors: Sequence[int]) -> Results:
+        """From total, soundness and place of all ranks."""
+        total = sum(of(contributors, list(map(itemgetter(0), rows))))
+        if all(map(math.isfinite, chain.from_iterable(rows))):
+            return cls(total)
+        losses = ((rank, row[0]) for rank, row in enumerate(rows) if not math.isfinite(row[0]))
+        gradients = ((rank, row[2]) for rank, row in enumerate(rows) if not math.isfinite(row[1]))
+        return cls(total, next(losses, None), next(gradients, None))
+
+
 @dataclass
 class RankTimes:
     """Where this rank's time went, in seconds."""
@@ -125,14 +148,19 @@ class Step:
         self.penalty: Readout = _NONE
         self.penalty_soundness: Readout = _NONE
         """Not finite if the gradient of the penalty is not."""
-        self.results: Callable[[], Sequence[tuple[float, float, float]]] | None = None
-        """Of every rank the total of the loss, its soundness and the place of a parameter that is not finite; None
-        until they are on their way."""
+        self.results: Callable[[], Results] | None = None
+        """What became of it; None until that is on its way."""
         self.left_out = False
         """Whether all ranks have left out its update, because something was not finite."""
-        self.contributors: Sequence[int] = ()
-        """The ranks whose totals add up."""
+        self.own_seconds = RankTimes()
+        self.only_work = True
+        """Whether this rank did nothing else in the time of its work: it has neither compiled nor begun anew."""
+        self.speeds: Voice | None = None
+        """What all ranks told of their times, where each knows its own alone."""
+        self.lines: Sequence[Sequence[float]] = ()
+        """Of each rank, if all were asked for theirs."""
         self.compute_seconds: tuple[float, ...] = ()
+        """Of every rank, as what follows; empty where each knows its own alone."""
         self.wait_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
         self.memory_columns: Columns = ()
@@ -150,8 +178,7 @@ class Step:
         if self.results is None:
             self._settle()
         assert self.results is not None
-        rows = self.results()
-        return sum(of(self.contributors, list(map(itemgetter(0), rows))))
+        return self.results().total
 
     @property
     def loss(self) -> float:
@@ -160,15 +187,13 @@ class Step:
 
     def fault(self) -> str | None:
         """What of the total, the gradients or the penalty is not finite, and where; the same on all ranks."""
-        rows = self.results() if self.results else ()
-        if all(map(math.isfinite, chain.from_iterable(rows))):
-            return self.fault_of_penalty()
-        for rank, (total, *_) in enumerate(rows):
-            if not math.isfinite(total):
-                return f"the loss is {total} in step {self.number} on rank {rank}"
-        for rank, (_, soundness, place) in enumerate(rows):  # those of other ranks may follow from a loss
-            if not math.isfinite(soundness):
-                return f"a gradient is not finite in step {self.number} on rank {rank}{self._whose(place)}"
+        found = self.results() if self.results else Results(0.0)
+        if found.loss is not None:
+            rank, total = found.loss
+            return f"the loss is {total} in step {self.number} on rank {rank}"
+        if found.gradient is not None:  # those of other ranks may follow from a loss
+            rank, place = found.gradient
+            return f"a gradient is not finite in step {self.number} on rank {rank}{self._whose(place)}"
         return self.fault_of_penalty()
 
     @property
@@ -191,8 +216,8 @@ class Step:
 
     def has_finite_loss(self) -> bool:
         """Whether the totals of all ranks are finite, and the penalty with its gradient."""
-        rows = self.results() if self.results else ()
-        return all(math.isfinite(total) for total, *_ in rows) and self.fault_of_penalty() is None
+        found = self.results() if self.results else Results(0.0)
+        return found.loss is None and self.fault_of_penalty() is None
 
     def fault_of_penalty(self) -> str | None:
         """Likewise, of the penalty alone: the same on all ranks, and known to each without the others."""

@@ -189,6 +189,7 @@ def learned_from(*graphs_of_steps: tuple[int, ...]) -> list[list[float]]:
     seen: list[list[float]] = []
     feed = object.__new__(Feed)
     feed.skips, feed._graphs, feed._pieces, feed._events = None, (), Pieces(), []
+    feed.balancer, feed._learns = None, True
     on_cpu: Any = SimpleNamespace(session=SimpleNamespace(device=torch.device("cpu")))
     feed._learner = on_cpu
     feed.observe = lambda number, batch, seconds: seen.append(seconds)  # type: ignore[method-assign,assignment,misc]

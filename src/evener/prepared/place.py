@@ -13,7 +13,6 @@ from evener.data.batch import Batch, MicroBatch
 from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import stopwatch, waiting
-from evener.ledger import Exchange
 from evener.nn.scope import Scope
 from evener.prepared.random import CommonRandom
 from evener.prepared.summing import MeanOfRanks
@@ -22,6 +21,7 @@ from evener.runtime.session import Session
 from evener.strategies.learner import Learner
 from evener.strategies.own_samples import share_buffers
 from evener.strategies.pace import Pace
+from evener.telling import Exchange
 
 WAITS = ("the loss", "the sum of gradients", "the end of a batch", "evener.gather", "a barrier")
 """What the ranks tell each other something for."""

@@ -30,8 +30,9 @@ class RecentSteps:
         self._records: deque[StepRecord] = deque(maxlen=WINDOW)
 
     def add(self, record: StepRecord) -> None:
-        """A step was taken."""
-        self._records.append(record)
+        """A step was taken; of many ranks some tell nothing of each."""
+        if record.compute_seconds:
+            self._records.append(record)
 
     @property
     def several(self) -> bool:
