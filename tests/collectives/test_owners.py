@@ -141,3 +141,24 @@ def bytes_of_rooms(nbytes: int) -> int:
 def test_rooms_are_no_larger_than_is_of_use(ranks: Any) -> None:
     assert ranks(2).run(bytes_of_rooms, 10**12) == [2000, 2000]
     assert ranks(2).run(bytes_of_rooms, 400) == [800, 800]
+
+
+def rooms_of_a_step_that_raised() -> tuple[bool, bool]:
+    with closing(SharedOwners(dist.group.WORLD, 60)) as owners:
+        owners.prepare(4000)
+        like = torch.empty(0)
+        lost = [owners.room(like, 100) for _ in range(2)]
+        places = {flat.data_ptr() for flat in lost}
+        kept = lost.pop()
+        beyond = owners.room(like, 100).data_ptr() in places
+        del lost
+        found = owners.room(like, 100)
+        again = found.data_ptr() in places and found.data_ptr() != kept.data_ptr()
+        for flat in (kept, found):
+            flat.fill_(1.0)
+            assert owners.summed(flat, [50, 50])().eq(2.0).all()
+        return beyond, again
+
+
+def test_the_room_of_a_tensor_that_was_never_summed_is_lent_again(ranks: Any) -> None:
+    assert ranks(2).run(rooms_of_a_step_that_raised) == [(False, True)] * 2

@@ -21,6 +21,7 @@ stands for the whole call, and each rank adds up its range where the terms lie::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -74,7 +75,7 @@ class SharedOwners(Owners):
         self._rooms: list[Segment] = []
         self._room_nbytes = 0
         self._free: dict[int, int] = {}
-        self._lent: dict[int, int] = {}
+        self._lent: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._slots: Slots | None = Slots(
             group, _SLOTS, _SLOT_NBYTES, timeout_seconds, "exchange with owners"
         )
@@ -92,11 +93,18 @@ class SharedOwners(Owners):
         number, left = self._free.popitem()
         self._slots_in_use.wait(LEFT, left)  # others may still add up what it held
         flat = self._in_room(self._rank, number, like.dtype, 0, count)
-        self._lent[flat.data_ptr()] = number
+        self._lent[flat.data_ptr()] = number, weakref.ref(flat)
         return flat
 
     def _fits(self, like: Tensor, count: int) -> bool:
+        if not self._free:
+            self._take_back()
         return bool(self._free) and count * like.element_size() <= self._room_nbytes
+
+    def _take_back(self) -> None:
+        """The rooms of tensors that are gone and were never summed, as of a step that raised or is taken again."""
+        for place in [place for place, (_, flat) in self._lent.items() if flat() is None]:
+            self._free[self._lent.pop(place)[0]] = 0
 
     def summed(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
         own = flat.new_empty(sizes[self._rank])
@@ -108,7 +116,7 @@ class SharedOwners(Owners):
         """Sums what all ranks have in rooms; whether they have."""
         slots, chunk = self._slots_in_use, self._count
         self._count += 1
-        lent = self._lent.pop(flat.data_ptr(), None)
+        lent, _ = self._lent.pop(flat.data_ptr(), (None, None))
         tag = tag_of(flat, _NO_ROOM if lent is None else _NO_ROOM + 1 + lent)
         slots.begin(chunk, tag)
         slots.publish(ENTERED, chunk + 1)
