@@ -128,8 +128,8 @@ def sum_of(gradient: Tensor) -> Tensor:
 _WIDE = (torch.float32, torch.float64)
 
 
-def _number_of(gradient: Tensor) -> float:
-    """The same on the host."""
+def number_of(gradient: Tensor) -> float:
+    """The same on the host, which waits for it."""
     plain = type(gradient) is Tensor and gradient.dtype in _WIDE and not gradient.is_sparse
     return (gradient.sum() if plain else sum_of(gradient)).item()
 
@@ -170,14 +170,14 @@ class Unsound:
     def of_these(self, found: Sequence[Tensor], gradients: Named) -> Readout:
         """The same of gradients that are at hand, whose names are asked for where one is not finite."""
         if not found or not is_late(found[0].device):
-            return self._judged(sum(map(_number_of, found)), gradients)
+            return self._judged(sum(map(number_of, found)), gradients)
         alike = [(name, gradient) for name, gradient in gradients() if numbers_of(gradient).numel()]
         return self._of_late(alike) if alike else Here(0.0)
 
-    def of_flat(self, flat: Tensor, gradients: Named) -> Readout:
-        """The same where all lie in one tensor, ``flat``."""
+    def of_flat(self, flat: Tensor, gradients: Named, number: float | None = None) -> Readout:
+        """The same where all lie in one tensor, ``flat``; with the ``number`` of that, if it is known."""
         if not is_late(flat.device):
-            return self._judged(sum_of(flat).item(), gradients)
+            return self._judged(sum_of(flat).item() if number is None else number, gradients)
         alike = [each for each in gradients() if each[1].numel()]
         return self._of_late(alike) if alike else kept(sum_of(flat))
 

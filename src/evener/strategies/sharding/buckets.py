@@ -23,7 +23,7 @@ from torch import Tensor
 
 from evener.collectives.owners import Pending
 from evener.errors import ConfigurationError
-from evener.hardware.readout import Readout
+from evener.hardware.readout import Readout, is_late
 from evener.hardware.stopwatch import waiting
 from evener.memory import made_as
 from evener.memory.tally import BUCKETS
@@ -97,8 +97,9 @@ def buckets_of(weights: Iterable[Weight], nbytes: int, degree: int, rank: int) -
     return [Bucket(held, degree, rank) for held in found]
 
 
-Look = Callable[[Tensor, gradients.Named], Readout]
-"""Looks at one flat tensor of gradients, and says a number that is finite if all of it is."""
+Look = Callable[[Tensor, gradients.Named, float | None], Readout]
+"""Looks at one flat tensor of gradients, and says a number that is finite if all of it is; that of the host, if it is
+known."""
 
 
 class Filling:
@@ -108,6 +109,8 @@ class Filling:
         self.flat = flat
         self._bucket, self._views = bucket, bucket.views(self.flat)
         self._filled: set[int] = set()
+        # Asked of each gradient as it comes, which is in the processor's cache then.
+        self._number = None if is_late(flat.device) else 0.0
 
     @property
     def is_full(self) -> bool:
@@ -118,6 +121,8 @@ class Filling:
         """Moves the gradient of a weight here, or zeros where there is none; whether there was one."""
         weight = self._bucket.weights[place]
         gradient, weight.whole.grad = weight.whole.grad, None
+        if self._number is not None and gradient is not None:
+            self._number += gradients.number_of(gradient)
         self._bucket.copy_in(self._views, place, gradient)
         self._filled.add(place)
         return gradient is not None
@@ -126,7 +131,7 @@ class Filling:
         """Marks the bucket if a number in it, or the total of the terms, is not finite; what ``look`` says of it."""
         for of_rank in self._views:
             of_rank[-1].zero_()
-        found = look(self.flat, self._named)
+        found = look(self.flat, self._named, self._number)
         doubt = found.tensor * 0 if total is None else found.tensor * 0 + total * 0
         for of_rank in self._views:
             of_rank[-1].copy_(doubt)
