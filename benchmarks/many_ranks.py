@@ -89,7 +89,9 @@ def measured(ranks: int, steps: int, by_sums: bool) -> tuple[list[float], int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="64,256,1024,4096")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +36,21 @@ def summed(name: str | None) -> tuple[str, bool]:
         return all_reduce.name, bool((tensor == size * (size + 1) / 2).all())
 
 
+def of_two_makers() -> Any:
+    """The hosts' devices are of kinds that cannot meet, as those of two makers."""
+    mine = f"library of host {os.environ['GROUP_RANK']}"
+    return mock.patch("evener.runtime.session.library_of", return_value=mine)
+
+
+def mixed_refusal(**settings: Any) -> str:
+    try:
+        with of_two_makers():
+            evener.fit("digits", show=False, device="mixed", steps=1, timeout_seconds=40.0, **settings)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     with Session(device="cpu", timeout_seconds=40) as session:
         assert session.world is not None
@@ -41,9 +59,13 @@ def main() -> None:
             "sums": [summed(name) for name in (None, "ring-tree", "two-level")],
             "refusal": refusal("shared-memory"),
         }
-    settings = {"device": "cpu", "steps": STEPS, "allreduce": "two-level", "timeout_seconds": 40.0}
-    summary = evener.fit("digits", show=False, **settings).summary
-    print(json.dumps(found | {"loss": summary.final_loss, "metrics": summary.metrics}), flush=True)
+    found["refusals"] = [
+        mixed_refusal(**settings) for settings in ({"strategy": "sharded"}, {"allreduce": "ring"})
+    ]
+    with of_two_makers():
+        summary = evener.fit("digits", show=False, device="mixed", steps=STEPS, timeout_seconds=40.0).summary
+    trained = {"loss": summary.final_loss, "metrics": summary.metrics, "all_reduce": summary.allreduce}
+    print(json.dumps(found | trained), flush=True)
 
 
 if __name__ == "__main__":

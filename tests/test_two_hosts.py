@@ -64,3 +64,11 @@ def test_training_is_that_of_one_rank(printed: list[list[dict[str, Any]]]) -> No
     for rank in (rank for of_host in printed for rank in of_host):
         assert rank["loss"] == pytest.approx(alone.final_loss, rel=1e-5)
         assert rank["metrics"] == pytest.approx(alone.metrics, rel=1e-4)
+        assert rank["all_reduce"].startswith("two-level (between hosts ring, inside ")
+
+
+def test_what_wants_one_kind_of_device_is_refused(printed: list[list[dict[str, Any]]]) -> None:
+    for rank in (rank for of_host in printed for rank in of_host):
+        strategy, all_reduce = rank["refusals"]
+        assert strategy.startswith("strategy 'sharded' wants one kind of device on all hosts")
+        assert all_reduce.startswith("all-reduce 'ring' wants one kind of device on all hosts")

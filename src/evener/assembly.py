@@ -106,7 +106,7 @@ def suggested_processes(config: RunConfig) -> int | None:
 def _refuse_streams(config: RunConfig) -> None:
     """What was written for the streams of CUDA would mix up others without a word."""
     own = [name for name in (config.allreduce, config.compress) if name not in (None, "native")]
-    if config.device not in (None, "cpu", "cuda") and own:
+    if config.device not in (None, "cpu", "cuda", "mixed") and own:
         raise ConfigurationError(
             f"{own[0]!r} sums on the cpu and on cuda alone: on {config.device} leave allreduce and compress out"
         )

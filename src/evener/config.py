@@ -115,7 +115,9 @@ class RunConfig:
         metavar="N",
     )
     device: str | None = option(
-        None, "kind of device: cpu, cuda, or another that torch has (default: cuda where there is one)"
+        None,
+        "kind of device: cpu, cuda, or another that torch has; mixed: each host its own (default: cuda where there is "
+        "one)",
     )
     balance: str | None = option(
         None,

@@ -9,7 +9,7 @@ from evener.balance.registry import decides
 from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.ranges import Range
-from evener.runtime.environment import check_processes, default_device, default_processes
+from evener.runtime.environment import check_processes, default_processes, kind_taken
 from evener.runtime.headcount import Headcount
 from evener.runtime.launch import is_launched
 from evener.runtime.rendezvous import Rendezvous
@@ -26,7 +26,7 @@ def headcount_of(config: RunConfig, rendezvous: Rendezvous | None) -> Headcount 
         return None
     _refuse_launched(config.processes, rendezvous)
     _refuse_by_hand(config)
-    given, device = Range.of(config.processes), config.device or default_device()
+    given, device = Range.of(config.processes), kind_taken(config.device)
     most = _served(given, device)
     return Headcount(_allowed(config, range(most, given.least - 1, -1)))
 

@@ -97,7 +97,7 @@ class Engine:
             mesh, device = self.learner.mesh, self.session.device
             telling = undo.enter_context(way_to_tell(self.session, mesh, control, lambda: self.feed))
             told = self._observe, self.guard.waits, lambda: self.learner.graphs.made, telling
-            self.ledger = Ledger(control, mesh, device, lambda: self.loss, *told)
+            self.ledger = Ledger(control, mesh, device, lambda: self.loss, *told, self.session.mixed)
             self.recomputing = Recomputing(self.learner, self.observers.event)
             self._by_hand = ByHand(self.learner, control, self.config.non_finite)
             self._replicas = Replicas(self.learner, control, self.config, self.observers.event)

@@ -22,7 +22,7 @@ from evener.origin import OriginNote
 from evener.ranges import one_number
 from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
 from evener.running import Run, Trained
-from evener.runtime.environment import check_processes, default_device, default_processes, detect
+from evener.runtime.environment import check_processes, default_processes, detect, kind_taken
 from evener.runtime.generation import generation
 from evener.runtime.headcount import Headcount
 from evener.runtime.interrupt import GRACE_SECONDS
@@ -91,7 +91,7 @@ def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
     Raises:
         ConfigurationError: For more processes than GPUs, a range of them, or shares that do not fit the ranks.
     """
-    device = config.device or default_device()
+    device = kind_taken(config.device)
     launched = detect()
     given = one_number(config.processes)
     suggested = given or suggested_processes(config) or default_processes(device)

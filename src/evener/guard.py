@@ -41,7 +41,7 @@ class Guard:
     def __init__(self, policy: str, learner: Learner, tell: Callable[[Any], None]) -> None:
         self._policy, self._learner, self._tell = policy, learner, tell
         learner.may_leave_out |= policy == "skip" or learner.scale is not None
-        self._late = is_late(learner.session.device)
+        self._late = is_late(learner.session.device) and not learner.session.mixed
         self.skipped = 0
         """Steps that were left out."""
         self._in_a_row = 0

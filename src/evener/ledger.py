@@ -48,6 +48,7 @@ class Ledger:
         waits: Whether each row is waited for at once, and somebody else judges what it says.
         graphs: Asked for how many this rank has compiled.
         telling: How the ranks tell each other; by rows if None.
+        prompt: Whether a device that runs behind is waited for, because those of other ranks do not.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Ledger:
         waits: bool = False,
         graphs: Callable[[], int] = lambda: 0,
         telling: Telling | None = None,
+        prompt: bool = False,
     ) -> None:
         self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
-        self._device, self._late = device, is_late(device)
+        self._device, self._late = device, is_late(device) and not prompt
         self._counts: dict[tuple[int, int], float] = {}
         self._telling = telling or ByRows(control, mesh)
         self._in_flight: tuple[Step, Batch | None, Hearing] | None = None

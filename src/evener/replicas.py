@@ -169,10 +169,14 @@ class Replicas:
         tell: Callable[[Any], None],
     ) -> None:
         every, heal = config.check_replicas, config.heal
+        self._apart_by_kind = learner.session.mixed and heal is None and every != 0
+        if self._apart_by_kind and learner.synchronizer.keeps_equal:
+            heal = "rank0"
         self._learner, self._control, self._heal, self._tell = learner, control, heal, tell
         self._mesh, self._auto = learner.mesh, every is None
         self._every = FIRST if every is None else every
         self._keys: list[Axes] | None = None
+        self._told = False
         self._last_step, self._last_time = 0, time.perf_counter()
         self._steps: deque[float] = deque(maxlen=100)  # seconds of the last ones
         self._last_cost = 0.0  # of the last comparison, with the wait for others
@@ -286,7 +290,23 @@ class Replicas:
         again = self._learner.session.control.gather_objects(self._timed(everything)[0])
         if any(self._differing(again)):
             raise DivergenceError(f"after healing, ranks still differ: {self._difference(again)}")
-        self._tell(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
+        if self._apart_by_kind:
+            self._tell_of_kinds(step)
+        else:
+            self._tell(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
+
+    def _tell_of_kinds(self, step: int) -> None:
+        """Once, as it will happen again and again."""
+        if not self._told:
+            self._tell(
+                Note(
+                    step,
+                    "devices of different kinds round differently, so that their weights come apart in the last bits: "
+                    f"all have those of rank 0 again, as after every {self._every} steps; heal and check_replicas "
+                    "change that",
+                )
+            )
+        self._told = True
 
     def _differing(self, everyone: Sequence[Digests]) -> Iterator[tuple[Axes, str, tuple[int, ...]]]:
         """Tensors that differ, by name, and among which ranks."""

@@ -92,7 +92,7 @@ def check_device(kind: str | None) -> None:
     if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
         raise ConfigurationError(
             f"device is {kind!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of "
-            "AMD), xpu, mps or another accelerator; ranks take those of their number"
+            "AMD), xpu, mps or another accelerator, or mixed; ranks take those of their number"
         )
 
 

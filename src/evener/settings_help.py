@@ -16,7 +16,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "devices": {
         "processes": "ranks on this machine, or MIN:MAX",
-        "device": "kind of device: cpu, cuda, ... (default: cuda if any)",
+        "device": "kind of device: cpu, cuda, ..., or mixed (default: cuda if any)",
         "strategy": "how a step runs over ranks: see evener list",
         "strategy_option": "an option of the strategy; may be repeated",
         "mesh": "ranks along the axes, such as data=2,tensor=2",

@@ -19,7 +19,7 @@ from evener.hardware.survey.facts import Link, Plan, Speed, Survey
 from evener.hardware.survey.host import cores_allowed
 from evener.hardware.survey.nvml import ask_brakes, find_nvml
 from evener.hardware.survey.reading import glance, read_survey
-from evener.runtime.environment import check_processes, default_device, default_processes
+from evener.runtime.environment import check_processes, default_processes, kind_taken
 from evener.runtime.launch import is_launched, launch
 from evener.runtime.session import Session, threads_per_rank
 from evener.version import evener_version
@@ -53,7 +53,7 @@ def survey_devices(
         raise ConfigurationError(
             "`evener devices` starts its ranks itself: run it by itself on each machine, without torchrun or srun"
         )
-    kind = device or default_device()
+    kind = kind_taken(device)
     ranks = processes if processes is not None else default_processes(kind)
     check_processes(ranks, kind)
     survey = read_survey(Plan(ranks, _threads(ranks), kind), evener_version())

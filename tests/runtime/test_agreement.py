@@ -13,8 +13,8 @@ from evener.runtime import session
 from evener.runtime.agreement import Terms, agree, disagreement
 from evener.runtime.launch import launch
 
-CUDA = Terms(rank=0, host="a", device="cuda", named=False, evener="0.1.0")
-CPU = replace(CUDA, rank=2, host="b", device="cpu")
+CUDA = Terms(rank=0, host="a", device="cuda", meets_by="nccl", asked=None, evener="0.1.0")
+CPU = replace(CUDA, rank=2, host="b", device="cpu", meets_by="gloo")
 
 
 def of_all(all_terms: list[Terms], world_size: int) -> list[str]:
@@ -23,32 +23,60 @@ def of_all(all_terms: list[Terms], world_size: int) -> list[str]:
 
     def joined(terms: Terms) -> str:
         try:
-            agree(store, terms, world_size, 1.0)
+            return "mixed" if agree(store, terms, world_size, 1.0) else "agreed"
         except (ConfigurationError, dist.DistError) as error:
             return f"{type(error).__name__}: {error}"
-        return "agreed"
 
     with ThreadPoolExecutor(len(all_terms)) as threads:
         return list(threads.map(joined, all_terms))
 
 
 def test_ranks_with_the_same_devices_agree() -> None:
-    assert of_all([CUDA, replace(CUDA, rank=1), replace(CUDA, rank=2, named=True)], 3) == ["agreed"] * 3
+    assert of_all([CUDA, replace(CUDA, rank=1), replace(CUDA, rank=2, asked="cuda")], 3) == ["agreed"] * 3
 
 
 def test_ranks_that_took_different_devices_are_told_which_and_the_way_out() -> None:
     words = (
         "ConfigurationError: the ranks took different devices (no device was named, so each rank took what its host "
-        "has): cuda on host a (rank 0, 1); cpu on host b (rank 2); give all of them --device cpu, or leave out the "
-        "hosts without a GPU"
+        "has): cuda on host a (rank 0, 1); cpu on host b (rank 2); give all of them --device cpu, leave out the hosts "
+        "without a GPU, or say --device mixed to all, if these hosts are to train together"
     )
     assert of_all([CUDA, replace(CUDA, rank=1), CPU], 3) == [words] * 3
 
 
 def test_ranks_that_were_told_so_are_refused_too() -> None:
-    reason = disagreement([replace(CUDA, named=True), replace(CPU, named=True)])
+    reason = disagreement([replace(CUDA, asked="cuda"), replace(CPU, asked="cpu")])
     assert reason is not None
     assert "as they were told" in reason
+
+
+MIXED = replace(CUDA, asked="mixed")
+AMD = replace(MIXED, rank=1, host="b", meets_by="rccl")
+
+
+def test_hosts_of_different_kinds_run_together_if_all_are_told_to() -> None:
+    cpu = replace(CPU, asked="mixed", host="c")
+    assert of_all([MIXED, AMD, cpu], 3) == ["mixed"] * 3
+    assert of_all([MIXED, replace(MIXED, rank=1, host="b")], 2) == ["agreed"] * 2, "they are alike"
+
+
+def test_makers_that_cannot_meet_are_refused_like_other_kinds() -> None:
+    reason = disagreement([CUDA, replace(AMD, asked=None)])
+    assert reason is not None
+    assert "cuda on host a (rank 0); cuda (rccl) on host b (rank 1)" in reason
+    reason = disagreement([MIXED, replace(AMD, asked="cuda")])
+    assert reason is not None
+    assert "only some were told to mix them" in reason
+
+
+def test_ranks_of_one_host_take_one_kind() -> None:
+    other = replace(MIXED, rank=1, device="cpu", meets_by="gloo", place="same name, elsewhere")
+    assert disagreement([MIXED, other]) is None
+    reason = disagreement([MIXED, replace(other, place="")])
+    assert reason is not None
+    assert reason.startswith(
+        "ranks of one host took different devices: cuda on host a (rank 0); cpu on host a (rank 1)"
+    )
 
 
 def test_ranks_of_one_host_that_took_one_card_are_refused() -> None:

@@ -59,15 +59,19 @@ def tree_segment_nbytes(topology: Topology) -> int:
 
 
 def _two_level(
-    group: dist.ProcessGroup, timeout_seconds: float, wrap: Callable[[AllReduce], AllReduce] | None = None
+    group: dist.ProcessGroup,
+    timeout_seconds: float,
+    wrap: Callable[[AllReduce], AllReduce] | None = None,
+    library: str | None = None,
 ) -> AllReduce:
-    """Each host takes inside what is its default; ``wrap`` compresses what goes between hosts."""
+    """Each host takes inside what is its default over its backend ``library``, the whole group's if None; ``wrap``
+    compresses what goes between hosts."""
 
     def between(leaders: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
         ring = _scheduled("ring", leaders, timeout_seconds)
         return wrap(ring) if wrap else ring
 
-    return two_level(between, default, group, timeout_seconds)
+    return two_level(between, default, group, timeout_seconds, inner_backend=library)
 
 
 def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
@@ -165,8 +169,12 @@ def make(
     group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     compression: str | None = None,
+    library: str | None = None,
 ) -> AllReduce:
     """The all-reduce ``name`` (see :func:`find`) over ``group``; its default if None. A collective call.
+
+    Args:
+        library: Where hosts have different kinds of devices, the backend of those of this host; ``group`` is gloo's.
 
     Raises:
         ConfigurationError: There is no such name, or the group's ranks cannot use it.
@@ -179,12 +187,22 @@ def make(
     with ExitStack() as unfinished:
         one = partial(substitute.all_reduce, name) if substitute else find(name) if name else default
         between = BETWEEN_HOSTS.get(compression or "")
-        if between and not substitute:
-            one = partial(_two_level, wrap=between)
+        if library is not None:
+            _check_mixed(name)
+        if not substitute and (between or (library and name != "native")):
+            one = partial(_two_level, wrap=between, library=library)
         made = unfinished.enter_context(one(whole, timeout_seconds))
         finished = COMPRESSIONS[compression](made) if compression and not between else made
         unfinished.pop_all()
     return finished
+
+
+def _check_mixed(name: str | None) -> None:
+    if name not in (None, "native", "two-level"):
+        raise ConfigurationError(
+            f"all-reduce {name!r} wants one kind of device on all hosts, and these have different ones: leave it out "
+            "for two-level, which lets each host sum inside in its own way, or say native, which is gloo over all"
+        )
 
 
 def check_compression(compression: str, name: str | None = None, others: Iterable[str] = ()) -> None:

@@ -16,7 +16,7 @@ from evener.estimation.rank import Found, Place, estimate_rank
 from evener.estimation.result import MemoryEstimate
 from evener.hardware import accelerators
 from evener.ranges import one_number
-from evener.runtime.environment import default_device, default_processes
+from evener.runtime.environment import default_processes, kind_taken
 from evener.settings import Settings
 from evener.strategies.base import Strategy
 from evener.strategies.composed import Composed
@@ -48,7 +48,7 @@ def estimate_memory(
             the reason.
     """
     config = (config or RunConfig()).replace(**settings)
-    kind = config.device or default_device()
+    kind = kind_taken(config.device)
     ranks = one_number(config.processes) or suggested_processes(config) or default_processes(kind)
     strategy = strategy_of(config, ranks)
     _refuse_unknowable(config, strategy)

@@ -2,7 +2,8 @@
 
 Each rank takes a device by itself: a GPU where its host has one. On a host without, a rank would take the CPU and start
 gloo, wait for the others, which have started NCCL, and hang until the time is up. So before there is a process group
-every rank says in the store what it took, reads what the others took, and they all come to the same verdict::
+every rank says in the store what it took, reads what the others took, and they all come to the same verdict. Different
+kinds run together where all were told to: a host whose driver is broken would train on its CPU, and nobody would know::
 
     rank 0  cuda ─┐                     ┌─▶ verdict of (cuda, cuda, cpu)
     rank 1  cuda ─┼─▶ store ─ N values ─┼─▶ the same
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from evener.errors import ConfigurationError
-from evener.runtime.environment import RANKS_PER_CARD
+from evener.runtime.environment import MIXED, RANKS_PER_CARD
 
 _LEAVE_SECONDS = 5.0
 
@@ -35,10 +36,14 @@ class Terms:
     host: str
     device: str
     """``cuda`` or ``cpu``."""
-    named: bool
-    """Whether the user asked for that device, or the rank took what its host has."""
+    meets_by: str
+    """What ranks with such devices meet by."""
+    asked: str | None
+    """What the user asked for: a kind of device, ``mixed``, or None for what the host has."""
     evener: str
     """Version of Evener."""
+    place: str = ""
+    """What ranks have in common that share a host, whatever its name is."""
     card: str = ""
     """What tells a card from all others; empty where nothing does, and where ranks may share cards."""
 
@@ -52,18 +57,10 @@ class Terms:
 
 def disagreement(all_terms: Sequence[Terms]) -> str | None:
     """Why these ranks cannot run together, and the way out; None if they can."""
-    if len({terms.device for terms in all_terms}) > 1:
-        took = _listed(all_terms, lambda terms: terms.device)
-        took_by_default = any(not terms.named for terms in all_terms)
-        cause = (
-            "no device was named, so each rank took what its host has"
-            if took_by_default
-            else "as they were told"
-        )
-        return (
-            f"the ranks took different devices ({cause}): {took}; give all of them --device cpu, or leave out the "
-            "hosts without a GPU"
-        )
+    if are_mixed(all_terms):
+        reason = _not_mixed(all_terms)
+        if reason is not None:
+            return reason
     cards = Counter((terms.host, terms.card) for terms in all_terms if terms.card)
     shared = [terms for terms in all_terms if cards[terms.host, terms.card] > 1]
     if shared:
@@ -78,8 +75,45 @@ def disagreement(all_terms: Sequence[Terms]) -> str | None:
     return None
 
 
-def agree(store: Store, mine: Terms, world_size: int, timeout_seconds: float) -> None:
+def are_mixed(all_terms: Sequence[Terms]) -> bool:
+    """Whether there are ranks that cannot meet by the library of their devices."""
+    return len({(terms.device, terms.meets_by) for terms in all_terms}) > 1
+
+
+def _not_mixed(all_terms: Sequence[Terms]) -> str | None:
+    """Why these ranks, which have different devices, cannot run together; None if they can."""
+    took = _listed(all_terms, _words)
+    asked = {terms.asked for terms in all_terms}
+    if asked != {MIXED}:
+        cause = (
+            "no device was named, so each rank took what its host has"
+            if None in asked
+            else "only some were told to mix them"
+            if MIXED in asked
+            else "as they were told"
+        )
+        return (
+            f"the ranks took different devices ({cause}): {took}; give all of them --device cpu, leave out the hosts "
+            "without a GPU, or say --device mixed to all, if these hosts are to train together"
+        )
+    places = {(terms.host, terms.place) for terms in all_terms}
+    if len({(terms.host, terms.place, terms.device, terms.meets_by) for terms in all_terms}) > len(places):
+        return (
+            f"ranks of one host took different devices: {took}; with --device mixed all ranks of a host have the same "
+            "kind"
+        )
+    return None
+
+
+def _words(terms: Terms) -> str:
+    return terms.device if terms.device != "cuda" or terms.meets_by == "nccl" else f"cuda ({terms.meets_by})"
+
+
+def agree(store: Store, mine: Terms, world_size: int, timeout_seconds: float) -> bool:
     """Waits for the terms of all ranks. A collective call.
+
+    Returns:
+        Whether their devices cannot meet by one library, and they are to run together nevertheless.
 
     Raises:
         ConfigurationError: On every rank alike, if they cannot run together.
@@ -88,10 +122,12 @@ def agree(store: Store, mine: Terms, world_size: int, timeout_seconds: float) ->
     keys = [str(rank) for rank in range(world_size)]
     store.set(str(mine.rank), mine.to_json())
     store.wait(keys, timedelta(seconds=timeout_seconds))
-    reason = disagreement([Terms.from_json(text) for text in store.multi_get(keys)])
+    all_terms = [Terms.from_json(text) for text in store.multi_get(keys)]
+    reason = disagreement(all_terms)
     if reason is not None:
         _leave_together(store, mine.rank, world_size)
         raise ConfigurationError(reason)
+    return are_mixed(all_terms)
 
 
 def _leave_together(store: Store, rank: int, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from evener.errors import ConfigurationError
@@ -25,3 +26,9 @@ def backend_of(kind: str) -> str:
             "the cpu device"
         )
     return name
+
+
+def library_of(kind: str) -> str:
+    """What ranks of a kind of device meet by: that of AMD's cards goes by the name of NVIDIA's, and cannot meet it."""
+    backend = backend_of(kind)
+    return "rccl" if backend == "nccl" and torch.version.hip else backend

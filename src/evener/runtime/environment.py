@@ -115,6 +115,19 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+MIXED = "mixed"
+"""Named as the device of a run whose hosts have different kinds."""
+
+
+def kind_taken(device: str | None) -> str:
+    """The kind of device that ranks of this host take who were told ``device``: its own, if nothing or ``mixed``.
+
+    Raises:
+        ConfigurationError: If torch knows none of that name.
+    """
+    return default_device() if device in (None, MIXED) else kind_of(device)
+
+
 def ranks_per_card() -> int:
     """From the environment: one, or more where ranks share cards.
 
@@ -131,7 +144,7 @@ def ranks_per_card() -> int:
 
 def default_processes(device: str | None = None) -> int:
     """One process per accelerator, or on the CPU one per usable core up to `CPU_PROCESSES`."""
-    kind = kind_of(device or default_device())
+    kind = kind_taken(device)
     if kind != "cpu":
         return max(1, count(kind))
     return min(CPU_PROCESSES, usable_cores())
@@ -146,7 +159,7 @@ def check_processes(processes: int, device: str) -> None:
     """
     if processes < 1:
         raise ConfigurationError(f"asked for {processes} processes; at least 1 is needed")
-    kind = kind_of(device)
+    kind = kind_taken(device)
     if kind != "cpu":
         cards = count(kind)
         most = cards * ranks_per_card()

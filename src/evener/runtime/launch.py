@@ -22,7 +22,7 @@ from evener.borrowed import interpreter
 from evener.errors import ConfigurationError
 from evener.ranges import one_number
 from evener.runtime.agent import Agent
-from evener.runtime.environment import check_processes, default_device, default_processes, detect
+from evener.runtime.environment import check_processes, default_processes, detect, kind_taken
 from evener.runtime.headcount import Headcount
 from evener.runtime.interrupt import GRACE_SECONDS
 from evener.runtime.keeper import LAUNCHER_PID
@@ -97,7 +97,7 @@ def resolve_processes(processes: int | None, device: str | None) -> Headcount:
         ConfigurationError: If this machine cannot serve so many, or they are a range.
     """
     processes = one_number(processes)
-    device = device or default_device()
+    device = kind_taken(device)
     if processes is None:
         return Headcount((default_processes(device),))
     check_processes(processes, device)

@@ -25,23 +25,24 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
-from evener.hardware.accelerators import count, has_float64, kind_of
+from evener.hardware.accelerators import count, has_float64
 from evener.hardware.neighbours import uuid_of
 from evener.runtime.agreement import Terms, agree
-from evener.runtime.backends import backend_of
+from evener.runtime.backends import backend_of, library_of
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
 from evener.runtime.environment import (
+    MIXED,
     Environment,
     check_processes,
-    default_device,
     detect,
+    kind_taken,
     ranks_per_card,
     usable_cores,
 )
 from evener.runtime.failure import is_communication_error
 from evener.runtime.generation import advance_to, generation, next_name
 from evener.runtime.grave import bury
-from evener.runtime.hosts import connected, destroy
+from evener.runtime.hosts import connected, destroy, host_token
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.succession import RecalledError, Start
 from evener.runtime.watchdog import (
@@ -118,7 +119,7 @@ class Session:
 
     Args:
         device: ``cpu``, ``cuda`` or another kind that torch.accelerator has; cuda where there is any by default. A
-            rank takes the GPU of its local rank.
+            rank takes the GPU of its local rank. ``mixed`` lets each host take its own kind.
         timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
         environment: The place of this process; detected by default. One of a rank alone keeps the session out of a
             process group that there may be.
@@ -149,8 +150,9 @@ class Session:
         self._apart = environment is not None and environment.world_size == 1
         self.timeout_seconds = timeout_seconds
         self.rank, self.world_size = self.environment.rank, self.environment.world_size
-        self._kind = kind_of(device or default_device())
-        self._named = device is not None
+        self._kind, self._asked = kind_taken(device), device
+        self.mixed = False
+        """Whether hosts have different kinds of devices: then gloo brings the tensors of all from host to host."""
         self._patient: dist.ProcessGroup | None = None
         self._stack = ExitStack()
 
@@ -206,6 +208,11 @@ class Session:
 
     def _open_store(self) -> Store:
         if self._finds_group():
+            if self._asked == MIXED:
+                raise ConfigurationError(
+                    "device mixed, and there is a process group already: its backend decides what can meet; leave "
+                    "init_process_group to Evener, or name one kind of device"
+                )
             return default_store()
         return open_store(self.environment, self.timeout_seconds)
 
@@ -233,14 +240,15 @@ class Session:
         if self._kind == "cuda":
             _prepare_nccl(self.environment)
         with self.watchdog.wait("start of the process group"):
-            self._agree(PrefixStore("terms", store))
+            self.mixed = self._agree(PrefixStore("terms", store))
             dist.init_process_group(
-                backend_of(self._kind),
+                "gloo" if self.mixed else backend_of(self._kind),
                 store=PrefixStore("group", store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self.group_timeout,
-                device_id=self.device if self._kind == "cuda" else None,  # has NCCL connect at once
+                # Has NCCL connect at once.
+                device_id=self.device if self._kind == "cuda" and not self.mixed else None,
             )
 
     def lay(self, layout: Layout) -> Mesh:
@@ -275,10 +283,17 @@ class Session:
         self._stack.callback(mesh.close)
         return mesh
 
-    def _agree(self, store: Store) -> None:
+    def _agree(self, store: Store) -> bool:
+        """Whether hosts have different kinds of devices, or libraries for them."""
         card = "" if ranks_per_card() > 1 else uuid_of(self.device)
-        terms = Terms(self.rank, self.environment.host, self._kind, self._named, evener_version(), card)
-        agree(store, terms, self.world_size, self.group_timeout.total_seconds())
+        device = self._kind, library_of(self._kind), self._asked
+        terms = Terms(self.rank, self.environment.host, *device, evener_version(), host_token(), card)
+        return agree(store, terms, self.world_size, self.group_timeout.total_seconds())
+
+    @property
+    def inner_backend(self) -> str | None:
+        """Where hosts differ, the backend that the ranks of this one have among themselves; else None."""
+        return backend_of(self._kind) if self.mixed else None
 
     @property
     def group_timeout(self) -> timedelta:

@@ -57,8 +57,9 @@ class Afterwards(Synchronizer):
                 f"strategy {self._learner.name!r} cannot compress with 'powersgd', which goes with 'ddp' alone; leave "
                 "compress out, or use another"
             )
-        timeout_seconds = self._learner.session.timeout_seconds
-        return make(settings.all_reduce, self._group, timeout_seconds, settings.compression)
+        session = self._learner.session
+        seconds, library = session.timeout_seconds, session.inner_backend
+        return make(settings.all_reduce, self._group, seconds, settings.compression, library)
 
     @property
     def words(self) -> str:  # type: ignore[override]

@@ -77,6 +77,8 @@ class Strategy(Recipe, ABC):
     """Whether DistributedDataParallel can sum gradients while its stepper goes backward."""
     one_process: ClassVar[bool] = False
     """Whether it uses several devices in one process."""
+    mixes: ClassVar[bool] = False
+    """Whether hosts may have different kinds of devices: it sends nothing but through gloo and the all-reduce."""
 
     @property
     def label(self) -> str:
@@ -172,6 +174,11 @@ def set_up(
         agree: Called with the model before any tensor travels, to compare it with that of other ranks.
         fill: Called on rank 0 with the model that holds the first weights of all ranks.
     """
+    if session.mixed and not strategy.mixes:
+        raise ConfigurationError(
+            f"strategy {strategy.label!r} wants one kind of device on all hosts, and with --device mixed these have "
+            "different ones: use ddp, or hosts of one kind"
+        )
     settings = replace(settings, precision=_agreed(settings.precision, session))
     caches = not strategy.divides_model  # else the weights that a rank need not hold would be held, cast
     task = replace(task, forward=settings.precision.around(task.forward, caches))

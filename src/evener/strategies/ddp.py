@@ -52,6 +52,7 @@ class Ddp(Strategy):
     """Every rank holds the whole model; gradients are summed while backward runs."""
 
     combines: ClassVar[tuple[str, ...]] = AXES
+    mixes: ClassVar[bool] = True
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         return Layout({"data": world_size})
@@ -85,9 +86,9 @@ class DdpSum(Afterwards):
         self._ddp: DistributedDataParallel | None = None
 
     def _summed_by(self) -> AllReduce:
-        settings, timeout_seconds = self._learner.settings, self._learner.session.timeout_seconds
+        settings, session = self._learner.settings, self._learner.session
         compression = None if settings.compression == "powersgd" else settings.compression
-        return make(settings.all_reduce, self._group, timeout_seconds, compression)
+        return make(settings.all_reduce, self._group, session.timeout_seconds, compression, session.inner_backend)
 
     @property
     def words(self) -> str:  # type: ignore[override]

@@ -14,7 +14,7 @@ from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.fitting import check_plan
 from evener.losses.torch_losses import is_torch_loss
-from evener.runtime.environment import Environment, default_device
+from evener.runtime.environment import Environment, kind_taken
 from evener.runtime.launch import is_launched, launch
 from evener.settings import Settings
 from evener.strategies.precision import able
@@ -102,7 +102,7 @@ def _in_numbers(config: RunConfig) -> RunConfig:
     """The settings with a type: what is given, what the device of ``precision=auto`` is best at, or float64; where the
     optimizer's update is in float32 whatever the weights are, that."""
     if config.precision == "auto":
-        return config.replace(precision=able(torch.device(config.device or default_device()))[0])
+        return config.replace(precision=able(torch.device(kind_taken(config.device)))[0])
     given = config.dtype or config.precision or config.precision_of
     return config if given else config.replace(dtype="float32" if config.optimizer_state else "float64")
 
