@@ -200,22 +200,32 @@ def emulated(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
 
 
 def slowdown() -> dict[str, float]:
-    """Step time with auto from 20 steps after each change on, over that of the optimum there."""
-    phases = 60
+    """Step time with auto from 20 steps after each change on, over that of the optimum there, in turns of 5 steps."""
+    phases, together, later = 60, 5, 20
     changes = (f"{phases}:1:0.5", f"{2 * phases}:1:1")
     with Session(device="cpu") as session:
         here = work("slowdown")
-        taken, balancer = train(here, session, 3 * phases, balance="auto", throttle_at=changes)
         slow = ",".join(map(str, optimum(here, session, throttle="1,0.5")))
-        at_best, _ = train(here, session, phases, balance=slow, throttle="1,0.5")
-        equal, _ = train(here, session, phases, balance="equal")
-    ratios = {
-        "slowed, over the optimum": _median(taken[phases + 20 : 2 * phases]) / _median(at_best[20:]),
-        "recovered, over equal shares": _median(taken[2 * phases + 20 :]) / _median(equal[20:]),
-        "changes": float(len(balancer.decisions)),
-    }
+        contenders = {
+            "auto": ours(balance="auto", throttle_at=changes),
+            "slowed": ours(balance=slow, throttle="1,0.5"),
+            "equal": ours(balance="equal"),
+        }
+        found = take_turns(contenders, here, session, 3 * phases // together, together, warm_up=0)
+        taken, balancer = train(here, session, 3 * phases, balance="auto", throttle_at=changes)
+
+    def over(best: str, phase: int) -> float:
+        turns = slice((phase * phases + later) // together, (phase + 1) * phases // together)
+        auto, other = (Timing(found[name].turns[turns]) for name in ("auto", best))
+        return ratio(auto, other)
+
     reached = (step.step - phases for step in taken[phases:] if step.shares[0] > BATCH_SIZE * 0.6)
-    return ratios | {"steps until the faster rank had 60 %": float(next(reached, -1))}
+    return {
+        "slowed, over the optimum": over("slowed", 1),
+        "recovered, over equal shares": over("equal", 2),
+        "changes": float(len(balancer.decisions)),
+        "steps until the faster rank had 60 %": float(next(reached, -1)),
+    }
 
 
 def steady(turns: int, steps: int) -> dict[str, float]:
@@ -239,10 +249,6 @@ def overhead(world_size: int = 2, steps: int = 2000) -> float:
         shares = balancer.shares(step, BATCH_SIZE)
         balancer.observe(step, shares, [1e-3 * n * x for n, x in zip(shares, noise[step], strict=True)])
     return (time.process_time() - began) / steps
-
-
-def _median(steps: Sequence[StepRecord]) -> float:
-    return statistics.median(step.seconds for step in steps)
 
 
 def _table(results: Mapping[str, Mapping[str, Timing]]) -> str:

@@ -7,7 +7,6 @@ only what all have to know is added up over them, and the rows follow now and th
     step        0           1        2        3           ...   16
     sums        sums        sums     sums     sums              sums
     rows        rows                          rows              rows       rank 7 ran out of memory in step 2
-
 """
 
 from __future__ import annotations
@@ -109,15 +108,15 @@ class ByRows:
         return lambda: self._heard(*read_columns(pending.wait()))
 
     def _heard(self, rows: Signals, memory: Columns) -> Heard:
-        contributors = self._mesh.data.contributors
+        contributors, missing = self._mesh.data.contributors, [0.0]
+        if any(rows.missing):
+            missing = [rows.missing[rank] for rank in self._mesh.ranks(*DIVIDING_TERMS)]
         return Heard(
             sum(of(contributors, rows.next_count)),
             sum(of(contributors, rows.skipped)),
             max(rows.wish),
             any(rows.buffers_changed),
-            [rows.missing[rank] for rank in self._mesh.ranks(*DIVIDING_TERMS)]
-            if any(rows.missing)
-            else (0.0,),
+            missing,
             Results.of(list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors),
             rows,
             memory,
@@ -151,9 +150,9 @@ class BySums:
         self._group = next(at for at, ranks in enumerate(alike) if mesh.rank in ranks)
         self._groups, self._above = len(alike), mesh.layout.world_size - mesh.rank
         self._rows_asked = False
-        self._retries, self._kept = 0.0, None
-
-    _kept: MemoryUse | None
+        self._retries = 0.0
+        self._kept: MemoryUse | None = None
+        """What this rank used in a step in which it noticed something, until it is told."""
 
     def start(self, step: int, signal: Signal, memory: MemoryUse, measured: Step | None) -> Hearing:
         counts, voice = float(self._counts), self._speech().voice(measured)
