@@ -62,3 +62,14 @@ def test_the_wrong_number_of_caps() -> None:
 def test_a_decision_in_words_counts_steps_from_one_as_progress_does() -> None:
     decision = Decision(7, 10, (32, 32), (48, 16), 0.02, 0.01, "ranks differ in speed")
     assert decision.words == "step 8: shares 32/32 become 48/16 from step 11: ranks differ in speed"
+
+
+def test_many_shares_are_told_in_few_words() -> None:
+    old, new = (4,) * 66, (1, 9, *[4] * 63, 2)
+    words = Decision(14, 17, old, new, 1.0, 0.9, "ranks differ in speed").words
+    assert words == (
+        "step 15: shares 4 to 4 (66 of them) become 1 to 9 (66 of them) from step 18: ranks differ in speed"
+    )
+    assert Decision(0, 3, (8, 8), (10, 6), 1.0, 0.9, "why").words.startswith(
+        "step 1: shares 8/8 become 10/6 from"
+    )

@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 
 from evener.balance.shares import normalize_caps, normalize_weights, solve
 
+_SHOWN = 16
+"""Most shares that are shown one by one."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -35,8 +38,15 @@ class Decision:
     @property
     def words(self) -> str:
         """The decision in a line."""
-        old, new = ("/".join(map(str, shares)) for shares in (self.old_shares, self.new_shares))
+        old, new = map(_in_words, (self.old_shares, self.new_shares))
         return f"step {self.step + 1}: shares {old} become {new} from step {self.effective_step + 1}: {self.reason}"
+
+
+def _in_words(shares: Sequence[int]) -> str:
+    """One by one, or of many the least and the greatest."""
+    if len(shares) <= _SHOWN:
+        return "/".join(map(str, shares))
+    return f"{min(shares)} to {max(shares)} ({len(shares)} of them)"
 
 
 class Balancer(ABC):
