@@ -36,7 +36,7 @@ def kind_of(name: str) -> str:
     except RuntimeError as error:
         raise ConfigurationError(
             f"torch {torch.__version__} knows no device of kind {name!r}: ask for cpu, cuda (also for AMD's), xpu, mps "
-            "or another accelerator of PyTorch's"
+            "or another accelerator of PyTorch's, or for mixed, which lets each host take its own"
         ) from error
 
 
