@@ -1,6 +1,6 @@
 """Whether anybody regrets learned shares: simulated ranks, in four kinds of weather, over many seeds.
 
-    python -m benchmarks.steadiness [--seeds 40] [--steps 500]
+    python -m benchmarks.steadiness [--seeds 40] [--steps 500] [--alone]
 
 Times of a run with learned shares over those with the best fixed ones (equal shares, of equal ranks) under the very
 same disturbances: all steps, and those from the 60th on. The kinds of weather are those of the tests: ``usual`` is
@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.balance.simulator import Rank, slow_between
+from tests.balance.test_many import Crowd
 from tests.balance.weather import WEATHERS, Weather, best, lived
 
 from evener.balance import BySpeed
+from evener.balance.base import Balancer
 
+Make = Callable[[int], Balancer]
+"""The balancer of so many ranks."""
 PER_RANK = 96
 USUAL = Rank(0.004, 0.0002)
 
@@ -38,11 +42,11 @@ RANKS: dict[str, list[Rank]] = {
 }
 
 
-def row(ranks: Sequence[Rank], weather: Weather, seeds: int, steps: int) -> str:
+def row(make: Make, ranks: Sequence[Rank], weather: Weather, seeds: int, steps: int) -> str:
     """Median and worst of all steps and of the late ones, and changes."""
     whole, late, changes, batch_size = [], [], [], PER_RANK * len(ranks)
     for seed in range(seeds):
-        factors, auto = weather.factors(len(ranks), steps, seed), BySpeed(len(ranks))
+        factors, auto = weather.factors(len(ranks), steps, seed), make(len(ranks))
         ours = lived(auto, ranks, factors, batch_size)
         fixed = lived(best(ranks, batch_size), ranks, factors, batch_size)
         whole.append(sum(ours) / sum(fixed))
@@ -52,13 +56,13 @@ def row(ranks: Sequence[Rank], weather: Weather, seeds: int, steps: int) -> str:
     return f"{' | '.join(cells)} | {statistics.mean(changes):.1f}"
 
 
-def slowdown(world_size: int, weather: Weather, seeds: int) -> str:
+def slowdown(make: Make, world_size: int, weather: Weather, seeds: int) -> str:
     """From 12 steps on after a rank became twice as slow, and from 40 on after it recovered, over the best there."""
     ranks = [*[USUAL] * (world_size - 1), Rank(USUAL.overhead, USUAL.price, slow_between(200, 300, 2))]
     slowed, recovered, batch_size = [], [], PER_RANK * world_size
     for seed in range(seeds):
         factors = weather.factors(world_size, 500, seed)
-        ours = lived(BySpeed(world_size), ranks, factors, batch_size)
+        ours = lived(make(world_size), ranks, factors, batch_size)
         there, equal = (lived(best(ranks, batch_size, at), ranks, factors, batch_size) for at in (250, 0))
         slowed.append(sum(ours[212:300]) / sum(there[212:300]))
         recovered.append(sum(ours[340:]) / sum(equal[340:]))
@@ -72,19 +76,27 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument(
+        "--alone", action="store_true", help="each rank knows its own times alone, as of many"
+    )
     arguments = parser.parse_args()
+    make: Make = Crowd.of if arguments.alone else BySpeed
     print("| ranks | weather | all: median | worst | from step 60: median | worst | changes |")
     print("|---|---|---|---|---|---|---|")
     for name, ranks in RANKS.items():
         for kind, weather in WEATHERS.items():
             print(
-                f"| {name} | {kind} | {row(ranks, weather, arguments.seeds, arguments.steps)} |", flush=True
+                f"| {name} | {kind} | {row(make, ranks, weather, arguments.seeds, arguments.steps)} |",
+                flush=True,
             )
     print("\n| 2x slowdown of 1 of | weather | followed: median | worst | after its end: median | worst |")
     print("|---|---|---|---|---|---|")
     for world_size in (2, 4):
         for kind, weather in WEATHERS.items():
-            print(f"| {world_size} | {kind} | {slowdown(world_size, weather, arguments.seeds)} |", flush=True)
+            print(
+                f"| {world_size} | {kind} | {slowdown(make, world_size, weather, arguments.seeds)} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
