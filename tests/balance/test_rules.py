@@ -35,7 +35,7 @@ def test_no_change_takes_more_than_three_quarters_of_a_share() -> None:
 
 
 def test_a_rule_comes_back_from_json() -> None:
-    for rule in (Rule(3, EVEN), Rule(4, Division.near(EVEN.lines, [60, 4]), SKEW, probe=1)):
+    for rule in (Rule(3, EVEN), Rule(4, Division(EVEN.lines).near([60, 4]), SKEW, probe=1)):
         back = Rule.from_values(json.loads(json.dumps(rule.values())))
         assert back == rule
         assert [divided(back, step) for step in range(8)] == [divided(rule, step) for step in range(8)]
