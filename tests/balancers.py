@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from evener.balance.base import Balancer, Decision
 
@@ -54,3 +57,17 @@ class Even(Recorder):
     def shares(self, step: int, batch_size: int) -> list[int]:
         part, rest = divmod(batch_size, self._world_size)
         return [part + (rank < rest) for rank in range(self._world_size)]
+
+
+class OfItsOwnMind(Even):
+    """Of all ranks the last comes to other shares, from some step on."""
+
+    def __init__(self, world_size: int, **_: Any) -> None:
+        super().__init__(world_size)
+        self._differs_from = int(os.environ.get("DIFFERS_FROM", "3"))
+
+    def shares(self, step: int, batch_size: int) -> list[int]:
+        found = super().shares(step, batch_size)
+        if step >= self._differs_from and dist.get_rank() == dist.get_world_size() - 1:
+            found.reverse()
+        return found

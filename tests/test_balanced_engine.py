@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from evener.balance.by_speed import BySpeed
 from evener.config import RunConfig
@@ -212,3 +215,46 @@ def test_learned_shares_are_verified_against_one_device_that_is_not_throttled() 
     result = verify("tests.tasks:batch_norm", processes=2, device="cpu", batch_size=12, steps=16, **settings)
     assert result.passed
     assert result.max_relative_weight_error <= 1e-12
+
+
+def divided_otherwise(differs_from: int, by_hand: bool, most_rows: int) -> tuple[str, int, bool]:
+    """What the rank says, after how many steps, and whether the weights are those of before."""
+    with (
+        mock.patch.dict(os.environ, DIFFERS_FROM=str(differs_from)),
+        mock.patch("evener.telling.MOST_ROWS", most_rows),
+        engine_of(balance="tests.balancers:OfItsOwnMind") as engine,
+    ):
+        try:
+            for batch in engine.batches():
+                before = [p.detach().clone() for p in engine.model.parameters()]
+                if by_hand:
+                    (micro,) = batch.micro_batches
+                    engine.backward(
+                        engine.loss.total(engine.model(micro.inputs), micro.targets), len(micro.samples)
+                    )
+                    engine.update()
+                else:
+                    engine.step(batch)
+        except ShareError as error:
+            same = all(map(torch.equal, before, engine.model.parameters()))
+            return str(error), engine.steps_done, same
+    return "", engine.steps_done, False
+
+
+@pytest.mark.parametrize("most_rows", [64, 1])
+@pytest.mark.parametrize("differs_from", [0, 2])
+def test_ranks_that_come_to_different_shares_do_not_train_with_them(
+    ranks: Any, differs_from: int, most_rows: int
+) -> None:
+    found = ranks(2).run(divided_otherwise, differs_from, False, most_rows)
+    words = f"the ranks divide the batch of step {differs_from} in different ways: 7/6 on rank 0; 6/7 on rank 1. A"
+    assert all(text.startswith(words) for text, *_ in found), found
+    assert [(steps, same) for _, steps, same in found] == [(differs_from, True)] * 2
+
+
+def test_a_loop_of_the_users_own_is_told_after_the_step(ranks: Any) -> None:
+    found = ranks(2).run(divided_otherwise, 4, True, 64)
+    assert all(
+        text.startswith("the ranks divide the batch of step 4 in different ways: ") for text, *_ in found
+    )
+    assert [steps for _, steps, _ in found] == [4, 4]

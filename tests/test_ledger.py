@@ -32,18 +32,22 @@ from evener.task import Task
 from tests.observers import Remembering
 
 META = torch.device("meta")
+DIVISION = Signal._fields.index("division")
 LOSS = SumLoss(count=len, total=lambda outputs, targets: outputs.sum())
 
 
 class Others(Pending):
-    """A row under way to two ranks, of which the second says ten times what the first says."""
+    """A row under way to two ranks, of which the second says ten times what the first says, and divides alike."""
 
     def __init__(self, exchange: Exchange, row: list[float]) -> None:
         self._exchange, self._row = exchange, row
 
     def wait(self) -> list[list[float]]:
         self._exchange.happened.append("read")
-        return [self._row, [10 * value for value in self._row]]
+        other = [10 * value for value in self._row]
+        if len(other) > 1:
+            other[DIVISION] = self._row[DIVISION]
+        return [self._row, other]
 
 
 class Exchange:

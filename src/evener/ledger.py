@@ -16,13 +16,18 @@ and the times of a step go with the row of the next::
 from __future__ import annotations
 
 import math
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from evener.balance.base import shares_in_words
 from evener.data.batch import Batch
+from evener.errors import ShareError
 from evener.hardware.readout import Readout, is_late, read
 from evener.hardware.stopwatch import waiting
 from evener.losses import Loss
@@ -135,7 +140,7 @@ class Ledger:
         step.only_work, self._made = graphs == self._made and not outcome.retries, graphs
         counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs)
-        row = Signal(*counts, *results, *times, *asked)
+        row = Signal(*counts, *results, *times, *asked, _code_of(step.batch, upcoming))
         step.batch = step.batch.without_samples()  # the step is told when later ones are computed
         if measured is not None:
             measured.own_seconds = RankTimes(*times)
@@ -179,6 +184,7 @@ class Ledger:
 
         Raises:
             DivergenceError: If the loss or a gradient of a rank was not finite, as far as that is known.
+            ShareError: If the ranks have divided the batch, or the next one, in different ways.
         """
         if self._in_flight is None:
             return None
@@ -186,6 +192,8 @@ class Ledger:
         self._unread = step
         heard = hearing()
         self._unread = None
+        if len(set(heard.divisions)) > 1:
+            self._refuse_divisions(step, upcoming)
         if not self._late:
             step.results = lambda: heard.results
             if not self._waits:
@@ -199,6 +207,21 @@ class Ledger:
         step.skipped = int(heard.skipped)
         self._times_known(step, heard)
         return heard
+
+    def _refuse_divisions(self, step: Step, upcoming: Batch | None) -> NoReturn:
+        """Some samples would count twice and others never, on all ranks alike and without a word."""
+        own = [batch.shares for batch in (step.batch, upcoming) if batch is not None]
+        of_all = [own] if self._mesh.world is None else all_gather(own, self._mesh.world)
+        at = next((at for at in range(len(own)) if any(one[at] != own[at] for one in of_all)), 0)
+        ranks: dict[str, list[str]] = {}
+        for rank, one in enumerate(of_all):
+            ranks.setdefault(shares_in_words(one[at]), []).append(str(rank))
+        words = "; ".join(f"{shares} on rank {', '.join(those)}" for shares, those in ranks.items())
+        raise ShareError(
+            f"the ranks divide the batch of step {step.number + at} in different ways: {words}. A balancer has to come "
+            "to the same shares on every rank, by what it is given and observes alone: not by its rank, a clock, or "
+            "random numbers of its own. Checkpoints are from before"
+        )
 
     def _times_known(self, step: Step, heard: Heard) -> None:
         """The row of a step brings its times, or on a late device those of the step before."""
@@ -216,10 +239,13 @@ class Ledger:
             step: Gets the times of all ranks.
             seconds: Of this rank's own work.
         """
-        row = Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=seconds, graphs=self._graphs())
+        own = {"compute_seconds": seconds, "graphs": self._graphs(), "division": _code_of(step.batch, None)}
+        row = Signal(0.0, 0.0, 0.0, 0.0, **own)
         step.own_seconds = RankTimes(seconds)
         with waiting():
             heard = self._telling.start(step.number, row, NOTHING, step)()
+        if len(set(heard.divisions)) > 1:
+            self._refuse_divisions(step, None)
         _take_rows(step, heard)
         _take_times(step, heard)
         return step
@@ -287,6 +313,12 @@ class Ledger:
             step = self._measured.popleft()
             step.check_finite()
             yield step
+
+
+def _code_of(batch: Batch, upcoming: Batch | None) -> float:
+    """Of how they are divided."""
+    code = zlib.crc32(array("q", batch.shares).tobytes())
+    return float(code if upcoming is None else zlib.crc32(array("q", upcoming.shares).tobytes(), code))
 
 
 def _sum(numbers: Iterable[Readout]) -> float:

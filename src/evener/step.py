@@ -57,6 +57,8 @@ class Signal(NamedTuple):
     """The most samples of a pass that it has room for; 0 if that is not known."""
     graphs: float = 0.0
     """Graphs that the rank has compiled so far."""
+    division: float = 0.0
+    """A code of how this batch and the next are divided, as this rank has it; the same on all."""
 
 
 def row_of(signal: Signal, memory: MemoryUse) -> tuple[float, ...]:
@@ -81,6 +83,7 @@ class Signals(NamedTuple):
     retries: tuple[float, ...]
     piece: tuple[float, ...]
     graphs: tuple[float, ...]
+    division: tuple[float, ...]
 
 
 Columns = Sequence[tuple[float, ...]]

@@ -55,6 +55,8 @@ class Heard:
     missing: Sequence[float]
     """Codes of the parameters without a gradient, of the ranks that hold the same parameters; of them at least the
     least and the greatest."""
+    divisions: Sequence[float]
+    """Codes of how batches are divided; at least the least and the greatest of them."""
     results: Results
     rows: Signals | None = None
     """Of each rank, where rows were told."""
@@ -117,6 +119,7 @@ class ByRows:
             max(rows.wish),
             any(rows.buffers_changed),
             missing,
+            rows.division,
             Results.of(list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors),
             rows,
             memory,
@@ -165,7 +168,7 @@ class BySums:
         total = signal.total if self._counts else 0.0
         added = (counts * signal.next_count, counts * signal.skipped, total, *spoken.added)
         loss, gradient = loss_code(signal.total, self._above), gradient_code(signal, self._above)
-        flags = (signal.wish, signal.buffers_changed, loss, gradient, own)
+        flags = (signal.wish, signal.buffers_changed, loss, gradient, own, signal.division, -signal.division)
         sums = self._sums.start(added, (*flags, *self._missing(signal.missing), *spoken.greatest))
         row = self._speech().line()
         lines = self._control.exchange(row) if row else None
@@ -194,7 +197,7 @@ class BySums:
         spoken: bool,
     ) -> Heard:
         next_count, skipped, total, *heard = added
-        wish, buffers_changed, loss, gradient, own, *rest = greatest
+        wish, buffers_changed, loss, gradient, own, division, least_division, *rest = greatest
         missing, speeds = rest[: 2 * self._groups], rest[2 * self._groups :]
         most, least = missing[2 * self._group : 2 * self._group + 2]
         self._rows_asked = bool(own)
@@ -205,6 +208,7 @@ class BySums:
             wish,
             bool(buffers_changed),
             (-least, most),
+            (-least_division, division),
             results_of(total, loss, gradient, world_size),
             speeds=Voice(tuple(heard), tuple(speeds)) if spoken else None,
             lines=lines.wait() if lines else (),

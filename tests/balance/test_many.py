@@ -199,6 +199,7 @@ def test_arrays_divide_as_lines_one_by_one(seed: int) -> None:
     if isinstance(shares[0], list):
         assert many.slowest(shares[0]) == few.slowest(shares[0])
         assert many.seconds(ranks - 1, 17) == few.seconds(ranks - 1, 17)
+    assert many.values() == few.values()
 
 
 def test_ties_go_to_the_lower_rank() -> None:

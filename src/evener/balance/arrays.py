@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evener.balance.line import Line
-from evener.balance.rules import CERTAIN, LEAST_PART, Caps
+from evener.balance.rules import CERTAIN, LEAST_PART, Caps, Division
 from evener.balance.shares import too_small
 
 Array = NDArray[np.float64]
@@ -86,7 +86,8 @@ class DivisionOfMany:
         return float(self.lines(np.array(shares, dtype=np.float64)).max())
 
     def values(self) -> list[Any]:
-        raise NotImplementedError("what is known of many ranks is kept by them, and divided by anew")
+        lines = tuple(self.lines[rank] for rank in range(len(self.lines)))
+        return Division(lines, () if self.floors is None else tuple(self.floors.tolist())).values()
 
 
 class _Solver:

@@ -38,11 +38,11 @@ class Decision:
     @property
     def words(self) -> str:
         """The decision in a line."""
-        old, new = map(_in_words, (self.old_shares, self.new_shares))
+        old, new = map(shares_in_words, (self.old_shares, self.new_shares))
         return f"step {self.step + 1}: shares {old} become {new} from step {self.effective_step + 1}: {self.reason}"
 
 
-def _in_words(shares: Sequence[int]) -> str:
+def shares_in_words(shares: Sequence[int]) -> str:
     """One by one, or of many the least and the greatest."""
     if len(shares) <= _SHOWN:
         return "/".join(map(str, shares))
