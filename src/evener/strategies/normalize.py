@@ -13,6 +13,7 @@ from evener.errors import ConfigurationError
 from evener.nn.batch_norm import BatchNorm, exact_batch_norm, local_batch_norm
 from evener.nn.neighbors import Neighbors
 from evener.nn.peers import Peers, Ranks
+from evener.runtime.hosts import all_gather
 from evener.runtime.mesh import DIVIDING_TERMS, Mesh
 from evener.strategies.learner import Learner
 
@@ -38,7 +39,8 @@ def _meet(mesh: Mesh) -> Peers:
     # A group of its own, so that its messages in backward never meet those of the buckets.
     group = mesh.group(*DIVIDING_TERMS, use="normalization")
     assert group is not None
-    if mesh.device_type != "cpu" or dist.get_backend(group) != "gloo":
+    # Where hosts have different kinds of devices, gloo joins ranks with memory to share and ranks without.
+    if dist.get_backend(group) != "gloo" or not all(all_gather(mesh.device_type == "cpu", group)):
         return Ranks(group)
     try:
         neighbors = Neighbors(group, mesh.timeout_seconds)

@@ -32,8 +32,9 @@ def _tell(learner: Learner, batch: Batch) -> None:
         UserWarning: On rank 0, if they differ.
     """
     divided = learner.data.degree > 1 and learner.data.is_whole
-    if not divided or learner.settings.batch_norm == "local" or is_late(learner.session.device):
-        return  # a step waits for no device
+    uncompared = is_late(learner.session.device) or learner.session.mixed
+    if not divided or learner.settings.batch_norm == "local" or uncompared:
+        return  # a step waits for no device; and unlike ones round differently, on all ranks or none
     loose = {id(buffer) for buffer in learner.loose_buffers()}
     own = {
         clean_name(name): digest_of(local(buffer))
