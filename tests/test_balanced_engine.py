@@ -14,6 +14,7 @@ import torch
 
 from evener.balance.by_speed import BySpeed
 from evener.config import RunConfig
+from evener.data.batch import Batch
 from evener.engine import Engine
 from evener.errors import ConfigurationError, ShareError
 from evener.fitting import check_plan
@@ -31,16 +32,19 @@ def engine_of(name: str = "plain", **settings: Any) -> Engine:
     return Engine(getattr(tasks, name)(), RunConfig(**({"device": "cpu", "steps": 7} | settings)))
 
 
+def take_step(engine: Engine, batch: Batch, by_hand: bool) -> None:
+    if not by_hand:
+        engine.step(batch)
+        return
+    (micro,) = batch.micro_batches
+    engine.backward(engine.loss.total(engine.model(micro.inputs), micro.targets), len(micro.samples))
+    engine.update()
+
+
 def observations(by_hand: bool) -> list[Any]:
     with engine_of(balance=RECORDER) as engine:
         for batch in engine.batches():
-            if by_hand:
-                (micro,) = batch.micro_batches
-                total = engine.loss.total(engine.model(micro.inputs), micro.targets)
-                engine.backward(total, len(micro.samples))
-                engine.update()
-            else:
-                engine.step(batch)
+            take_step(engine, batch, by_hand)
         observed: list[Any] = engine.balancer.observed  # type: ignore[union-attr]
         return observed
 
@@ -227,14 +231,7 @@ def divided_otherwise(differs_from: int, by_hand: bool, most_rows: int) -> tuple
         try:
             for batch in engine.batches():
                 before = [p.detach().clone() for p in engine.model.parameters()]
-                if by_hand:
-                    (micro,) = batch.micro_batches
-                    engine.backward(
-                        engine.loss.total(engine.model(micro.inputs), micro.targets), len(micro.samples)
-                    )
-                    engine.update()
-                else:
-                    engine.step(batch)
+                take_step(engine, batch, by_hand)
         except ShareError as error:
             same = all(map(torch.equal, before, engine.model.parameters()))
             return str(error), engine.steps_done, same

@@ -52,7 +52,17 @@ COLUMNS = (
     ("collectives", "balance", "data", "nn"),
     ("strategies", "tasks"),
     (
-        *("checkpoint", "weights", "step", "skipping", "same_data", "evaluation", "progress", "telling"),
+        *(
+            "checkpoint",
+            "weights",
+            "step",
+            "skipping",
+            "same_data",
+            "evaluation",
+            "progress",
+            "telling",
+            "rounding",
+        ),
         *(
             "ledger",
             "by_hand",

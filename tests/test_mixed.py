@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from evener.collectives.native import Native
 from evener.collectives.registry import default
 from evener.engine import Engine
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, DivergenceError
+from evener.nn.peers import Peers
+from evener.rounding import is_rounding
+from evener.runtime.mesh import Mesh
 from evener.runtime.session import Session
+from evener.strategies import normalize
+from evener.task import Task
 from tests.observers import Remembering
 from tests.test_ledger import brittle
 
@@ -37,15 +45,21 @@ def two_hosts() -> Iterator[Session]:
         yield session
 
 
-def trained(mixed: bool, drifts: bool = False, **settings: Any) -> tuple[float, list[Any], str]:
-    """The sum of the weights, what observers were told, and what summed the gradients."""
+def trained(
+    mixed: bool, disturb: Any = None, make: Callable[[], Task] = lambda: brittle(None), **settings: Any
+) -> tuple[float, list[Any], str]:
+    """The sum of the weights, what observers were told, and what summed the gradients.
+
+    Args:
+        disturb: A hook of the optimizer's on rank 3, after each of its steps.
+    """
     told = Remembering()
     usual: dict[str, Any] = {"strategy": "ddp", "dtype": "float64", "batch_size": 11, "epochs": 3} | settings
     with two_hosts() as session:
         session.mixed = mixed
-        with Engine(brittle(None), session=session, observers=[told], **usual) as engine:
-            if drifts and session.rank == 3:
-                engine.learner.optimizer.register_step_post_hook(round_differently)
+        with Engine(make(), session=session, observers=[told], **usual) as engine:
+            if disturb and session.rank == 3:
+                engine.learner.optimizer.register_step_post_hook(disturb)
             for batch in engine.batches():
                 engine.step(batch)
             words = engine.learner.synchronizer.words
@@ -54,9 +68,13 @@ def trained(mixed: bool, drifts: bool = False, **settings: Any) -> tuple[float, 
 
 def round_differently(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     with torch.no_grad():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
+        for p in optimizer.param_groups[0]["params"]:
+            p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
+
+
+def corrupt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0][0, 0] += 1e-3
 
 
 def test_hosts_that_sum_in_their_own_ways_train_as_one(ranks: Any) -> None:
@@ -68,7 +86,7 @@ def test_hosts_that_sum_in_their_own_ways_train_as_one(ranks: Any) -> None:
 
 
 def test_devices_that_round_differently_are_brought_together_and_told_once(ranks: Any) -> None:
-    found = ranks(4).run(trained, True, drifts=True, check_replicas=3)
+    found = ranks(4).run(trained, True, round_differently, check_replicas=3)
     assert len({weights for weights, *_ in found}) == 1
     notes = [record.words for kind, record in found[0][1] if kind == "event"]
     assert [text for text in notes if "round differently" in text] == [
@@ -77,8 +95,85 @@ def test_devices_that_round_differently_are_brought_together_and_told_once(ranks
     ]
 
 
+def corrupted() -> str:
+    try:
+        trained(True, corrupt, check_replicas=3)
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_no_rounding_is_not_taken_for_it(ranks: Any) -> None:
+    for text in ranks(4).run(corrupted):
+        assert text.startswith(
+            "after step 2 inner.weight of rank 3 was farther from that of rank 0 than devices"
+        )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "right", "is_so"),
+    [
+        ([1.0, 2.0], [1.0, 2.0 + 1e-14], True),
+        ([1.0, 2.0], [1.0, 2.001], False),
+        ([1.0, math.nan], [1.0, 2.0], False),
+        ([0.0, 0.0], [0.0, 0.0], True),
+        ([], [], True),
+        ([3], [4], False),
+    ],
+)
+def test_rounding_is_told_from_other_differences(numbers: list[Any], right: list[Any], is_so: bool) -> None:
+    kind = torch.int64 if numbers == [3] else torch.float64
+    assert is_rounding(torch.tensor(numbers, dtype=kind), torch.tensor(right, dtype=kind), 10) is is_so
+
+
+class Averages(nn.Module):
+    """Writes a buffer of its own, from what its rank has at hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.average: Tensor
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(0.1 * x.mean(0))
+        scores: Tensor = self.inner(x)
+        return scores
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def as_on_a_card(model: Callable[[], nn.Module]) -> float:
+    """Where ranks 0 and 1 take the way of a card."""
+    own_meeting = normalize._meet
+
+    def meeting(mesh: Mesh) -> Peers:
+        with mock.patch.object(mesh, "device_type", "cuda"):
+            return own_meeting(mesh)
+
+    with ExitStack() as cards:
+        if dist.get_rank() < 2:
+            cards.enter_context(mock.patch("evener.strategies.normalize._meet", meeting))
+            cards.enter_context(mock.patch("evener.strategies.own_samples.is_late", return_value=True))
+        return trained(True, make=lambda: replace(brittle(None), model=model), timeout_seconds=20.0)[0]
+
+
+@pytest.mark.parametrize("model", [normed, Averages])
+def test_ranks_with_and_without_a_card_meet_in_the_same_calls(
+    ranks: Any, model: Callable[[], nn.Module]
+) -> None:
+    """BatchNorm has messages of its own, and buffers that a model writes are compared."""
+    alike, mixed = ranks(4).run(trained, True, make=lambda: replace(brittle(None), model=model)), None
+    mixed = ranks(4).run(as_on_a_card, model)
+    assert len(set(mixed)) == 1
+    assert mixed[0] == pytest.approx(alike[0][0], rel=1e-12)
+
+
 def test_who_sets_check_replicas_to_none_has_none(ranks: Any) -> None:
-    found = ranks(4).run(trained, True, drifts=True, check_replicas=0)
+    found = ranks(4).run(trained, True, round_differently, check_replicas=0)
     assert len({weights for weights, *_ in found}) == 2
 
 

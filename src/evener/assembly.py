@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -18,6 +17,7 @@ from evener.collectives.registry import check_compression, find
 from evener.config import AUTO, RunConfig
 from evener.errors import ConfigurationError
 from evener.offload import Offload
+from evener.runtime.environment import MIXED
 from evener.runtime.mesh import DataAxis
 from evener.strategies.base import Strategy
 from evener.strategies.compiling import Compiling
@@ -65,8 +65,8 @@ def balancer_of(
         return Equal(reading.ranks)
     caps = parse_caps(config.caps, reading.ranks)
     if data is not None and balance == "auto":
-        made, quantum = partial(BySpeedOfMany, reading.ranks, data.index, data.teams), config.quantum
-        return made(caps=caps, quantum=quantum, lookahead=lookahead)
+        limits = {"caps": caps, "quantum": config.quantum, "lookahead": lookahead}
+        return BySpeedOfMany(reading.ranks, data.index, data.teams, **limits)
     return make_balancer(balance, reading.ranks, caps=caps, quantum=config.quantum, lookahead=lookahead)
 
 
@@ -106,7 +106,7 @@ def suggested_processes(config: RunConfig) -> int | None:
 def _refuse_streams(config: RunConfig) -> None:
     """What was written for the streams of CUDA would mix up others without a word."""
     own = [name for name in (config.allreduce, config.compress) if name not in (None, "native")]
-    if config.device not in (None, "cpu", "cuda", "mixed") and own:
+    if config.device not in (None, "cpu", "cuda", MIXED) and own:
         raise ConfigurationError(
             f"{own[0]!r} sums on the cpu and on cuda alone: on {config.device} leave allreduce and compress out"
         )

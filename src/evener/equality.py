@@ -111,8 +111,8 @@ def warn_of_builds(builds: Sequence[tuple[str, str]]) -> None:
         warnings.warn(f"the ranks run different versions of Python: {_listed(pythons)}", stacklevel=2)
     if len(set(torches)) > 1:
         warnings.warn(
-            f"the ranks run different builds of torch: {_listed(torches)}. All hold the same weights all the same; but "
-            "what a rank computes may be rounded otherwise, so that a run with other shares has other last bits",
+            f"the ranks run different builds of torch: {_listed(torches)}. A sum has the same bits on all; "
+            "but what a rank computes may be rounded otherwise, so that a run with other shares has other last bits",
             stacklevel=2,
         )
 

@@ -164,8 +164,8 @@ class Feed:
 
     def observe_times(self, step: Step) -> None:
         """All ranks know the times of the step, or what each tells of its own."""
-        if isinstance(self.balancer, BySpeedOfMany):
-            self._hear(self.balancer, step)
+        if self._alone is not None and step.speeds is not None:
+            self._alone.hear(step.number, step.batch.shares, _of_own_work(step), step.speeds, step.lines)
         elif self._learns:
             self.observe(step.number, step.batch, self._of_work_alone(step))
             self._graphs = step.graphs
@@ -181,28 +181,27 @@ class Feed:
 
     # Of many ranks
 
+    @property
+    def _alone(self) -> BySpeedOfMany | None:
+        """The balancer, if each rank knows its own times alone."""
+        return self.balancer if isinstance(self.balancer, BySpeedOfMany) else None
+
     def voice(self, step: Step | None) -> Voice | None:
         """What this rank tells of the time of its work in a step, if each knows its own alone."""
-        balancer = self.balancer
-        if not isinstance(balancer, BySpeedOfMany):
+        if self._alone is None:
             return None
         if step is None:
             return Voice.silent()
-        return balancer.voice(step.batch.shares[self._learner.data.index], _of_own_work(step))
+        return self._alone.voice(step.batch.shares[self._learner.data.index], _of_own_work(step))
 
     def line(self) -> Sequence[float]:
         """What this rank tells of its line, if all are asked for theirs; else nothing."""
-        balancer = self.balancer
-        return balancer.line() if isinstance(balancer, BySpeedOfMany) and balancer.asks else ()
+        return self._alone.line() if self._alone and self._alone.asks else ()
 
     @property
     def wants_rows(self) -> bool:
         """Whether the times of all ranks have to be known of every step."""
-        return self._learns and not isinstance(self.balancer, BySpeedOfMany)
-
-    def _hear(self, balancer: BySpeedOfMany, step: Step) -> None:
-        assert step.speeds is not None
-        balancer.hear(step.number, step.batch.shares, _of_own_work(step), step.speeds, step.lines)
+        return self._learns and self._alone is None
 
     def new_events(self) -> Sequence[Decision | MemoryRecord | Note]:
         """Changes of shares, of pieces and of workers since the last call, and once why shares are not equal."""

@@ -20,7 +20,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -192,8 +191,7 @@ class Ledger:
         self._unread = step
         heard = hearing()
         self._unread = None
-        if len(set(heard.divisions)) > 1:
-            self._refuse_divisions(step, upcoming)
+        self._check_divisions(heard, step, upcoming)
         if not self._late:
             step.results = lambda: heard.results
             if not self._waits:
@@ -208,8 +206,10 @@ class Ledger:
         self._times_known(step, heard)
         return heard
 
-    def _refuse_divisions(self, step: Step, upcoming: Batch | None) -> NoReturn:
-        """Some samples would count twice and others never, on all ranks alike and without a word."""
+    def _check_divisions(self, heard: Heard, step: Step, upcoming: Batch | None) -> None:
+        """Where ranks divide in different ways some samples count twice and others never."""
+        if len(set(heard.divisions)) == 1:
+            return
         own = [batch.shares for batch in (step.batch, upcoming) if batch is not None]
         of_all = [own] if self._mesh.world is None else all_gather(own, self._mesh.world)
         at = next((at for at in range(len(own)) if any(one[at] != own[at] for one in of_all)), 0)
@@ -244,8 +244,7 @@ class Ledger:
         step.own_seconds = RankTimes(seconds)
         with waiting():
             heard = self._telling.start(step.number, row, NOTHING, step)()
-        if len(set(heard.divisions)) > 1:
-            self._refuse_divisions(step, None)
+        self._check_divisions(heard, step, None)
         _take_rows(step, heard)
         _take_times(step, heard)
         return step
@@ -293,9 +292,8 @@ class Ledger:
         """No step follows at once: also the times of the last one are told. A collective call."""
         self.check()
         if self._late and self._before is not None:
-            compute, wait = times = self._times()
-            row = Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=compute, wait_seconds=wait)
-            self._before.own_seconds = RankTimes(*times)
+            own = self._before.own_seconds = RankTimes(*self._times())
+            row = Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=own.compute, wait_seconds=own.wait)
             with waiting():
                 heard = self._telling.start(self._before.number + 1, row, NOTHING, self._before)()
             self._times_known(self._before, heard)

@@ -40,6 +40,7 @@ from evener.hardware.readout import read
 from evener.hardware.stopwatch import waiting
 from evener.nn.names import clean_name
 from evener.records import Note
+from evener.rounding import is_rounding
 from evener.runtime.mesh import AXES
 from evener.strategies.learner import Learner
 from evener.strategies.local import local, off_host
@@ -286,7 +287,9 @@ class Replicas:
                 "code that treats ranks differently, random numbers drawn in a model outside of evener.nn. Go on from "
                 "the last checkpoint, or set heal to give them the state of the majority or of rank 0"
             )
-        self._give(words)
+        strange = self._give(words, step - self._last_step)
+        if self._apart_by_kind:
+            self._check_rounding(step, strange)
         again = self._learner.session.control.gather_objects(self._timed(everything)[0])
         if any(self._differing(again)):
             raise DivergenceError(f"after healing, ranks still differ: {self._difference(again)}")
@@ -294,6 +297,17 @@ class Replicas:
             self._tell_of_kinds(step)
         else:
             self._tell(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
+
+    def _check_rounding(self, step: int, strange: str | None) -> None:
+        """Refuses on all ranks alike what devices of different kinds do not do."""
+        said = self._learner.session.control.gather_objects(strange)
+        found = [f"{name} of rank {rank}" for rank, name in enumerate(said) if name]
+        if found:
+            raise DivergenceError(
+                f"after step {step - 1} {', '.join(found)} was farther from that of rank 0 than devices which round "
+                f"differently come apart in the {step - self._last_step} steps since they were compared. What can do "
+                "it: memory or a device at fault, code that treats ranks differently. Go on from the last checkpoint"
+            )
 
     def _tell_of_kinds(self, step: int) -> None:
         """Once, as it will happen again and again."""
@@ -328,8 +342,10 @@ class Replicas:
         several = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return f"{name}{several} is one thing on {', another on '.join(map(_named, alike))}"
 
-    def _give(self, words: str) -> None:
-        """Gives all that ranks hold, with the optimizer's state, from those that are right to the others."""
+    def _give(self, words: str, steps: int) -> str | None:
+        """Gives all that ranks hold, with the optimizer's state, from those that are right to the others; the first of
+        it that is farther away than rounding in so many steps explains."""
+        strange = None
         parts = sorted(self._parts(everything=True), key=lambda part: part.name)
         own = digests_of(parts, self._learner.session.device)
         everyone = self._learner.session.control.gather_objects(own)
@@ -344,8 +360,12 @@ class Replicas:
             group, ranks = self._mesh.group(*_free(key)), self._mesh.ranks(*_free(key))
             for part in parts if group is not None and self._astray(values, key) else ():
                 if part.axes == key and part.numbers.layout is torch.strided:
-                    self._broadcast(part.numbers, group, sources[ranks])
+                    right = self._right(part.numbers, group, sources[ranks])
+                    if strange is None and not is_rounding(part.numbers, right, steps):
+                        strange = part.name
+                    part.numbers.copy_(right)
         self._learner.synchronizer.updated(0)
+        return strange
 
     def _source(self, values: Sequence[float], words: str) -> int:
         found = 0 if self._heal == "rank0" else majority(values)
@@ -356,11 +376,12 @@ class Replicas:
             )
         return found
 
-    def _broadcast(self, numbers: Tensor, group: dist.ProcessGroup | None, source: int) -> None:
-        sent = off_host(numbers, self._mesh).contiguous()
+    def _right(self, numbers: Tensor, group: dist.ProcessGroup | None, source: int) -> Tensor:
+        """Those of ``source``."""
+        sent = off_host(numbers, self._mesh).clone(memory_format=torch.contiguous_format)
         with waiting():
             dist.broadcast(sent, group=group, group_src=source)
-        numbers.copy_(sent)
+        return sent.to(numbers.device)
 
 
 def _free(axes: Axes) -> list[str]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from evener.balance.controller import DEFAULT_LOOKAHEAD, DEFAULT_POLICY, Controller
-from evener.balance.judgement import EVEN, Judgement, Policy, judge, learned_lines
+from evener.balance.controller import Controller
+from evener.balance.judgement import EVEN, Judgement, judge, learned_lines
 from evener.balance.noise import LEVEL_STEPS, common
 from evener.balance.rules import Divides, Division, tilted
 from evener.balance.speed import SpeedModel
@@ -17,17 +17,8 @@ from evener.errors import ShareError
 class BySpeed(Controller):
     """Shares by learned speed; the arguments are those of :class:`~evener.balance.controller.Controller`."""
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        caps: Sequence[int | None] | None = None,
-        quantum: int = 1,
-        lookahead: int = DEFAULT_LOOKAHEAD,
-        policy: Policy = DEFAULT_POLICY,
-    ) -> None:
-        super().__init__(world_size, caps=caps, quantum=quantum, lookahead=lookahead, policy=policy)
-        self._models = [SpeedModel() for _ in range(world_size)]
+    def _know_nothing(self) -> None:
+        self._models = [SpeedModel() for _ in range(self.world_size)]
 
     @property
     def models(self) -> Sequence[SpeedModel]:

@@ -77,6 +77,7 @@ class Controller(Balancer):
         self._caps = normalize_caps(caps, world_size)
         self._quantum, self._lookahead, self._policy = quantum, lookahead, policy
         self._decisions: list[Decision] = []
+        self._know_nothing()
         self._restart()
 
     def _restart(self) -> None:
@@ -95,6 +96,10 @@ class Controller(Balancer):
         self._before: Divides | None = None
 
     # What is known
+
+    @abstractmethod
+    def _know_nothing(self) -> None:
+        """Begins to learn."""
 
     @abstractmethod
     def _by_speed(self) -> Divides:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evener.balance.arrays import Array, DivisionOfMany, Lines
-from evener.balance.controller import DEFAULT_LOOKAHEAD, DEFAULT_POLICY, Controller
-from evener.balance.judgement import Judgement, Policy
+from evener.balance.controller import Controller
+from evener.balance.judgement import Judgement
 from evener.balance.line import Fit, Line, Shape
 from evener.balance.noise import LEVEL_STEPS
 from evener.balance.rules import Divides
@@ -80,21 +80,16 @@ class BySpeedOfMany(Controller):
     """
 
     def __init__(
-        self,
-        world_size: int,
-        own: int,
-        teams: Sequence[Sequence[int]] | None = None,
-        *,
-        caps: Sequence[int | None] | None = None,
-        quantum: int = 1,
-        lookahead: int = DEFAULT_LOOKAHEAD,
-        policy: Policy = DEFAULT_POLICY,
+        self, world_size: int, own: int, teams: Sequence[Sequence[int]] | None = None, **limits: Any
     ) -> None:
-        super().__init__(world_size, caps=caps, quantum=quantum, lookahead=lookahead, policy=policy)
-        self._own, self._model, self._ratio = own, SpeedModel(), 1.0
+        self._own = own
         self._teams = np.arange(world_size)[:, None] if teams is None else np.array(teams)
-        self._told = np.zeros((world_size, WIDTH))
-        self._stirs = self._stirred = False
+        super().__init__(world_size, **limits)
+
+    def _know_nothing(self) -> None:
+        self._told = np.zeros((self.world_size, WIDTH))
+        self._model, self._ratio = SpeedModel(), 1.0
+        self._stirs = self._stirred = self.asks = False
 
     # What the ranks tell each other
 
@@ -109,7 +104,7 @@ class BySpeedOfMany(Controller):
             tuple(counts), (seconds if known else 0.0, float(n > 0 and not known), float(self._stirs))
         )
 
-    asks = False
+    asks: bool
     """Whether the ranks are to tell their lines with the next step; the same on all."""
 
     def line(self) -> tuple[float, ...]:
@@ -150,7 +145,8 @@ class BySpeedOfMany(Controller):
         if self.asks and len(lines):
             self.asks = False
             self._take(np.array(lines), sizes)
-            self._look(step, self._batch_size)
+            if not self._trial:  # that of shares which are to be taken back may have begun meanwhile
+                self._look(step, self._batch_size)
             self._stirred = False
         elif self._is_time_to_look(step):
             self.asks = True
@@ -232,8 +228,8 @@ class BySpeedOfMany(Controller):
         told = np.array(state.get("lines", ()))[
             : self.world_size
         ]  # another balancer's state says nothing here
+        self._know_nothing()
         self._restart()
-        self._told = np.zeros((self.world_size, WIDTH))
         self._told[: len(told)] = told.reshape(-1, WIDTH)
         row = _Row(*self._told[self._own, : len(_Row._fields)])
         self._model, self._ratio, self._stirs, self._stirred, self.asks = (

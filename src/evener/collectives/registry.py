@@ -62,16 +62,16 @@ def _two_level(
     group: dist.ProcessGroup,
     timeout_seconds: float,
     wrap: Callable[[AllReduce], AllReduce] | None = None,
-    library: str | None = None,
+    inner_backend: str | None = None,
 ) -> AllReduce:
-    """Each host takes inside what is its default over its backend ``library``, the whole group's if None; ``wrap``
-    compresses what goes between hosts."""
+    """Each host takes inside what is its default, over a backend of its own if it has one; ``wrap`` compresses what
+    goes between hosts."""
 
     def between(leaders: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
         ring = _scheduled("ring", leaders, timeout_seconds)
         return wrap(ring) if wrap else ring
 
-    return two_level(between, default, group, timeout_seconds, inner_backend=library)
+    return two_level(between, default, group, timeout_seconds, inner_backend=inner_backend)
 
 
 def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
@@ -169,12 +169,12 @@ def make(
     group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     compression: str | None = None,
-    library: str | None = None,
+    inner_backend: str | None = None,
 ) -> AllReduce:
     """The all-reduce ``name`` (see :func:`find`) over ``group``; its default if None. A collective call.
 
     Args:
-        library: Where hosts have different kinds of devices, the backend of those of this host; ``group`` is gloo's.
+        inner_backend: Where hosts have different kinds of devices, that of this host's; ``group`` is gloo's then.
 
     Raises:
         ConfigurationError: There is no such name, or the group's ranks cannot use it.
@@ -187,10 +187,10 @@ def make(
     with ExitStack() as unfinished:
         one = partial(substitute.all_reduce, name) if substitute else find(name) if name else default
         between = BETWEEN_HOSTS.get(compression or "")
-        if library is not None:
+        if inner_backend is not None:
             _check_mixed(name)
-        if not substitute and (between or (library and name != "native")):
-            one = partial(_two_level, wrap=between, library=library)
+        if not substitute and (between or (inner_backend and name != "native")):
+            one = partial(_two_level, wrap=between, inner_backend=inner_backend)
         made = unfinished.enter_context(one(whole, timeout_seconds))
         finished = COMPRESSIONS[compression](made) if compression and not between else made
         unfinished.pop_all()

@@ -60,8 +60,8 @@ class MeanOfRanks:
         self._ranks = 1 if group is None else group.size()
         self._all_reduce: AllReduce | None = None
         if group is not None:
-            seconds, library = learner.session.timeout_seconds, learner.session.inner_backend
-            self._all_reduce = make(settings.all_reduce, group, seconds, settings.compression, library)
+            seconds, inside = learner.session.timeout_seconds, learner.session.inner_backend
+            self._all_reduce = make(settings.all_reduce, group, seconds, settings.compression, inside)
         self._sparse = gradients.sparse_weights(learner.model)
 
     @property

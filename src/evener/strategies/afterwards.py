@@ -58,8 +58,8 @@ class Afterwards(Synchronizer):
                 "compress out, or use another"
             )
         session = self._learner.session
-        seconds, library = session.timeout_seconds, session.inner_backend
-        return make(settings.all_reduce, self._group, seconds, settings.compression, library)
+        seconds, inside = session.timeout_seconds, session.inner_backend
+        return make(settings.all_reduce, self._group, seconds, settings.compression, inside)
 
     @property
     def words(self) -> str:  # type: ignore[override]

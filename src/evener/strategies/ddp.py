@@ -88,7 +88,9 @@ class DdpSum(Afterwards):
     def _summed_by(self) -> AllReduce:
         settings, session = self._learner.settings, self._learner.session
         compression = None if settings.compression == "powersgd" else settings.compression
-        return make(settings.all_reduce, self._group, session.timeout_seconds, compression, session.inner_backend)
+        return make(
+            settings.all_reduce, self._group, session.timeout_seconds, compression, session.inner_backend
+        )
 
     @property
     def words(self) -> str:  # type: ignore[override]
