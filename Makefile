@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Processes among which the tests are divided. Each starts ranks of its own, once.
 WORKERS ?= 2
+# What runs Evener, and what its tests, checks and pages need besides.
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
 
 # The oldest and the newest torch that pyproject.toml allows.
 OLDEST := 2.11.0
@@ -15,14 +18,19 @@ NEWEST := 2.15.0
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Evener needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@touch $(READY)
+	$(PIP) --editable .
+	@touch $@
 
-train: $(READY)
+$(READY): $(INSTALLED)
+	$(PIP) --quiet --editable '.[dev]'
+	@touch $@
+
+train: $(INSTALLED)
 	$(BIN)/evener train digits
+	@printf '\nGo on with:\n  . $(BIN)/activate\n  evener verify digits --processes 2 --shares 3,1\n  evener train digits --processes 2 --throttle 1,0.4\n  evener --help\n'
 
 # Each worker takes tests that lie side by side, which share ranks.
 test: lint types docs $(READY)
@@ -58,7 +66,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(PIP) --quiet --editable '.[bench]'
 	for each in overhead allreduce communication_bound balance; do $(BIN)/python -m benchmarks.$$each || exit; done
 
 clean:

@@ -6,12 +6,15 @@ Pages link to these files as they lie in the repository. Each becomes a page of 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from evener.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples/clusters").iterdir()])
@@ -67,8 +70,9 @@ def _first_line(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Leads links out of this directory to their pages."""
+    """Leads links out of this directory to their pages, and writes the table of settings."""
     source = page.file.src_uri
+    markdown = re.sub(r"^SETTINGS$", lambda _: _settings(), markdown, flags=re.M)
     if source.startswith("examples/"):
         return markdown
     origin = {"index.md": ROOT, "results.md": ROOT / "benchmarks"}.get(source, ROOT / "docs")
@@ -85,6 +89,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"[{words}]({depth}{place}{anchor})"
 
     return re.sub(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", led, markdown)
+
+
+def _settings() -> str:
+    """A table of all settings, from the record of them."""
+    lines = ["| setting | default | |", "|---|---|---|"]
+    for field in dataclasses.fields(RunConfig):
+        words = field.metadata["help"].replace("|", "\\|")
+        lines.append(f"| `{field.name}` | `{field.default!r}` | {words} |")
+    return "\n".join(lines)
 
 
 def on_page_content(html: str, **_: Any) -> str:

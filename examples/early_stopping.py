@@ -1,7 +1,7 @@
 """Early stopping, as an observer of one's own: a run ends when its evaluation has become no better for a while.
 
 All ranks end after the same step, and the run ends as a complete one does: evaluated, and saved where it has a
-directory.
+directory. What it remembers is part of the checkpoints, so that a run that goes on has the same patience left.
 
     python examples/early_stopping.py
 """
@@ -24,6 +24,12 @@ class EarlyStopping(evener.Observer):
 
     def start(self, run):
         self.best, self.waited = float("inf"), 0
+
+    def state_dict(self):
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state):
+        self.best, self.waited = state["best"], state["waited"]
 
     def evaluation(self, record):
         value = record.metrics[self.metric]

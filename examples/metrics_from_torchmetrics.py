@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, exact over the whole evaluation set (needs ``pip install 'evener[metrics]'``).
+"""Metrics of torchmetrics, exact over the whole evaluation set (needs ``pip install torchmetrics``).
 
 Each sample counts once, also where the ranks' shares differ or a rank has none. Metrics that are no mean, such as F1,
 are merged by their states and not by their values.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -30,6 +31,9 @@ def pytest_configure() -> None:
     hypothesis.settings.register_profile("untimed", deadline=None)  # other programs may run meanwhile
     hypothesis.settings.load_profile("untimed")
     torch.set_num_threads(1)
+    os.environ.setdefault(
+        "EVENER__FIRST_WORD_SECONDS", "inf"
+    )  # a busy machine is slow, and tests read all words
     # A shell starts what it leaves in the background so that it ignores this, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

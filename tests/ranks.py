@@ -107,14 +107,22 @@ class RankPool:
             self._start()
             patience += _START_SECONDS
         message = cloudpickle.dumps((function, args, kwargs))
-        for connection in self._connections:
-            connection.send_bytes(message)
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(message)
+            except OSError:
+                self.close()
+                raise AssertionError(f"rank {rank} died after it had answered") from None
         answers = []
         for rank, connection in enumerate(self._connections):
             if not connection.poll(patience):
                 self.close()
                 raise AssertionError(f"rank {rank} did not answer within {patience} s")
-            answers.append(cloudpickle.loads(connection.recv_bytes()))
+            try:
+                answers.append(cloudpickle.loads(connection.recv_bytes()))
+            except EOFError:
+                self.close()
+                raise AssertionError(f"rank {rank} died") from None
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failures:
             self.close()

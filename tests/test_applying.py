@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 
 import evener
 from evener.cli.main import main
-from evener.errors import ConfigurationError
-from evener.origin import name_of, origin
+from evener.errors import ConfigurationError, DataError
+from evener.origin import is_known, name_of, origin
 from evener.weights import read_weights
 from tests import tasks
 from tests.warm import Warm
 
 ONE = ("--processes", "1", "--device", "cpu")
+OWN = ("--task", "mine_applied:task")
 MODULE = """
 from pathlib import Path
 import torch
@@ -29,6 +31,9 @@ from tests.tasks import batch_norm, plain
 def task(width: int, data_dir: Path):
     assert width == 3
     assert isinstance(data_dir, Path)
+    return batch_norm()
+
+def other(width: int):
     return batch_norm()
 
 def inputs():
@@ -78,7 +83,7 @@ def records(home: Path) -> list[dict[str, Any]]:
 
 
 def test_an_evaluation_is_that_of_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "run", *ONE, "--json", "found.json"]) == 0
+    assert main(["evaluate", "run", *OWN, *ONE, "--json", "found.json"]) == 0
     last = records(home)[-1]
     values = ", ".join(f"{name} {value:.4f}" for name, value in last["metrics"].items())
     assert capsys.readouterr().out == f"epoch 2: {values}\n"
@@ -91,9 +96,9 @@ def test_the_checkpoint_that_is_named(home: Path, capsys: pytest.CaptureFixture[
     first, second = sorted((home / "run/checkpoints").glob("step-*"))
     losses = [f"{record['metrics']['loss']:.4f}" for record in records(home)]
     for place, epoch in ((first, 1), (second, 2)):
-        assert main(["evaluate", str(place), *ONE]) == 0
+        assert main(["evaluate", str(place), *OWN, *ONE]) == 0
         assert f"epoch {epoch}: loss {losses[epoch - 1]}" in capsys.readouterr().out
-    assert main(["evaluate", "run", "--best", *ONE]) == 0
+    assert main(["evaluate", "run", "--best", "--trust", *ONE]) == 0
     assert f"loss {min(losses)}" in capsys.readouterr().out
 
 
@@ -101,7 +106,7 @@ def test_outputs_are_the_same_on_any_number_of_ranks(
     home: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """47 samples on 2 and 3 ranks: each once, in the order of the dataset. Evaluations are equal to 12 digits."""
-    ask = ["predict", "run", "--data", "train", "--device", "cpu", "--overwrite", "--out"]
+    ask = ["predict", "run", *OWN, "--data", "train", "--device", "cpu", "--overwrite", "--out"]
     assert main([*ask, "1.npy", "--processes", "1"]) == 0
     alone = np.load(home / "1.npy")
     assert alone.dtype == np.float64
@@ -117,7 +122,9 @@ def test_outputs_are_the_same_on_any_number_of_ranks(
         np.testing.assert_allclose(np.load(home / "n.npy"), alone, rtol=1e-12, atol=1e-13)
     assert "n.npy: outputs (47, 3)" in capsys.readouterr().out
     assert (
-        warm.status("evener", "evaluate", "run", "--processes", "2", "--device", "cpu", "--json", "2.json")
+        warm.status(
+            "evener", "evaluate", "run", "--trust", "--processes", "2", "--device", "cpu", "--json", "2.json"
+        )
         == 0
     )
     found = json.loads((home / "2.json").read_text())
@@ -131,7 +138,9 @@ def test_outputs_are_those_of_the_plain_model(home: Path) -> None:
     inputs = torch.stack([features for features, _ in tasks.plain().train]).double()
     np.save(home / "in.npy", inputs.numpy())
     for name, more in (("in.npy", []), ("mine_applied:inputs", ["--inputs-alone"])):
-        assert main(["predict", "run", "--data", name, *more, "--out", "out.pt", "--overwrite", *ONE]) == 0
+        assert (
+            main(["predict", "run", *OWN, "--data", name, *more, "--out", "out.pt", "--overwrite", *ONE]) == 0
+        )
         with torch.no_grad():
             torch.testing.assert_close(torch.load(home / "out.pt"), model(inputs))
 
@@ -156,11 +165,11 @@ def test_a_run_begins_with_the_weights_of_another(home: Path) -> None:
     ("arguments", "words"),
     [
         (["evaluate", "absent"], "absent is no run directory"),
-        (["evaluate", "run", "--data", "in.npy"], "in.npy holds inputs without targets"),
+        (["evaluate", "run", *OWN, "--data", "in.npy"], "in.npy holds inputs without targets"),
         (["evaluate", "run", "--task", "mine_applied:tsk"], "module mine_applied has no tsk"),
-        (["evaluate", "run", "--task", "mine_applied:task"], "task 'mine_applied:task' cannot be built"),
+        (["evaluate", "run", "--task", "mine_applied:other"], "task 'mine_applied:other' cannot be built"),
         (
-            ["evaluate", "run", "--option", "depth=4"],
+            ["evaluate", "run", *OWN, "--option", "depth=4"],
             "cannot be built with the options data_dir, depth, width",
         ),
         (["predict", "run", "--data", "train", "--out", "out.txt"], "ends with none of"),
@@ -169,7 +178,7 @@ def test_a_run_begins_with_the_weights_of_another(home: Path) -> None:
             ["predict", "run", "--data", "train", "--out", "o.npy", "--inputs-alone"],
             "leave --inputs-alone out",
         ),
-        (["predict", "run", "--data", "nothing", "--out", "o.npy"], "no dataset is called 'nothing'"),
+        (["predict", "run", *OWN, "--data", "nothing", "--out", "o.npy"], "no dataset is called 'nothing'"),
     ],
 )
 def test_what_a_user_gets_wrong(
@@ -206,6 +215,72 @@ def test_a_task_without_a_name_has_to_be_named(tmp_path: Path, capsys: pytest.Ca
     assert main(["evaluate", str(tmp_path / "run"), *ONE]) == 2
     assert "does not say which task it is of" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run"), "--task", "tests.tasks:plain", *ONE]) == 0
+
+
+def strangers(home: Path, task: str, **options: object) -> str:
+    """A run directory that names a function of its writer's choice."""
+    path = Path(shutil.copytree(home / "run", home / "strangers", dirs_exist_ok=True))
+    (path / "task.json").write_text(json.dumps({"task": task, "options": options, "paths": []}))
+    return str(path)
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["predict", "--data", "train", "--out", "o.npy"]])
+@pytest.mark.parametrize(
+    "task", ["subprocess:getoutput", "evener.tasks.digits:subprocess.getoutput", "mine_applied:task"]
+)
+def test_the_function_that_a_run_names_is_not_run_for_that(
+    home: Path, capsys: pytest.CaptureFixture[str], command: list[str], task: str
+) -> None:
+    run = strangers(home, task, cmd="touch ran")
+    assert main([*command[:1], run, *command[1:], *ONE]) == 2
+    words = capsys.readouterr().err
+    assert repr(task) in words
+    assert f"--task {task}" in words
+    assert "--trust" in words
+    assert not (home / "ran").exists()
+
+
+def test_it_is_run_where_the_directory_is_trusted(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = strangers(home, "subprocess:getoutput", cmd="touch ran")
+    assert main(["evaluate", run, "--trust", *ONE]) == 2
+    assert (home / "ran").exists()
+
+
+def test_tasks_that_come_with_evener_are_known() -> None:
+    assert is_known("digits")
+    assert is_known("evener.tasks.digits:task")
+    assert not is_known("evener.tasks.digits:model")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"task": 3},
+        {"task": ["digits"]},
+        {"task": "digits", "options": 3},
+        {"task": "digits", "paths": 3},
+        {"task": "digits", "paths": [3]},
+        {"task": "digits", "paths": ["data_dir"]},
+        {"task": "digits", "options": {"data_dir": 3}, "paths": ["data_dir"]},
+    ],
+    ids=str,
+)
+def test_a_task_of_another_form(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "task.json").write_text(json.dumps(wrong))
+    with pytest.raises(DataError, match="does not say which task"):
+        origin(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batch_size": "x"}, {"dtype": []}, {"workers": {}}, {"precision_of": 3}, {"seed": "a"}],
+    ids=str,
+)
+def test_settings_of_another_form(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    with pytest.raises(DataError, match="does not hold the settings"):
+        origin(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path, content: Any) -> None:
 
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     trained(tmp_path, "plain", 2)
-    adam = tasks._task(optimizer=lambda parameters: torch.optim.Adam(parameters))
+    adam = tasks._task(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1))
     wide = tasks._task(model=lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)))
     longer = tasks._task(train=torch.utils.data.TensorDataset(torch.zeros(99, 6), torch.zeros(99).long()))
     for task, words in (

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+import evener
 from evener.config import RunConfig
+from evener.describing import Constants
 from evener.engine import Engine
 from evener.equality import check_equal, warn_of_builds
 from evener.errors import ConfigurationError
+from evener.prepared import preparing
 from tests import tasks
 
 
@@ -135,6 +140,90 @@ def losses() -> Any:
     return other(loss=nn.MultiMarginLoss())
 
 
+def weighted() -> Any:
+    return other(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 2.0])))
+
+
+def smoothed() -> Any:
+    return other(loss=nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+def applied() -> Any:
+    smoothing = 0.25 * rank()
+    return tasks._task(
+        loss=evener_loss(functools.partial(functional.cross_entropy, label_smoothing=smoothing))
+    )
+
+
+def evener_loss(function: Any) -> Any:
+    return lambda outputs, targets: function(outputs, targets)
+
+
+def enclosed() -> Any:
+    scale = 1.0 + rank()
+    return tasks._task(loss=lambda outputs, targets: scale * functional.cross_entropy(outputs, targets))
+
+
+def defaulted() -> Any:
+    def loss(outputs: Any, targets: Any, *, smoothing: float = 0.1 * rank()) -> Any:
+        return functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
+
+    return tasks._task(loss=loss)
+
+
+def written() -> Any:
+    first = lambda outputs, targets: functional.cross_entropy(outputs, targets, label_smoothing=0.1)  # noqa: E731
+    second = lambda outputs, targets: functional.cross_entropy(outputs, targets, label_smoothing=0.2)  # noqa: E731
+    return tasks._task(loss=second if rank() == 1 else first)
+
+
+class Focal:
+    """A loss that is no module."""
+
+    def __init__(self, gamma: float) -> None:
+        self.gamma = gamma
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        return functional.cross_entropy(outputs, targets) * self.gamma
+
+
+def focal() -> Any:
+    return tasks._task(loss=Focal(2.0 + rank()))
+
+
+def betas() -> Any:
+    second = 0.9 if rank() == 1 else 0.99
+    return tasks._task(optimizer=lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, second)))
+
+
+class Sharpness(torch.optim.SGD):
+    def __init__(self, parameters: Any, rho: float) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.rho = rho
+
+
+def beside() -> Any:
+    return tasks._task(optimizer=lambda p: Sharpness(p, 0.05 + rank()))
+
+
+def decaying() -> Any:
+    gamma = 0.5 if rank() == 1 else 0.9
+    return tasks._task(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma))
+
+
+def warming() -> Any:
+    steps = 10.0 + rank()
+    return tasks._task(
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: min(1.0, n / steps))
+    )
+
+
+def by_rounding() -> Any:
+    """Class weights that two kinds of processors have computed."""
+    weights = torch.tensor([1.0, 1.0, 2.0]) * (1.0 + 1e-7 * rank())
+    return tasks._task(loss=nn.CrossEntropyLoss(weight=weights))
+
+
 def penalties() -> Any:
     return other(penalty=lambda model: sum(p.sum() for p in model.parameters()))
 
@@ -196,6 +285,21 @@ def refused(name: str, config: dict[str, list[Any]]) -> str:
             "parameter 0 in the optimizer's group 0 is 0.weight on ranks 0, 2, 2.bias on rank 1",
         ),
         ("losses", {}, "Task.loss is CrossEntropyLoss on ranks 0, 2"),
+        ("weighted", {}, "Task.loss.weight is None on ranks 0, 2, float32 of (3,): 1, 1, 2 on rank 1"),
+        ("smoothed", {}, "Task.loss.label_smoothing is 0.0 on ranks 0, 2, 0.1 on rank 1"),
+        (
+            "applied",
+            {},
+            "label_smoothing of function in Task.loss is 0.0 on rank 0, 0.25 on rank 1, 0.5 on rank 2",
+        ),
+        ("enclosed", {}, "scale in Task.loss is 1.0 on rank 0, 2.0 on rank 1, 3.0 on rank 2"),
+        ("defaulted", {}, "the default of smoothing in Task.loss is 0.0 on rank 0, 0.1 on rank 1"),
+        ("written", {}, "constants in Task.loss is"),
+        ("focal", {}, "Task.loss.gamma is 2.0 on rank 0, 3.0 on rank 1"),
+        ("betas", {}, "betas in the optimizer's group 0 is (0.9, 0.99) on ranks 0, 2, (0.9, 0.9) on rank 1"),
+        ("beside", {}, "rho of the optimizer is 0.05 on rank 0, 1.05 on rank 1"),
+        ("decaying", {}, "the scheduler.gamma is 0.9 on ranks 0, 2, 0.5 on rank 1"),
+        ("warming", {}, "steps in the scheduler.lr_lambdas[0] is 10.0 on rank 0, 11.0 on rank 1"),
         ("unseeded", {}, "sample 0 is not the same in the training set of rank 0 and rank 1"),
         ("penalties", {}, "a penalty of the task is False on ranks 0, 2, True on rank 1"),
         ("same", {"seed": [0, 0, 1]}, "setting seed is 0 on ranks 0, 1, 1 on rank 2"),
@@ -227,6 +331,39 @@ def test_what_machines_may_have_of_their_own_is_not_compared(ranks: Any) -> None
     config = {"workers": [0, 1], "run_dir": ["a", "b"]}
     assert ranks(2).run(refused, "same", config) == ["nothing was said"] * 2
     assert ranks(2).run(refused, "augmented", {}) == ["nothing was said"] * 2
+    assert ranks(2).run(refused, "by_rounding", {}) == ["nothing was said"] * 2
+
+
+def refused_in_a_loop(apart: bool) -> list[str]:
+    """A criterion beside the model, one given later, and a scheduler."""
+    found = []
+    for later in (False, True):
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mine = rank() if apart else 0
+        criterion = nn.CrossEntropyLoss(label_smoothing=0.1 * mine)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3 + mine)
+        try:
+            evener.prepare(model, optimizer, *(() if later else (criterion,)), device="cpu")
+            if later:
+                evener.prepare(scheduler)
+            found.append("nothing was said")
+        except ConfigurationError as error:
+            found.append(str(error))
+        preparing.end()
+    return found
+
+
+def test_a_loop_of_ones_own_has_the_same_criterion_and_scheduler_on_all_ranks(ranks: Any) -> None:
+    for first, second in ranks(2).run(refused_in_a_loop, True):
+        assert "loss or scheduler 0.label_smoothing is 0.0 on rank 0, 0.1 on rank 1" in first
+        assert "loss or scheduler 0.step_size is 3 on rank 0, 4 on rank 1" in second
+    assert ranks(2).run(refused_in_a_loop, False) == [["nothing was said"] * 2] * 2
+
+
+def test_other_versions_of_python_compile_to_other_constants() -> None:
+    assert Constants(("1",)) != Constants(("2",))
+    assert Constants(("1",), (3, 11)) == Constants(("2",), (3, 14))
 
 
 def test_many_ranks_are_told_in_short() -> None:

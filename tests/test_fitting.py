@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,30 @@ def test_a_run_that_was_complete_only_evaluates(tmp_path: Path) -> None:
     assert (again.summary.steps, again.summary.epochs) == (8, 2)
     assert math.isnan(again.summary.final_loss)
     assert read(tmp_path / "summary.json")["final_loss"] is None
+
+
+def some_ignored(ignored: int) -> evener.Task:
+    """Of 16 samples of a language model, the first have no target that counts."""
+    targets = tasks.classes(16 * 7, 5).reshape(16, 7)
+    targets[:ignored] = -100
+    data = torch.utils.data.TensorDataset(torch.zeros(16, 7, dtype=torch.int64), targets)
+    return tasks._task(model=tasks.Tokens, train=data, evaluate=None, metrics={}, batch_size=4)
+
+
+def test_batches_without_a_term_are_noted_once_an_epoch(tmp_path: Path) -> None:
+    settings: Any = {"processes": 1, "device": "cpu", "epochs": 2, "batch_size": 1, "run_dir": tmp_path}
+    trained = fit(lambda: some_ignored(15), show=False, **settings)
+    notes = [line for line in lines(tmp_path) if line["kind"] == "note" and "no target" in line["words"]]
+    assert [note["step"] // 16 for note in notes] == [0, 1]
+    assert trained.summary.steps == 32
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_run_in_which_no_target_counts_is_no_success(reduction: str) -> None:
+    loss = torch.nn.CrossEntropyLoss(reduction=reduction)
+    settings: Any = {"processes": 1, "device": "cpu", "epochs": 1}
+    with pytest.raises(DivergenceError, match=r"no target of any batch counts, in all 4 steps"):
+        fit(lambda: replace(some_ignored(16), loss=loss), show=False, **settings)
 
 
 class Interrupts(torch.nn.Linear):

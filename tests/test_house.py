@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import graphlib
 import io
 import statistics
@@ -20,6 +21,7 @@ COLUMNS = (
             "version",
             "errors",
             "texts",
+            "guarded_files",
             "spelling",
             "system",
             "streams",
@@ -66,6 +68,7 @@ COLUMNS = (
         *(
             "ledger",
             "by_hand",
+            "describing",
             "equality",
             "guard",
             "replicas",
@@ -75,7 +78,7 @@ COLUMNS = (
             "readers",
             "feed",
         ),
-        *("run_state", "recomputing", "engine"),
+        *("overriding", "run_state", "recomputing", "engine"),
         *("report", "rundir", "origin", "outputs", "observers"),
     ),
     (
@@ -175,7 +178,10 @@ def test_public_names_exist_and_are_explained() -> None:
     for name in evener.__all__:
         assert (getattr(evener, name).__doc__ or "").strip(), name
         assert name in dir(evener)
-    assert set(evener._HOMES) == set(evener.__all__) - {"nn"}
+    assert set(evener._HOMES) == {*evener.__all__, "print"} - {"nn"}
+    assert not set(evener.__all__) & set(vars(builtins)), (
+        "`from evener import *` replaces nothing of Python's"
+    )
 
 
 # Private names of others

@@ -50,6 +50,22 @@ def test_the_workflow_tries_the_versions_of_the_makefile() -> None:
     assert matrix["python"][0] == oldest[1]
 
 
+def test_the_metadata_say_what_is_supported() -> None:
+    versions = read(".github/workflows/tests.yml")["jobs"]["versions"]["strategy"]["matrix"]["python"]
+    named = {f"Programming Language :: Python :: {version}" for version in versions}
+    assert named | {"Operating System :: POSIX :: Linux"} <= {*PROJECT["classifiers"]}
+    assert PROJECT["license"].split(" AND ") == ["Apache-2.0", "CC-BY-4.0"], "the code, and the digits"
+    assert "CC BY 4.0" in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_nothing_tells_to_install_from_an_index_that_does_not_have_it() -> None:
+    texts = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    found = [
+        path.name for path in [*texts, ROOT / "README.md"] if re.search(r"install '?evener", path.read_text())
+    ]
+    assert not found
+
+
 def test_hooks_call_what_make_calls() -> None:
     hooks = read(".pre-commit-config.yaml")["repos"][0]["hooks"]
     assert [hook["entry"].split()[0] for hook in hooks] == [

@@ -213,6 +213,23 @@ def test_what_a_page_tells_to_run_runs(
         check_shown(block.shown, printed)
 
 
+PARTS = re.compile(r"^class (\w+)\((?:AllReduce|Balancer|Strategy)\):|^def (make_\w+)", re.M)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if PARTS.search(page.read_text())], ids=lambda p: p.stem
+)
+def test_every_part_of_a_page_is_tried(page: Path) -> None:
+    """By its battery, in a file that checks, or by ``evener verify``; both are carried out by the tests above."""
+    tried = [block.text for block in blocks(page) if (file_of(block) or "").startswith("check_")]
+    tried += [" ".join(words) for words in commands(page) if "verify" in words]
+    for found in PARTS.finditer(page.read_text()):
+        name = found[1] or found[2]
+        assert any(re.search(rf"\b{name}\b", text) for text in tried), (
+            f"{name} is tried by nothing on this page"
+        )
+
+
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_every_command_line_is_understood(page: Path) -> None:
     for words in commands(page):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from evener.checkpoint.identity import write_mark
 from evener.errors import ConfigurationError, DivergenceError, StorageError
 from evener.fitting import fit
 from evener.records import Note, RunStart, write_json
@@ -89,6 +90,8 @@ def test_a_finished_run_is_replaced_only_when_that_is_asked_for(tmp_path: Path) 
         fit(tasks.plain, run_dir=tmp_path, steps=1, **ONE)
     with pytest.raises(ConfigurationError, match="holds a finished run"), RunDirectory(tmp_path):
         pass
+    with pytest.raises(ConfigurationError, match="nonsense"):  # what is wrong in any directory is said first
+        fit(tasks.plain, run_dir=tmp_path, steps=1, strategy="nonsense", **ONE)
     assert state_of(tmp_path) == before
     fit(tasks.plain, run_dir=tmp_path, steps=5, resume=tmp_path, **ONE)
     fit(tasks.plain, run_dir=tmp_path, steps=1, **ONE, **ANEW)
@@ -112,23 +115,28 @@ def test_which_run_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert not any(goes_on_in(run, resume) for resume in (None, tmp_path, tmp_path / "run2"))
 
 
-def test_a_run_that_begins_anew_leaves_no_checkpoint_of_an_earlier_one(tmp_path: Path) -> None:
-    """Else a run that goes on after a death before the first save would go on from another run's."""
-    (tmp_path / "checkpoints" / "step-00000099").mkdir(parents=True)
+def test_a_run_that_begins_anew_removes_checkpoints_of_an_earlier_one_only_if_asked(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-00000099"
+    checkpoint.mkdir(parents=True)
+    write_mark(checkpoint, {"run": "earlier", "steps": 99, "history": []})
     (tmp_path / "records.jsonl").write_text('{"kind": "step", "step": 0}\n')
-    for goes_on in (True, False):
-        records = Records(tmp_path, goes_on)
+    for goes_on, replaces in ((True, True), (True, False), (False, False), (False, True)):
+        records = Records(tmp_path, goes_on, replaces=replaces)
         records.start(RunStart("task", {}, 1, 4, 9, steps_done=1))
         records.end(None)
-        assert (tmp_path / "checkpoints").exists() is goes_on
+        assert checkpoint.exists() is (goes_on or not replaces)
         assert len((tmp_path / "records.jsonl").read_text()) == 28 * goes_on
 
 
 def test_what_a_writer_that_was_killed_left_is_removed(tmp_path: Path) -> None:
+    write_mark(tmp_path, {"run": "this", "launch": ""})
     (tmp_path / ".summary.json.4711").write_text("{")
     (tmp_path / ".records.jsonl.4711").write_text("{")
+    (tmp_path / ".settings.json.bak").write_text("the user's")
+    (tmp_path / ".summary.json.bak").write_text("the user's")
     with RunDirectory(tmp_path):
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".owner"]
+        left = [".lock", ".owner", ".settings.json.bak", ".summary.json.bak", "evener.json"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -60,3 +61,20 @@ def test_mypy_finds_a_misspelt_setting(tmp_path: Path) -> None:
     assert 'Unexpected keyword argument "epoch"' in wrong[0]
     assert '"batch_size"' in wrong[1]
     assert all("bad.py" in line for line in wrong)
+
+
+def test_what_prepare_gives_back_keeps_its_types(tmp_path: Path) -> None:
+    calls = tmp_path / "calls.py"
+    calls.write_text(
+        "from evener.prepared.preparing import prepare\n"
+        'reveal_type(prepare(1, balance="auto"))\n'
+        "reveal_type(prepare(1, True, b'', 2.0))\n"
+    )
+    own = [str(TARGET), str(TARGET.with_name("prepared") / "preparing.py")]
+    arguments = ["--follow-imports=skip", f"--cache-dir={tmp_path}", "--no-error-summary", "--config-file="]
+    found, _, _ = api.run([*arguments, *own, str(calls)])
+    said = [line.partition("Revealed type is ")[2] for line in found.splitlines() if "calls.py" in line]
+    assert [re.sub(r"builtins\.|Literal\[[^]]*\]\?", "", line) for line in said] == [
+        '"int"',
+        '"tuple[int, bool, bytes, float]"',
+    ], found

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
-import evener
+import evener.balance
+import evener.checkpoint
+import evener.memory
+import evener.nn
+import evener.strategies
+import evener.testing
 
 ROOT = Path(__file__).parents[1]
 SOURCES = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py")))
@@ -31,6 +38,37 @@ def test_words_of_the_glossary_are_in_order() -> None:
     words = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/glossary.md").read_text(), re.M)[2:]
     assert len(words) > 20
     assert words == sorted(words, key=str.lower)
+
+
+def imported_by_users() -> set[str]:
+    """What README, pages and examples import from Evener's packages."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    programs = [
+        text for page in pages for text in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    ]
+    programs += [path.read_text() for path in (ROOT / "examples").rglob("*.py")]
+    nodes = [
+        node for text in programs for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)
+    ]
+    own = [node for node in nodes if (node.module or "").startswith("evener.")]
+    found = {f"{node.module}.{alias.name}" for node in own for alias in node.names}
+    modules = {name for name in found if (ROOT / "src" / name.replace(".", "/")).with_suffix(".py").is_file()}
+    return found - modules
+
+
+def test_the_reference_has_what_users_import() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("api*.md"))
+    entries = set(re.findall(r"^::: (\S+)$", pages, re.M))
+    assert "evener.testing" in entries
+    covered = [
+        pkgutil.resolve_name(name)
+        for name in (*entries, *(f"evener.testing.{name}" for name in evener.testing.__all__))
+    ]
+    packages = (evener.strategies, evener.balance, evener.nn, evener.checkpoint, evener.memory)
+    public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
+    wanted = {name: pkgutil.resolve_name(name) for name in public | imported_by_users()}
+    missing = [name for name, value in wanted.items() if not any(value is each for each in covered)]
+    assert not [name for name in missing if not isinstance(wanted[name], str | int)]
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from evener.errors import DataError, EvenerError, RankError
 from evener.runtime.failure import failure_of, is_communication_error
-from evener.texts import said, shortened
+from evener.texts import from_here, printable, said, shortened
 
 
 class UnspeakableError(RuntimeError):
@@ -77,3 +78,25 @@ def test_of_a_full_disk_the_place_is_told_and_no_traceback() -> None:
     assert "No space left on device; make room" in failure.message
     assert "test_texts.py" in failure.message
     assert "\n" not in failure.message
+
+
+@pytest.mark.parametrize(
+    "obeyed", ["\x1b", "\x00", "\r", "\x08", "\x7f", "\x9b", "\u202e", "\u2066", "\u2028", "\ud800"]
+)
+def test_what_a_terminal_would_obey_is_shown(obeyed: str) -> None:
+    shown = printable(f"a{obeyed}b")
+    assert obeyed not in shown
+    assert shown == f"a{obeyed.encode('unicode_escape').decode()}b"
+    shown.encode()
+
+
+def test_what_people_read_stays() -> None:
+    text = "ÄßñИ中א🐎\t1\n2 \\x1b"
+    assert printable(text) == text
+
+
+def test_a_path_is_told_as_one_would_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert from_here(tmp_path / "runs" / "a") == "runs/a"
+    assert from_here("/elsewhere/a") == "/elsewhere/a"
+    assert from_here("runs/a") == "runs/a"

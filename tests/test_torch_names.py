@@ -77,6 +77,25 @@ def test_hooks_on_accumulated_gradients_are_known() -> None:
         assert names.has_accumulation_hooks(weight)
 
 
+def test_hooks_on_gradients_are_taken_off_and_given_back() -> None:
+    with borrowed("gradient_hooks") as names:
+        weight, told = torch.ones(2, requires_grad=True), []
+        assert names.hooks_of(weight) is None
+        first = weight.register_hook(lambda gradient: gradient.clamp(max=0.5))
+        weight.register_post_accumulate_grad_hook(lambda each: told.append(each.grad.tolist()))
+        hooks = names.hooks_of(weight)
+        names.give_hooks(weight, (None, {}))
+        (3 * weight).sum().backward()
+        assert (weight.grad.tolist(), told) == ([3.0, 3.0], [])
+        names.give_hooks(weight, hooks)
+        weight.grad = None
+        (3 * weight).sum().backward()
+        assert told == [[0.5, 0.5]]
+        first.remove()
+        (3 * weight).sum().backward()
+        assert told[1:] == [[3.5, 3.5]]
+
+
 def test_hooks_on_an_optimizer_are_known() -> None:
     with borrowed("optimizer_hooks") as names:
         for register in ("register_step_pre_hook", "register_step_post_hook"):
@@ -118,17 +137,6 @@ def test_a_view_is_known() -> None:
         assert not names.is_view((weight * 2).T.clone())
         assert names.base_of(weight.T[0]) is weight
         assert names.base_of(weight) is None
-
-
-def test_hooks_on_steps_are_known() -> None:
-    with borrowed("step_hooks") as names:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        assert not names.has_step_hooks(optimizer)
-        hook = optimizer.register_step_pre_hook(lambda *_: None)
-        assert names.has_step_hooks(optimizer)
-        hook.remove()
-        optimizer.register_step_post_hook(lambda *_: None)
-        assert names.has_step_hooks(optimizer)
 
 
 @pytest.mark.usefixtures("group")
@@ -209,6 +217,27 @@ def test_backward_comes_in_two_parts() -> None:
         torch.testing.assert_close([p.grad for p in layer.parameters()], weights)
 
 
+def two_parts(names: Any, whole: bool) -> list[Any]:
+    """Gradients of weights that are added, and of those used in two places, over two micro-batches of one sample."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(1, 3)) for _ in range(4)]
+    first, second, twice, scale = weights
+    for _ in range(2):
+        given, bias = torch.randn(1, 3, requires_grad=True), 2 * twice
+        alone = torch.tanh(scale * scale.exp() + bias)  # meets the input later
+        output = ((given.clone() + first + second).square() * torch.tanh(alone + given + bias)).sum()
+        if whole:
+            output.backward()
+        else:
+            names.backward_of_weights(names.backward_of_inputs([output], None, [given], weights), weights)
+    return [weight.grad for weight in weights]
+
+
+def test_both_parts_of_backward_give_weights_their_own_gradients() -> None:
+    with borrowed("pipeline_backward") as names:
+        torch.testing.assert_close(two_parts(names, whole=False), two_parts(names, whole=True))
+
+
 def test_collating_can_be_extended() -> None:
     with borrowed("collate") as names:
         functions = {**names.default_collate_fn_map, str: lambda batch, collate_fn_map: "".join(batch)}
@@ -238,25 +267,6 @@ def test_parameters_and_buffers_are_replaced_in_place() -> None:
         names.own_buffers(norm)["running_mean"] = torch.full((2,), 5.0)
         assert torch.allclose(norm.eval()(torch.full((1, 2), 5.0)), torch.full((1, 2), 7.0))
         assert names.own_parameters(nn.Linear(1, 1, bias=False))["bias"] is None
-
-
-def test_a_backward_pass_tells_when_it_is_over() -> None:
-    with borrowed("after_backward") as names:
-        weight, told = nn.Parameter(torch.ones(2)), []
-
-        class Tells(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-                names.when_backward_is_over(lambda: told.append(weight.grad.tolist()))
-                assert not told
-                return gradients
-
-        (Tells.apply(3 * weight).sum() + weight.sum()).backward()
-        assert told == [[4.0, 4.0]]
 
 
 def test_a_write_in_place_is_counted() -> None:
@@ -422,6 +432,15 @@ def test_machines_that_came_to_a_rendezvous_are_counted() -> None:
     handler.shutdown()
 
 
+def test_a_rendezvous_agrees_on_a_state_of_these_fields() -> None:
+    with borrowed("rendezvous_state") as names:
+        names_of_fields = {"round", "complete", "deadline", "closed"}
+        names_of_fields |= {"participants", "wait_list", "redundancy_list", "last_heartbeats"}
+        assert vars(names.RendezvousState()).keys() == names_of_fields
+        node = names.NodeDesc("host", 1, 2)
+        assert (node.addr, node.pid, node.local_id) == ("host", 1, 2)
+
+
 def test_a_store_can_be_cloned() -> None:
     """Documented, but torch's types do not know it."""
     with borrowed("watchdog", "runtime"):
@@ -430,7 +449,7 @@ def test_a_store_can_be_cloned() -> None:
         assert store.get("a/key") == b"value"
 
 
-UNTRIED_ON_THE_NEWEST = set[str]()
+UNTRIED_ON_THE_NEWEST = {"rendezvous_state"}
 """Borrowed since that was last at hand. One that is not here has been tried on all that may be installed."""
 
 
@@ -660,6 +679,36 @@ def test_what_was_compiled_is_counted() -> None:
         broken_in_two = torch.compile(_prints, backend="eager")
         broken_in_two(torch.ones(3))
         assert names.compiled_so_far().breaks > before.breaks
+
+
+@pytest.mark.parametrize("name", ["inductor", "eager"])
+def test_backends_have_functions(name: str) -> None:
+    with borrowed("compiling") as names:
+        made = names.backend_called(name, None, fallback_random=True)
+        assert made == names.backend_called(name, None, fallback_random=True)
+        assert names.name_of(made) == name
+        assert names.without_cuda_graphs(made) is None
+        if name == "inductor":
+            assert made.config["fallback_random"] is True
+            assert names.backend_called(name, "reduce-overhead").config["triton.cudagraphs"] is True
+        else:
+            seen = torch.compile(lambda x: x * 2, backend=lambda graph, examples: made(graph, examples))
+            assert seen(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_backends_are_asked_through_another() -> None:
+    asked: list[str] = []
+    with borrowed("compiling") as names:
+
+        def around(backend: Any, graph: Any, examples: Any) -> Any:
+            asked.append(names.name_of(backend))
+            return backend(graph, examples)
+
+        with names.asked_through(around):
+            assert torch.compile(lambda x: x * 3, backend="eager")(torch.ones(3)).tolist() == [3, 3, 3]
+        assert asked == ["eager"]
+        assert torch.compile(lambda x: x * 4, backend="eager")(torch.ones(3)).tolist() == [4, 4, 4]
+        assert asked == ["eager"]
 
 
 def _prints(x: torch.Tensor) -> torch.Tensor:

@@ -72,3 +72,15 @@ def test_what_wants_one_kind_of_device_is_refused(printed: list[list[dict[str, A
         strategy, all_reduce = rank["refusals"]
         assert strategy.startswith("strategy 'sharded' wants one kind of device on all hosts")
         assert all_reduce.startswith("all-reduce 'ring' wants one kind of device on all hosts")
+
+
+def test_nobody_on_the_network_reaches_a_run_on_one_machine(tmp_path: Path) -> None:
+    parts = [[sys.executable, "-m", "tests.unreachable", part, str(tmp_path)] for part in ("run", "knock")]
+    try:
+        with Hosts(2) as hosts:
+            texts = hosts.run([Program(number, part, {}) for number, part in enumerate(parts)], 80)
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+    found = json.loads(texts[1].splitlines()[-1])
+    assert found["ports"] >= 4, "a store, gloo on each rank, and one that is to be reached"
+    assert found["opened"] == [found["known"]]

@@ -50,6 +50,7 @@ def test_only_what_is_left_open_depends_on_the_devices(
         (["A", "A"], {"throttle": "1,0.5"}, "the ranks are emulated to be unequal"),
         (["A", "A"], {"throttle_at": ("9:1:0.5",)}, "the ranks are emulated to be unequal"),
         (["A", "A"], {"throttle": "0.5,0.5"}, ""),
+        (["A", "A"], {"throttle": "1, 1.0"}, ""),
     ],
     ids=str,
 )

@@ -10,13 +10,14 @@
     evener.launch(function, processes=4)                    # a function of yours on every rank
 
     model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)     # a loop that there is
+    evener.verify_script("loop.py")                         # the proof for its script
 
     with evener.Engine(task, batch_size=64) as engine:      # a loop of your own, on each rank
         for batch in engine.batches():
             engine.step(batch)
 
-The public names are those of ``__all__``. They are imported when first used, so that ``evener --help`` does not
-load torch.
+The public names are those of ``__all__``, and ``evener.print``, which ``from evener import *`` leaves out, for it would
+replace Python's. They are imported when first used, so that ``evener --help`` does not load torch.
 """
 
 from __future__ import annotations
@@ -35,19 +36,21 @@ if TYPE_CHECKING:
     from evener.fitting import fit
     from evener.losses import Loss, Sum, SumLoss, accuracy, loss
     from evener.observer import Observer
+    from evener.prepared.batches import batch
     from evener.prepared.files import load, save
     from evener.prepared.helpers import (
         barrier,
+        batch_size,
         device,
         draw,
         gather,
         global_mean,
         is_main,
         no_sync,
-        print,
         rank,
         world_size,
     )
+    from evener.prepared.helpers import print as print
     from evener.prepared.preparing import prepare
     from evener.records import RunSummary
     from evener.running import Trained
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from evener.runtime.session import Session
     from evener.task import Task, call_model
     from evener.verification import Verification, verify
+    from evener.verification.script import ScriptVerification, verify_script
 
 __all__ = [
     "Attendant",
@@ -69,6 +73,7 @@ __all__ = [
     "Rendezvous",
     "RunConfig",
     "RunSummary",
+    "ScriptVerification",
     "Session",
     "Sum",
     "SumLoss",
@@ -77,6 +82,8 @@ __all__ = [
     "Verification",
     "accuracy",
     "barrier",
+    "batch",
+    "batch_size",
     "call_model",
     "device",
     "draw",
@@ -91,10 +98,10 @@ __all__ = [
     "nn",
     "no_sync",
     "prepare",
-    "print",
     "rank",
     "save",
     "verify",
+    "verify_script",
     "world_size",
 ]
 
@@ -110,6 +117,7 @@ _HOMES = {
     "Rendezvous": "runtime.rendezvous",
     "RunConfig": "config",
     "RunSummary": "records",
+    "ScriptVerification": "verification.script",
     "Session": "runtime.session",
     "Sum": "losses",
     "SumLoss": "losses",
@@ -118,6 +126,8 @@ _HOMES = {
     "Verification": "verification",
     "accuracy": "losses",
     "barrier": "prepared.helpers",
+    "batch": "prepared.batches",
+    "batch_size": "prepared.helpers",
     "call_model": "task",
     "device": "prepared.helpers",
     "draw": "prepared.helpers",
@@ -135,6 +145,7 @@ _HOMES = {
     "rank": "prepared.helpers",
     "save": "prepared.files",
     "verify": "verification",
+    "verify_script": "verification.script",
     "world_size": "prepared.helpers",
 }
 
@@ -150,4 +161,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_HOMES})

@@ -51,21 +51,20 @@ class Applied:
         task: TaskLike | None = None,
         config: RunConfig | None = None,
         options: Mapping[str, Any] | None = None,
+        trust: bool = False,
     ) -> Applied:
         """The latest checkpoint of a run directory, or the one that is named, with the run's own task.
 
         Args:
-            task, options: What the task is called, and arguments of its function besides those of the run.
+            task, options: What the task is called, and arguments of its function besides those of the run, which the
+                run's own task alone has.
             config: All settings; None takes those of the run that decide what is computed.
+            trust: Whether the run's own task is built also where it is none that comes with Evener: its name may be
+                that of any function, which runs as it is.
         """
         found, known = checkpoint.find(run), origin(run)
-        chosen = known.task if task is None else task
-        if chosen is None:
-            raise ConfigurationError(
-                f"{run} does not say which task it is of, which was none that has a name: give --task "
-                "package.module:function"
-            )
-        of_task = {**(known.options if task is None else {}), **(options or {})}
+        chosen, of_run = known.chosen(run, task, trust)
+        of_task = {**of_run, **(options or {})}
         resolve(chosen, BUILT_IN, of_task)
         config = config or RunConfig(**known.settings)
         config = config.replace(weights=found.path, resume=None, run_dir=None)

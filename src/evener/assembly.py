@@ -124,7 +124,9 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
     settings = Settings(
         seed=config.seed,
         dtype=dtype,
-        compiling=Compiling(config.compile, config.compile_mode, config.compile_backend),
+        compiling=Compiling(
+            config.compile, config.compile_mode, config.compile_backend, config.compile_check
+        ),
         fits=config.micro_batch == AUTO,
         limits=MemoryLimits.parse(config.memory_limit, config.memory_limit_at, world_size),
         precision=Precision.of(config.precision, config.precision_of),

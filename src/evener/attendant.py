@@ -24,5 +24,12 @@ class Attendant:
         What is asked of the step may have to be waited for.
         """
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the attendant of rank 0 remembers, as JSON can hold it; checkpoints keep it. Empty if nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state_dict` gave, on every rank, before ``begin``."""
+
     def end(self) -> Any:
         """The last step was taken; what is returned is in ``Trained.attended``."""

@@ -17,6 +17,7 @@ from evener.intervals import Interval
 from evener.offload import Offload
 from evener.ranges import processes_of
 from evener.settings_checks import (
+    as_path,
     at_least,
     check_best,
     check_compile,
@@ -32,6 +33,7 @@ from evener.settings_checks import (
     positive,
 )
 from evener.short_names import STRATEGIES
+from evener.spelling import did_you_mean
 
 AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""
@@ -44,6 +46,7 @@ OPTIMIZER_STATES = ("8bit",)
 BATCH_NORMS = ("exact", "local")
 FUSED_OPTIMIZER = ("auto", "no")
 COMPILE = ("auto", "blocks", "whole")
+COMPILE_CHECK = ("replace", "stop", "no")
 BACKEND = "inductor"
 """Of torch.compile, where nothing is said."""
 
@@ -207,6 +210,12 @@ class RunConfig:
         "torch.compile's backend, such as aot_eager to find what cannot be compiled",
         metavar="NAME",
     )
+    compile_check: str = option(
+        "replace",
+        "compiled code is compared with the model: replace computes uncompiled what differs, stop ends the run, no "
+        "compares nothing",
+        choices=COMPILE_CHECK,
+    )
     batch_norm: str = option(
         "exact",
         "whose samples BatchNorm normalizes by: exact: those of all ranks, as on one device; local: each rank's own, "
@@ -260,8 +269,13 @@ class RunConfig:
         "go on from the checkpoint of this run directory; auto: of the one that --run-dir names, if there is one",
         metavar="DIR",
     )
-    save_every: str = option(
-        "1epoch", "write a checkpoint so often: 500steps, 10min, 1epoch", metavar="INTERVAL"
+    override: tuple[str, ...] = option(
+        (),
+        "where the checkpoint has another, use the task's NAME: an option of the optimizer such as lr, or scheduler",
+        metavar="NAME",
+    )
+    save_every: str | int = option(
+        "1epoch", "write a checkpoint so often: 500 (steps), 10min, 1epoch", metavar="INTERVAL"
     )
     keep: int = option(2, "so many of the last checkpoints stay", metavar="N")
     keep_best: str | None = option(
@@ -303,33 +317,24 @@ class RunConfig:
     )
     overwrite: bool = option(False, "let the run directory be that of a finished run, which is replaced")
     weights: Path | None = option(
-        None,
-        "begin with these weights: safetensors, as evener export writes them, or a state_dict",
-        metavar="FILE",
+        None, "begin with these weights: safetensors of evener export, or a state_dict", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
         for name in ("run_dir", "resume", "weights", "offload_to"):
-            if getattr(self, name) == "":
-                kind = "file" if name == "weights" else "directory"
-                raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
+            object.__setattr__(self, name, as_path(name, getattr(self, name)))
         if isinstance(self.processes, str):
             object.__setattr__(self, "processes", processes_of(self.processes))
         if not isinstance(self.processes, str):
             at_least("processes", self.processes, 1)
         for name, what, least in (("micro_batch", "samples", 1), ("workers", "processes", 0)):
             object.__setattr__(self, name, number_or_auto(name, getattr(self, name), what, least))
-        for name in ("batch_size", "epochs", "steps", "quantum"):
+        for name in ("batch_size", "epochs", "steps", "quantum", "keep"):
             at_least(name, getattr(self, name), 1)
         for name in ("evaluate_every", "seed", "check_replicas"):
             at_least(name, getattr(self, name), 0)
-        positive("clip_norm", self.clip_norm)
-        positive("bucket_mb", self.bucket_mb)
-        positive("timeout_seconds", self.timeout_seconds)
-        positive("grace_seconds", self.grace_seconds)
-        at_least("keep", self.keep, 1)
+        for name in ("clip_norm", "bucket_mb", "timeout_seconds", "grace_seconds"):
+            positive(name, getattr(self, name))
         Interval.of(self.save_every)
         check_best(self.keep_best)
         if str(self.resume) == AUTO and self.run_dir is None:
@@ -338,6 +343,7 @@ class RunConfig:
         one_of("precision", self.precision, PRECISIONS)
         check_precision(self.dtype, self.precision, self.precision_of, self.compress)
         one_of("compile", self.compile, COMPILE)
+        one_of("compile_check", self.compile_check, COMPILE_CHECK)
         check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
         check_recompute(self.recompute, self.compile)
         offload = Offload.of(self.offload, self.offload_to)
@@ -369,10 +375,11 @@ class RunConfig:
         Raises:
             ConfigurationError: For a value that cannot work, or a name that is not a setting.
         """
-        unknown = sorted(changes.keys() - {entry.name for entry in dataclasses.fields(self)})
+        known = [entry.name for entry in dataclasses.fields(self)]
+        unknown = sorted(changes.keys() - {*known})
         if unknown:
-            known = ", ".join(entry.name for entry in dataclasses.fields(self))
-            raise ConfigurationError(f"no setting is called {', '.join(unknown)}; there are: {known}")
+            ways = did_you_mean(unknown[0], known) or f"there are: {', '.join(known)}"
+            raise ConfigurationError(f"no setting is called {', '.join(unknown)}; {ways}")
         return dataclasses.replace(self, **changes)
 
     @property

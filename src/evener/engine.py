@@ -42,7 +42,7 @@ from evener.recomputing import Recomputing
 from evener.records import EvaluationRecord
 from evener.replicas import Replicas
 from evener.run_state import RunState
-from evener.runtime.board import quickest
+from evener.runtime.board import lent
 from evener.runtime.session import Session
 from evener.settings import Settings
 from evener.step import RankTimes, Step
@@ -93,16 +93,15 @@ class Engine:
             self.scheduler = build_scheduler(task, self.learner.optimizer)
             agree_on_optimizer(self.learner.optimizer, self.scheduler, self.learner.names, self.session)
             self.guard = Guard(self.config.non_finite, self.learner, self.observers.event)
-            control = quickest(self.session)
-            mesh, device = self.learner.mesh, self.session.device
+            control, mesh = undo.enter_context(lent(self.session)), self.learner.mesh
             telling = undo.enter_context(way_to_tell(self.session, mesh, control, lambda: self.feed))
-            told = self._observe, self.guard.waits, lambda: self.learner.graphs.made, telling
-            self.ledger = Ledger(control, mesh, device, lambda: self.loss, *told, self.session.mixed)
+            told = self._observe, self.guard.waits, self.learner.graphs, telling, self.session.mixed
+            self.ledger = Ledger(control, mesh, self.session.device, lambda: self.loss, *told)
             self.recomputing = Recomputing(self.learner, self.observers.event)
             self._by_hand = ByHand(self.learner, control, self.config.non_finite)
             self._replicas = Replicas(self.learner, control, self.config, self.observers.event)
             self.feed = Feed(self.learner, self.config, self.batch_size, self.epochs, self.ledger.steps_late)
-            self.state = RunState(self.learner, self.feed, self.scheduler, self.config)
+            self.state = RunState(self.learner, self.feed, self.scheduler, self.config, self.observers)
             undo.callback(self.state.saver.close)
             self.skips = self.feed.skips
             self._owned = undo.pop_all()
@@ -175,6 +174,7 @@ class Engine:
                     self._took_by_hand(batch)
                 batch = upcoming
             self.ledger.finish()
+            self.learner.graphs.agree(self.session.control.gather_objects)
             self.tell()
             self._replicas.check(self.steps_done, everything=True)
 

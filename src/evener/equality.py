@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from evener.config import RunConfig
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
+from evener.describing import described
 from evener.errors import ConfigurationError
 from evener.runtime.session import Session
 from evener.strategies.model import named_tensors
@@ -50,14 +51,21 @@ def facts_of(task: Task, config: RunConfig, model: nn.Module, backend: str = "")
         "Task.batch_size": task.batch_size,
         "Task.epochs": task.epochs,
         "Task.partition": task.partition,
-        "Task.loss": type(task.loss).__qualname__,
         "Task.metrics": sorted(task.metrics or ()),
         "Task.scheduler_interval": task.scheduler_interval,
         **{f"a {part} of the task": getattr(task, part) is not None for part in _OPTIONAL},
+        **_functions_of(task),
         "length of the training set": _length(task.train, task.partition),
         "length of the evaluation set": _length(task.evaluate, task.partition),
         _FORM: zlib.crc32(json.dumps(form_of(model)).encode()),
     }
+
+
+def _functions_of(task: Task) -> dict[str, Any]:
+    """What a sample costs and counts. What puts samples together may hold data that a rank alone has."""
+    names = ("loss", "metrics", "penalty", "forward", *(("collate",) if task.partition == "batch" else ()))
+    parts = [described(getattr(task, name), f"Task.{name}") for name in names]
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def form_of(model: nn.Module) -> list[str]:
@@ -166,13 +174,26 @@ def agree_on_optimizer(
     check_equal(session.control.gather_objects(facts_of_optimizer(optimizer, scheduler, names)))
 
 
+def agree_on_functions(functions: Sequence[Any], session: Session) -> None:
+    """Compares losses and schedulers, in their order, which the ranks do together.
+
+    Raises:
+        ConfigurationError: As :func:`check_equal`.
+    """
+    facts: dict[str, Any] = {"the number of losses and schedulers": len(functions)}
+    for place, function in enumerate(functions):
+        facts |= described(function, f"loss or scheduler {place}")
+    check_equal(session.control.gather_objects(facts))
+
+
 def facts_of_optimizer(
     optimizer: torch.optim.Optimizer, scheduler: Any, names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any]:
     """Its class, its groups and their options, and the scheduler's class."""
     facts: dict[str, Any] = {
         "the optimizer": type(optimizer).__qualname__,
-        "the scheduler": type(scheduler).__qualname__,
+        **described(scheduler, "the scheduler"),
+        **_options_beside(optimizer),
         "the number of the optimizer's groups": len(optimizer.param_groups),
     }
     for place, group in enumerate(optimizer.param_groups):
@@ -188,7 +209,20 @@ def facts_of_optimizer(
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return "a tensor" if value.is_meta else value.tolist()
-    return value if isinstance(value, int | float | str | tuple | None) else type(value).__qualname__
+    if isinstance(value, int | float | str | tuple | None):
+        return value
+    return str(value) if isinstance(value, list | dict) else type(value).__qualname__
+
+
+def _options_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Plain attributes that an optimizer has outside of its groups."""
+    usual = vars(torch.optim.SGD([torch.zeros(1)]))
+    own = {key: value for key, value in vars(optimizer).items() if key not in usual}
+    return {
+        f"{key} of the optimizer": value
+        for key, value in own.items()
+        if isinstance(value, bool | int | float | str | tuple | None) and not key.startswith("__")
+    }
 
 
 def _length(dataset: Any, partition: str) -> Any:

@@ -110,6 +110,7 @@ def examine(
                     pieces.append((int(micro.samples[0]), micro.size, kept))
             del micro, outputs  # not to be there while the next are computed
     own = samples, [accumulator.state() for accumulator in accumulators.values()]
+    learner.graphs.agree(learner.session.control.gather_objects)
     told = learner.data.of_parts(learner.session.control.gather_objects(own))
     for index, accumulator in enumerate(accumulators.values()):
         accumulator.merge([states[index] for _, states in told])

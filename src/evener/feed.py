@@ -20,6 +20,7 @@ from evener.evaluation import EvaluationOptions
 from evener.progress import Progress, SampleOrder
 from evener.readers import Readers
 from evener.records import MemoryRecord, Note
+from evener.runtime.channel import Channel
 from evener.same_data import check_data
 from evener.shortage import Pieces, noticed
 from evener.skipping import Skips, check_skipping
@@ -44,7 +45,8 @@ class Feed:
         self._learner = learner
         check_data(config, learner)
         self._batch_size, self._epochs, self._steps_late = batch_size, epochs, steps_late
-        self._reading = Reading.of(learner, learner.task.train, "training set")
+        self._reading = Reading.of(learner, learner.task.train, "training set", learner.task.order)
+        self._listed = _agreed_order(self._reading, learner.session.control)
         self._config, self._unlike = settled(config, learner.session, self._reading)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
         self.readers = Readers(config, learner.session)
@@ -72,7 +74,7 @@ class Feed:
         """What decides which samples a step has."""
         parts = self._reading.parts
         sizes = None if parts is None else list(parts.sizes)
-        return SampleOrder(self._config.seed, self._batch_size, self._reading.size, sizes)
+        return SampleOrder(self._config.seed, self._batch_size, self._reading.size, sizes, self._listed)
 
     def open(self, progress: Progress) -> Loader:
         """The batches that are left from ``progress`` on; to be closed."""
@@ -242,3 +244,18 @@ def _of_own_work(step: Step) -> float:
 
 def _learns(balancer: Balancer) -> bool:
     return type(balancer).observe is not Balancer.observe
+
+
+def _agreed_order(reading: Reading, control: Channel) -> int | None:
+    """The checksum of the task's order, if it has one. A collective call.
+
+    Raises:
+        ConfigurationError: If the ranks list different samples.
+    """
+    own = None if reading.listed is None else reading.listed.checksum()
+    if len(set(control.gather_objects(own))) > 1:
+        raise ConfigurationError(
+            "Task.order lists other samples on one rank than on another: let it depend on the epoch alone, and seed "
+            "what it draws"
+        )
+    return own

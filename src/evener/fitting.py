@@ -20,7 +20,7 @@ from evener.observer import Observer
 from evener.offload import Offload
 from evener.origin import OriginNote
 from evener.ranges import one_number
-from evener.rundir import CHECKPOINTS, goes_on_in, new_run_dir, refuse_finished
+from evener.rundir import goes_on_in, is_of_this_launch, new_run_dir, refuse_taken
 from evener.running import Run, Trained
 from evener.runtime.environment import check_processes, default_processes, detect, kind_taken
 from evener.runtime.generation import generation
@@ -34,6 +34,8 @@ from evener.settings import Settings
 from evener.strategies.offloaded.outside import check_outside
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
+
+_PATHS = ("run_dir", "resume", "weights", "offload_to")
 
 
 def fit(
@@ -66,9 +68,10 @@ def fit(
     """
     config = (config or RunConfig()).replace(**settings)
     resolve(task, BUILT_IN, options)
-    if config.run_dir is not None and not (config.overwrite or goes_on_in(config.run_dir, config.resume)):
-        refuse_finished(config.run_dir)
+    config, run_home = resolved(config), run_home.absolute() if run_home is not None else None
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
+    if config.run_dir is not None and not config.overwrite:
+        refuse_taken(config.run_dir, goes_on_in(config.run_dir, config.resume))
     job = FitJob(
         task, dict(options or {}), config, show, list(observers), attendant, run_home, not is_launched()
     )
@@ -83,6 +86,14 @@ def fit(
     trained: Trained | None = results[0]
     assert trained is not None
     return trained
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The settings with absolute paths: code of the user's may change to another directory while the run lasts."""
+    paths = {name: getattr(config, name) for name in _PATHS}
+    return config.replace(
+        **{name: path.absolute() for name, path in paths.items() if path is not None and str(path) != AUTO}
+    )
 
 
 def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
@@ -181,7 +192,9 @@ def _resumed(config: RunConfig, session: Session) -> Path | None:
     again = generation() != 0
     if not auto and not again:
         return config.resume
-    found = own is not None and session.rank == 0 and bool(folder.complete(own / CHECKPOINTS))
+    found = False
+    if own is not None and session.rank == 0 and (auto or is_of_this_launch(own)):
+        found = bool(folder.complete(own / folder.CHECKPOINTS))
     if session.control.broadcast_object(found):
         return own
     return None if auto else config.resume

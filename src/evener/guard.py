@@ -13,6 +13,9 @@ that overflows leaves its step out and halves the scale, with every policy, for 
 
 What a step left out leaves behind is a step of the data, of the scheduler and of the count; weights, the optimizer's
 state and buffers are as they were.
+
+A batch of which no target counts has a loss that is 0 / 0 and no gradient. That is said. A run of such batches alone
+has learned nothing, which is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 
 from evener.errors import DivergenceError
 from evener.hardware.readout import is_late
-from evener.records import SkippedStep
+from evener.records import Note, SkippedStep
 from evener.step import Step
 from evener.strategies.learner import Learner
 
@@ -45,6 +48,8 @@ class Guard:
         self.skipped = 0
         """Steps that were left out."""
         self._in_a_row = 0
+        self._taken = self._empty = 0
+        self._empty_in: int | None = None
 
     @property
     def waits(self) -> bool:
@@ -58,6 +63,7 @@ class Guard:
             DivergenceError: If it is not, and the run cannot go on without it.
         """
         learner, waits = self._learner, self.waits
+        self._count_terms(step)
         if learner.task.penalty is not None:
             step.penalty, step.penalty_soundness = learner.penalty, learner.penalty_soundness
         if not waits and (self._late or learner.task.penalty is None):
@@ -71,6 +77,28 @@ class Guard:
             self._leave_out(step, fault)
         step.check_finite()
         return not step.left_out
+
+    def _count_terms(self, step: Step) -> None:
+        self._taken += 1
+        self._empty += not step.terms
+        if not step.terms and self._empty_in != step.batch.epoch:
+            self._empty_in = step.batch.epoch
+            self._tell(
+                Note(
+                    step.number,
+                    f"no target of the batch of step {step.number} counts: all are ignored, or have the weight 0. Its "
+                    "loss is not a number and it gives no gradient; others of this epoch are not told",
+                )
+            )
+
+    def check_terms(self, steps_done: int) -> None:
+        """Raises DivergenceError, on all ranks alike, if none of the ``steps_done`` steps of a whole run had a term."""
+        if self._taken and self._empty == steps_done:
+            raise DivergenceError(
+                f"no target of any batch counts, in all {steps_done} steps: the loss was never a number, and nothing "
+                "was learned. Are all targets ignored (ignore_index), or all weights 0? Look at the targets that the "
+                "dataset gives"
+            )
 
     def _went_well(self) -> None:
         self._in_a_row = 0

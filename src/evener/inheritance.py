@@ -49,8 +49,6 @@ class Heir:
     """None again once it was taken up, for it is as large as model and optimizer."""
     told: tuple[StepRecord, ...] = ()
     """Of the last steps."""
-    evaluated: bool = True
-    """Whether the evaluation that was due after the last step is over."""
 
 
 class Recent(Observer):
@@ -85,12 +83,11 @@ class Succession:
         engine.learner.when_drawn = lambda step: self._generators.keep(step + 1)
 
     @contextmanager
-    def staying(self, let_go: Callable[[], None], evaluated: Callable[[], bool]) -> Iterator[None]:
+    def staying(self, let_go: Callable[[], None]) -> Iterator[None]:
         """Within the block this rank stays if others die.
 
         Args:
             let_go: Called first when that happens: gives back what is at hand of the data.
-            evaluated: Whether the last step has been followed by its evaluation.
 
         Raises:
             HandedOnError: Others have died, and the next start is announced.
@@ -106,7 +103,7 @@ class Succession:
                 if start is None:
                     raise
                 let_go()
-                raise HandedOnError(start, self._hand_on(evaluated())) from None
+                raise HandedOnError(start, self._hand_on()) from None
 
     def inherit(self, heir: Heir) -> tuple[Heir, str]:
         """Takes up the state of the most advanced rank; gives that, and what is to be said of it. A collective call.
@@ -133,17 +130,17 @@ class Succession:
         unknown = f"; the random generators of rank {lost} begin anew" if lost else ""
         return found, words + unknown
 
-    def _hand_on(self, evaluated: bool) -> Heir:
+    def _hand_on(self) -> Heir:
         """What this rank carries over, whose engine is given up."""
         engine, steps = self._engine, self._engine.steps_done
         engine.give_up()
         if self._generators.kept <= steps:  # the step is over for its generators, if it was for another rank
             self._generators.keep(steps + 1)
-        heir = Heir() if engine.learner.updating == steps else self._heir(evaluated)
+        heir = Heir() if engine.learner.updating == steps else self._heir()
         _release(engine)
         return heir
 
-    def _heir(self, evaluated: bool) -> Heir:
+    def _heir(self) -> Heir:
         engine, steps = self._engine, self._engine.steps_done
         engine.learner.undo(steps)
         with suppress(RankError, RuntimeError):
@@ -152,7 +149,7 @@ class Succession:
         told = [record for record in self._recent.steps if record.step < steps]
         if lost := engine.ledger.lost_before(steps):
             told.append(lost.record())
-        return Heir(steps, engine.state.own(), tuple(told), evaluated)
+        return Heir(steps, engine.state.own(), tuple(told))
 
 
 def _called(stay: Stay, error: Exception) -> Start | None:

@@ -1,4 +1,4 @@
-"""How often something is done: ``500steps``, ``10min``, ``1epoch``."""
+"""How often something is done: ``500`` or ``500steps``, ``10min``, ``1epoch``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from evener.errors import ConfigurationError
 
 _UNITS = {
+    "": "steps",
     "step": "steps",
     "steps": "steps",
     "epoch": "epochs",
@@ -29,17 +30,17 @@ class Interval:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, text: str) -> Interval:
-        """What ``text`` says.
+    def of(cls, text: str | int) -> Interval:
+        """Parses a number and its unit; a number alone counts steps.
 
         Raises:
-            ConfigurationError: If it is no number with a unit, or nothing.
+            ConfigurationError: If it is neither, or nothing.
         """
-        matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+        matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text))
         unit = _UNITS.get(matched[2]) if matched else None
         if matched is None or unit is None:
             raise ConfigurationError(
-                f"{text!r} is no interval: write a number and its unit, such as 500steps, 10min, 2h or 1epoch"
+                f"{text!r} is no interval: write a number of steps, or one with a unit such as 10min, 2h or 1epoch"
             )
         number = float(matched[1])
         if number == 0 or (unit in ("steps", "epochs") and number % 1):

@@ -34,7 +34,9 @@ from evener.memory.use import NOTHING
 from evener.runtime.hosts import all_gather
 from evener.runtime.mesh import DIVIDING_TERMS, Mesh
 from evener.step import RankTimes, Results, Signal, Step
+from evener.strategies.compiling import Graphs
 from evener.strategies.parts import StepOutcome
+from evener.strategies.trained import check_trained_alike
 from evener.telling import ByRows, Exchange, Heard, Hearing, Telling
 
 Observe = Callable[[Step], None]
@@ -50,7 +52,7 @@ class Ledger:
         loss: Asked for the number of terms of a batch.
         observe: Called with each step when the times of all ranks are known, in order and alike on every rank.
         waits: Whether each row is waited for at once, and somebody else judges what it says.
-        graphs: Asked for how many this rank has compiled.
+        graphs: What this rank has compiled, and found of it.
         telling: How the ranks tell each other; by rows if None.
         prompt: Whether a device that runs behind is waited for, because those of other ranks do not.
     """
@@ -63,7 +65,7 @@ class Ledger:
         loss: Callable[[], Loss],
         observe: Observe,
         waits: bool = False,
-        graphs: Callable[[], int] = lambda: 0,
+        graphs: Graphs | None = None,
         telling: Telling | None = None,
         prompt: bool = False,
     ) -> None:
@@ -76,7 +78,7 @@ class Ledger:
         self._unmeasured: tuple[Readout, Readout] | None = None
         self._measured: deque[Step] = deque()
         self._before: Step | None = None
-        self._waits, self._begun, self._graphs, self._made = waits, False, graphs, 0
+        self._waits, self._begun, self._graphs, self._made = waits, False, graphs or Graphs(), 0
         self.wish = 0.0
         """What this rank tells the others with each step that it wants all to do."""
         self._wishes: dict[int, float] = {}
@@ -98,7 +100,8 @@ class Ledger:
             if place not in self._counts:
                 rows = self.control.exchange([_sum(self.count(step.batch))]).wait()
                 self._counts = {place: sum(row[0] for row in self._mesh.data.of_contributors(rows))}
-        step.count = self._loss().divisor(self._counts[place])
+        step.terms = self._counts[place]
+        step.count = self._loss().divisor(step.terms)
         return step.count or 1.0
 
     def count(self, batch: Batch | None) -> list[Readout]:
@@ -135,16 +138,17 @@ class Ledger:
             results = total, soundness, _ = _sum(outcome.totals), _sum(outcome.soundness), unsound
             measured, times = step, self._times()
         doubtful = not (math.isfinite(total) and math.isfinite(soundness))
-        graphs = self._graphs()
+        graphs, differing = self._graphs.made, float(self._graphs.untold)
         step.only_work, self._made = graphs == self._made and not outcome.retries, graphs
         counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
-        asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs)
-        row = Signal(*counts, *results, *times, *asked, _code_of(step.batch, upcoming))
+        asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
+        row = Signal(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
+        step.changes = outcome.changes
         step.batch = step.batch.without_samples()  # the step is told when later ones are computed
         if measured is not None:
             measured.own_seconds = RankTimes(*times)
         self._in_flight = step, upcoming, self._telling.start(step.number, row, outcome.memory, measured)
-        if outcome.missing or doubtful or self._waits or not self._begun:
+        if outcome.missing or doubtful or outcome.has_changed or self._waits or not self._begun:
             self._begun = True
             return self._missing_everywhere(outcome, self.settle())
         return ()
@@ -200,6 +204,7 @@ class Ledger:
         if upcoming is not None:
             self._counts[upcoming.epoch, upcoming.index] = heard.next_count
         self.buffers_changed |= heard.buffers_changed
+        self._take_findings(step, heard)
         _take_rows(step, heard)
         self._wishes = {step.number - 1: self.wished(step.number - 1), step.number: heard.wish}
         step.skipped = int(heard.skipped)
@@ -211,7 +216,10 @@ class Ledger:
         if len(set(heard.divisions)) == 1:
             return
         own = [batch.shares for batch in (step.batch, upcoming) if batch is not None]
-        of_all = [own] if self._mesh.world is None else all_gather(own, self._mesh.world)
+        said = [(own, step.changes)]
+        said = said if self._mesh.world is None else all_gather(said[0], self._mesh.world)
+        check_trained_alike([changes for _, changes in said], step.number)
+        of_all = [shares for shares, _ in said]
         at = next((at for at in range(len(own)) if any(one[at] != own[at] for one in of_all)), 0)
         ranks: dict[str, list[str]] = {}
         for rank, one in enumerate(of_all):
@@ -222,6 +230,10 @@ class Ledger:
             "to the same shares on every rank, by what it is given and observes alone: not by its rank, a clock, or "
             "random numbers of its own. Checkpoints are from before"
         )
+
+    def _take_findings(self, step: Step, heard: Heard) -> None:
+        if heard.differing:
+            self._graphs.heard(step.number)
 
     def _times_known(self, step: Step, heard: Heard) -> None:
         """The row of a step brings its times, or on a late device those of the step before."""
@@ -239,12 +251,13 @@ class Ledger:
             step: Gets the times of all ranks.
             seconds: Of this rank's own work.
         """
-        own = {"compute_seconds": seconds, "graphs": self._graphs(), "division": _code_of(step.batch, None)}
-        row = Signal(0.0, 0.0, 0.0, 0.0, **own)
+        own = {"compute_seconds": seconds, "graphs": self._graphs.made, "differing": self._graphs.untold}
+        row = Signal(0.0, 0.0, 0.0, 0.0, division=_code_of(step.batch, None), **own)
         step.own_seconds = RankTimes(seconds)
         with waiting():
             heard = self._telling.start(step.number, row, NOTHING, step)()
         self._check_divisions(heard, step, None)
+        self._take_findings(step, heard)
         _take_rows(step, heard)
         _take_times(step, heard)
         return step
@@ -313,9 +326,9 @@ class Ledger:
             yield step
 
 
-def _code_of(batch: Batch, upcoming: Batch | None) -> float:
-    """Of how they are divided."""
-    code = zlib.crc32(array("q", batch.shares).tobytes())
+def _code_of(batch: Batch, upcoming: Batch | None, changes: tuple[str, ...] = ()) -> float:
+    """Of how they are divided, and what is trained."""
+    code = zlib.crc32("".join(changes).encode(), zlib.crc32(array("q", batch.shares).tobytes()))
     return float(code if upcoming is None else zlib.crc32(array("q", upcoming.shares).tobytes(), code))
 
 

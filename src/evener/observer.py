@@ -6,6 +6,7 @@ late. One of the user's own derives from :class:`Observer` and is given to ``fit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,13 @@ class Observer:
     def end(self, summary: RunSummary | None) -> None:
         """The run has ended; ``summary`` is None after an error. Files are closed here."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the observer remembers of the run, as JSON can hold it; checkpoints keep it. Empty if nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state_dict` gave, after ``start``; called where a run goes on from a checkpoint."""
+
 
 class Observers(Observer):
     """Tells several, in their order; those that are on one rank alone only there."""
@@ -51,6 +59,7 @@ class Observers(Observer):
         self._rank = rank
         self._told: list[Observer] = []
         self._started: list[Observer] = []
+        self._loaded: dict[str, dict[str, Any]] = {}
         for each in observers:
             self.add(each)
 
@@ -74,6 +83,8 @@ class Observers(Observer):
             with _named(each, "at the start"):
                 each.start(run)
             self._started.append(each)
+        self.load_state_dict(self._loaded)  # once more: a start begins anew
+        self._loaded = {}
 
     def step(self, record: StepRecord) -> None:
         for each in self._told:
@@ -107,6 +118,30 @@ class Observers(Observer):
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What each remembers, by its class."""
+        own = [(label, each) for label, each in self._labelled() if _remembers(each)]
+        return {label: each.state_dict() for label, each in own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+        for label, each in self._labelled():
+            if label in state:
+                with _named(each, "of what it remembered"):
+                    each.load_state_dict(state[label])
+
+    def _labelled(self) -> Iterator[tuple[str, Observer]]:
+        """Several of a class have numbers, in their order."""
+        counts: Counter[str] = Counter()
+        for each in self._told:
+            kind = f"{type(each).__module__}.{type(each).__qualname__}"
+            yield f"{kind} {counts[kind]}", each
+            counts[kind] += 1
+
+
+def _remembers(observer: Observer) -> bool:
+    return type(observer).state_dict is not Observer.state_dict
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""Which task a run directory is of, so that a later command can build it again: ``task.json`` beside the settings."""
+"""Which task a run directory is of, so that a later command can build it again: ``task.json`` beside the settings.
+
+A run directory may be a stranger's, and a name in it may be that of any function: importing and calling it would run
+whatever the stranger chose. So a command builds a task that comes with Evener or an installed package without a word,
+and any other only where its user has named it too, or said that the directory is to be trusted.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.config import RunConfig
 from evener.errors import ConfigurationError, DataError
+from evener.guarded_files import read_json
 from evener.observer import Observer
+from evener.plugins import installed
 from evener.records import RunStart, write_json
 from evener.system import in_words
 from evener.task import TaskLike
+from evener.tasks import BUILT_IN
 
 _FILE = "task.json"
 CARRIED = ("batch_size", "dtype", "precision", "precision_of", "seed", "workers", "on_bad_sample")
@@ -61,6 +70,36 @@ class Origin:
     settings: dict[str, Any]
     """Those of `CARRIED`."""
 
+    def chosen(self, run: Path, named: TaskLike | None, trust: bool) -> tuple[TaskLike, dict[str, Any]]:
+        """The task to build, and what its function was given.
+
+        Args:
+            run: What errors call the run.
+            named: The task that the user has named; one that is not the run's own has none of its arguments.
+            trust: Whether the run's own is built whatever it is.
+
+        Raises:
+            ConfigurationError: If nobody says which task it is, or only the run does.
+        """
+        if named is not None:
+            return named, self.options if named == self.task else {}
+        if self.task is None:
+            raise ConfigurationError(
+                f"{run} does not say which task it is of, which was none that has a name: give --task "
+                "package.module:function"
+            )
+        if not trust and not is_known(self.task):
+            raise ConfigurationError(
+                f"{run} says that its task is {self.task!r}, a function which is not Evener's and would be run as it "
+                f"is: name it yourself with --task {self.task}, or give --trust where the directory is your own"
+            )
+        return self.task, self.options
+
+
+def is_known(task: str) -> bool:
+    """Whether a task comes with Evener, or with a package that is installed and says so."""
+    return task in BUILT_IN or task in BUILT_IN.values() or task in installed("task")
+
 
 def origin(run: Path) -> Origin:
     """Of a run directory, or of one of its checkpoints.
@@ -79,16 +118,38 @@ def origin(run: Path) -> Origin:
     settings, task = _read(directory / "config.json"), {}
     if (directory / _FILE).is_file():
         task = _read(directory / _FILE)
-    options = task.get("options", {})
-    options |= {name: Path(options[name]) for name in task.get("paths", ())}
-    carried = {name: settings[name] for name in CARRIED if name in settings}
-    carried = {name: tuple(value) if isinstance(value, list) else value for name, value in carried.items()}
-    return Origin(task.get("task"), options, carried)
+    return Origin(*_task(directory / _FILE, task), _carried(directory / "config.json", settings))
+
+
+def _task(path: Path, found: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Its name, and what its function was given."""
+    name, options, paths = found.get("task"), found.get("options", {}), found.get("paths", [])
+    texts = (
+        isinstance(options, dict) and isinstance(paths, list) and all(isinstance(each, str) for each in paths)
+    )
+    if (
+        not isinstance(name, str | None)
+        or not texts
+        or not all(isinstance(options.get(each), str) for each in paths)
+    ):
+        raise DataError(f"{path} does not say which task the run is of, as Evener writes it")
+    return name, options | {each: Path(options[each]) for each in paths}
+
+
+def _carried(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `CARRIED`, as they must be."""
+    found = {name: settings[name] for name in CARRIED if name in settings}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    try:
+        RunConfig(**found)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} does not hold the settings of a run: {error}") from error
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from evener.errors import ConfigurationError, EvenerError
+from evener.short_names import called_here
 from evener.spelling import nearest
 
 GROUPS = {
@@ -108,8 +109,20 @@ def _dotted(text: str) -> bool:
 def _unknown(name: str, what: str, known: list[str]) -> str:
     short = ", ".join(known)
     ways = f"known are {short}, or name" if short else "name"
-    sentence = f"no {what} is called {name!r}; {ways} your own package.module:name"
-    return f"{sentence}{suggestion(name, known)}"
+    here = called_here(name, what)
+    sentence = f"no {what} is called {name!r}" + (f": it is called {here} here" if here else "")
+    return f"{sentence}; {ways} your own package.module:name{'' if here else suggestion(name, known)}"
+
+
+def check_name(name: str, what: str, known: Iterable[str], error: type[ConfigurationError]) -> None:
+    """Raises ``error`` for a short name that nobody has given. Imports nothing: a name with a colon is looked up later.
+
+    Args:
+        what: The kind of part that is named, such as ``strategy``.
+        known: Evener's own short names of that kind.
+    """
+    if ":" not in name and name not in known and name not in (others := installed(what)):
+        raise error(_unknown(name, what, [*known, *others]))
 
 
 def _module(name: str, label: str, error: type[ConfigurationError]) -> ModuleType:

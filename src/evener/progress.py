@@ -45,6 +45,8 @@ class SampleOrder:
     """Samples of the training set; None if it does not tell."""
     parts: list[int] | None = None
     """Samples of each rank, where ranks own samples of their own."""
+    listed: int | None = None
+    """A checksum of the order that the task gives, if it gives one."""
 
     def saved(self, progress: Progress) -> dict[str, Any]:
         """Both, as plain values."""
@@ -63,6 +65,11 @@ class SampleOrder:
                     f"repeated or lost; set {name} to {saved[name]}"
                 )
         self._check_parts(saved)
+        if saved.get("listed") != self.listed:
+            raise ConfigurationError(
+                "the checkpoint was made with another Task.order: samples would be repeated or lost; go on with the "
+                "same order, or begin a new run"
+            )
         if saved["length"] != self.length and self.parts is None:
             raise ConfigurationError(
                 f"the checkpoint was made with a training set of {saved['length']} samples, this one has "

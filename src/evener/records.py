@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+
+from evener.errors import DataError
+from evener.guarded_files import open_regular, parsed
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ class RunSummary:
     seconds: float
     """Of training alone, without start-up and evaluation."""
     samples_per_second: float
-    """Since the start or the resume."""
+    """Of the samples in ``seconds``."""
     final_loss: float
     """Of the last step, over the whole batch."""
     metrics: dict[str, float]
@@ -196,6 +201,8 @@ class RunSummary:
     """Which parameters were updated in backward, in words; empty if none were."""
     graphs: list[int] = field(default_factory=list)
     """Graphs that each rank has compiled in this run; empty if nothing was to be compiled."""
+    uncompiled: list[str] = field(default_factory=list)
+    """Modules that were computed uncompiled, because compiled code computed something else."""
     graph_breaks: int = 0
     """Places, over all ranks, at which a graph ended because code could not be compiled."""
     skipped_steps: int = 0
@@ -204,6 +211,8 @@ class RunSummary:
     """Of the samples of this run, those that could not be read and count for nothing."""
     workers: list[int] = field(default_factory=list)
     """Processes that read for each rank, at the end."""
+    samples_in_seconds: int = 0
+    """Of the samples, those trained on since the start or the resume, which took ``seconds``."""
     reading: str = ""
     """Which rank waited for its batches longest, and what of that; empty if none did for long."""
 
@@ -271,20 +280,22 @@ class RecordFile:
     Args:
         path: The file; what it held is replaced.
         steps_done: Steps that the run took before; of what the file held, the records of these are kept.
+        evaluated: Whether an evaluation after the last of these steps is kept; else it will be done once more.
     """
 
-    def __init__(self, path: Path, steps_done: int = 0) -> None:
-        kept = _records_until(path, steps_done) if steps_done and path.exists() else []
+    def __init__(self, path: Path, steps_done: int = 0, evaluated: bool = True) -> None:
+        kept = _records_until(path, steps_done, evaluated) if steps_done and path.exists() else []
         _replace(path, "".join(kept))
         steps = (record["step"] + 1 for record in map(json.loads, kept) if record["kind"] == StepRecord.kind)
         self.steps_done = max(steps, default=0)
         """So many steps are in what was kept; something else may be told of one before the step itself is."""
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, record: Any) -> None:
         """Raises:
-        OSError: If there is no room for it; the file then holds what it held before.
+        OSError: If there is no room for it; the file then holds what it held before. If the file was removed or moved.
         """
+        self._check_place()
         line = memoryview((dumps(as_json(record)) + "\n").encode())
         whole = os.fstat(self._file.fileno()).st_size
         try:
@@ -294,14 +305,37 @@ class RecordFile:
             self._file.truncate(whole)
             raise
 
+    def _check_place(self) -> None:
+        """What is written to a file that was removed is nowhere, and nothing else says so."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return
+        raise FileNotFoundError(
+            errno.ENOENT, "it was removed or moved while the run wrote it", str(self._path)
+        )
+
     def close(self) -> None:
         self._file.close()
 
 
-def _records_until(path: Path, steps_done: int) -> list[str]:
+def _records_until(path: Path, steps_done: int, evaluated: bool) -> list[str]:
     """Lines of the first steps; a run that was killed has written more of them than its checkpoint knows."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and _steps_at(json.loads(line)) <= steps_done]
+    repeated = None if evaluated else (EvaluationRecord.kind, steps_done)
+    kept = []
+    with open_regular(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # of a run that was killed while it wrote
+                break
+            try:
+                record = parsed(line.decode())
+                if _steps_at(record) <= steps_done and (record["kind"], record["step"]) != repeated:
+                    kept.append(line.decode())
+            except (ValueError, TypeError, KeyError) as error:
+                raise DataError(
+                    f"{path}, line {number} is no record: {error}; take the line out, or go on in another directory, "
+                    "with --run-dir"
+                ) from error
+    return kept
 
 
 def _steps_at(record: dict[str, Any]) -> int:

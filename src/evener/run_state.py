@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from evener import checkpoint
+from evener.checkpoint import folder
+from evener.checkpoint.identity import Identity
 from evener.checkpoint.randomness import draw_on
 from evener.config import RunConfig
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
 from evener.errors import CheckpointError, ConfigurationError
 from evener.feed import Feed
+from evener.overriding import Terms
 from evener.progress import Progress
 from evener.strategies import state
 from evener.strategies.learner import Learner
@@ -25,11 +30,24 @@ _SAID = (
 """Settings that a run may go on with others of, but is not the same training then."""
 
 
+def _tell_nobody(words: str) -> None:
+    """On other ranks than the first, which tells."""
+
+
+class Kept(Protocol):
+    """Remembers something of a run that checkpoints keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class RunState:
     """The state of one run, kept in memory or in checkpoints.
 
     Args:
         scheduler: Of the learning rate; None if there is none.
+        observers: Remember something of the run.
     """
 
     def __init__(
@@ -38,11 +56,19 @@ class RunState:
         feed: Feed,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         config: RunConfig,
+        observers: Kept,
     ) -> None:
         self._learner, self._feed, self._scheduler, self._config = learner, feed, scheduler, config
+        self._terms = Terms(learner.task, learner.model, learner.optimizer, scheduler, config.override)
         self.progress = Progress()
         self.saver = checkpoint.Saver(learner.session, learner.mesh)
+        self.kept: dict[str, Kept] = {"observers": observers}
+        """What else a run remembers: observers, the best evaluation."""
         self._known_data: list[Fingerprint] = []
+        self.identity = Identity()
+        """The run that checkpoints are of, on rank 0."""
+        self._continues: tuple[Path, int] | None = None
+        """The directory whose run is continued, and the step from which on."""
 
     # In memory
 
@@ -68,23 +94,56 @@ class RunState:
         """Goes on from what :meth:`whole` gave."""
         state.check_form(found)
         progress = self._feed.sample_order().resumed(found["progress"])
-        self._learner.load_state_dict(dict(found))
-        self._go_on(progress, found)
+        state.check_kind(self._learner.optimizer, found["optimizer"])
+        over = self._terms.chosen(found.get("said"), warnings.warn)
+        self._learner.load_state_dict(
+            {**found, "optimizer": self._terms.overridden(found["optimizer"], over)}
+        )
+        self._go_on(progress, found, over)
 
     def _rest(self) -> dict[str, Any]:
         return {
             "balancer": self._feed.state_dict(),
             "scheduler": self._scheduler.state_dict() if self._scheduler else None,
             "progress": self._feed.sample_order().saved(self.progress),
+            "identity": self.identity.as_plain(),
+            "kept": self.kept_text(),
+            "said": self._terms.said,
             "loss_scale": self._learner.scale.state_dict() if self._learner.scale else None,
         }
 
-    def _go_on(self, progress: Progress, rest: Mapping[str, Any]) -> None:
-        if self._scheduler is not None and rest["scheduler"] is not None:
+    def kept_text(self) -> str:
+        """What else the run remembers, in JSON.
+
+        Raises:
+            ConfigurationError: If something of it is nothing that JSON holds.
+        """
+        found = {name: kept.state_dict() for name, kept in self.kept.items()}
+        try:
+            return json.dumps(found)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the state_dict of an observer or attendant must hold numbers, text, lists and dictionaries: {error}"
+            ) from error
+
+    def _take_kept(self, text: str) -> None:
+        found = json.loads(text)
+        for name, kept in self.kept.items():
+            if name in found:
+                kept.load_state_dict(found[name])
+
+    def _go_on(self, progress: Progress, rest: Mapping[str, Any], over: Collection[str]) -> None:
+        if "scheduler" in over:
+            by_step = self._learner.task.scheduler_interval == "step"
+            self._terms.replay(progress.steps if by_step else progress.epoch)
+        elif self._scheduler is not None and rest["scheduler"] is not None:
             self._scheduler.load_state_dict(state.rates_as_in(self._learner.optimizer, rest["scheduler"]))
         if self._learner.scale is not None and rest.get("loss_scale") is not None:
             self._learner.scale.load_state_dict(rest["loss_scale"])
         self.progress = progress
+        self._take_kept(rest.get("kept", "{}"))
+        if "identity" in rest:
+            self.identity = Identity.from_plain(rest["identity"])
         self._learner.updated_early.clear()
         self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
 
@@ -97,7 +156,14 @@ class RunState:
         learner.check_weights(steps)
         held = state.held(learner.model, learner.optimizer)
         more = {"data": self._data(), "settings": self._config.as_dict()}
-        return self.saver.save(held, self._rest() | more, steps, directory, keep, wait)
+        if self._continues is not None and self._continues[0] != directory.resolve():
+            self.branch()
+        return self.saver.save(held, self._rest() | more, steps, directory, keep, wait, self.identity)
+
+    def branch(self) -> None:
+        """What is saved from now on is of a run of its own, which continues the one that it goes on from."""
+        if self._continues is not None:
+            self.identity, self._continues = self.identity.branch(self._continues[1]), None
 
     def load(self, path: Path, tell: Callable[[str], object]) -> None:
         """Goes on from a checkpoint. A collective call."""
@@ -107,8 +173,14 @@ class RunState:
         progress = self._feed.sample_order().resumed(found.rest["progress"])
         self._check_data(found)
         pieces = found.read(state.held(learner.model, learner.optimizer))
+        state.check_kind(learner.optimizer, pieces["optimizer"])
+        over = self._terms.chosen(found.rest.get("said"), tell if session.rank == 0 else _tell_nobody)
+        pieces["optimizer"] = self._terms.overridden(pieces["optimizer"], over)
         state.take(learner.model, learner.optimizer, pieces, None, learner.offloaded.load)
-        self._go_on(progress, found.rest)
+        self._go_on(progress, {**found.rest, **self._after(found)}, over)
+        self.identity, self._continues = found.identity, (found.path.parent.resolve(), progress.steps)
+        if not found.newest or not found.identity.run:
+            self.branch()
         if self._feed.rewind():
             learner.start_afresh()
         drawn = found.random(session.rank) if found.rest["ranks"] == session.world_size else None
@@ -116,6 +188,12 @@ class RunState:
             draw_on(drawn, session.device)
         if session.rank == 0:
             self._tell_of_settings(found.rest["settings"], tell)
+
+    def _after(self, found: checkpoint.Found) -> dict[str, Any]:
+        """What is remembered after the evaluation of a checkpoint's weights; empty if there was none."""
+        control, first = self._learner.session.control, self._learner.session.rank == 0
+        kept = control.broadcast_object(folder.evaluation_of(found.path) if first else None)
+        return {} if kept is None else {"kept": kept}
 
     def _data(self) -> Fingerprint:
         """Of the training set on rank 0, read once."""

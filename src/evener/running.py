@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evener import checkpoint
 from evener.attendant import Attendant
+from evener.checkpoint.folder import CHECKPOINTS, Saved, is_by_directory, saved_in
 from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.engine import Engine
@@ -27,11 +28,11 @@ from evener.readers import waiting_words
 from evener.records import Note, RunStart, RunSummary
 from evener.report.terminal import Terminal
 from evener.returning import falling_back
-from evener.rundir import CHECKPOINTS, Records, RunDirectory, goes_on_in
+from evener.rundir import Records, RunDirectory, goes_on_in, run_named, words_of_earlier
 from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
-from evener.saving import Saving
+from evener.saving import Best, Saving
 from evener.stopping import Stopping
 from evener.strategies import fused
 from evener.strategies.in_backward import updates_of
@@ -82,32 +83,50 @@ class Run:
         self._held = ExitStack()
         self._records: Records | None = None
         with ExitStack() as undo:
-            told = list(observers)
+            told, earlier = list(observers), list[Saved]()
             if config.run_dir is not None and session.rank == 0:
                 goes_on = heir is not None or goes_on_in(config.run_dir, config.resume)
                 undo.enter_context(self._held)
-                self._held.enter_context(RunDirectory(config.run_dir, goes_on or config.overwrite))
-                self._records = Records(config.run_dir, goes_on, config.on_full_disk == "stop")
+                self._held.enter_context(RunDirectory(config.run_dir, config.overwrite, goes_on))
+                self._records = Records(
+                    config.run_dir,
+                    goes_on,
+                    config.on_full_disk == "stop",
+                    replaces=config.overwrite,
+                    run=self._run_name,
+                    is_evaluated=self._is_evaluated,
+                )
                 told.insert(0, self._records)
+                earlier = [] if goes_on or config.overwrite else saved_in(config.run_dir / CHECKPOINTS)
             if show:
                 told.append(Terminal())
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
             self._engine.learner.synchronizer.alone()
-            self._tally = Tally(self._engine.learner.data.degree)
+            self._tally = Tally(self._engine.learner.data.degree, task.metrics)
             self._engine.observers.add(self._tally)
-            self._notes: list[str] = []
-            self._notes += filter(None, [head_line(session, config)])
+            self._best = Best(config.keep_best)
+            self._engine.state.kept |= {"attendant": self._attendant, "best": self._best}
+            self._notes = list(filter(None, [head_line(session, config), words_of_earlier(earlier)]))
             self._succession = succession(self._engine)
             self._heir = self._taken_up(heir)
             if config.resume is not None and self._heir.steps < 0:
                 self._engine.load(config.resume, self._notes.append)
+                if config.run_dir is not None and not goes_on_in(config.run_dir, config.resume):
+                    self._engine.state.branch()
                 ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
                 self._notes.append(
                     f"goes on after step {self._engine.steps_done} of {config.resume}, on {ranks}"
                 )
+            self._notes += filter(None, [self._best.words])
             throttle = self._engine.learner.settings.throttle
             self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()
+
+    def _run_name(self) -> str:
+        resume, run_dir = self._config.resume, self._config.run_dir
+        assert run_dir is not None
+        continues = self._heir.steps >= 0 or (resume is not None and is_by_directory(resume))
+        return run_named(run_dir, self._engine.state.identity, continues)
 
     def _taken_up(self, heir: Heir | None) -> Heir:
         """The state of a rank that stayed when others were replaced, if there is one."""
@@ -139,6 +158,7 @@ class Run:
                         else:
                             self._train(stop)
                         attended = self._attendant.end()
+                    engine.guard.check_terms(engine.steps_done)
                     tensors = engine.learner.tensors()
                     engine.learner.check_weights(engine.steps_done)
                     parts = self._session.control.gather_objects(self._own_part())
@@ -182,7 +202,7 @@ class Run:
         """Where this rank goes on in another start if others die."""
         if self._succession is None:
             return nullcontext()
-        return self._succession.staying(self._let_go, self._is_evaluated)
+        return self._succession.staying(self._let_go)
 
     def _let_go(self) -> None:
         if self._batches is not None:
@@ -229,10 +249,13 @@ class Run:
 
     def _train(self, stop: Deferral) -> None:
         engine, run_dir, last = self._engine, self._config.run_dir, None
-        saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop) if run_dir else None
+        saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best) if run_dir else None
         stopping, progress = Stopping(engine), engine.progress
-        if not self._heir.evaluated and progress.epoch and not progress.position:
-            self._evaluate(saving, progress.epoch - 1)
+        if progress.epoch and not progress.position and not self._is_evaluated():
+            self._evaluate(saving, progress.epoch - 1)  # the run ended before it, or in its midst
+            stopping.evaluated()
+            if saving is not None:
+                saving.followed()
         self._attendant.begin(engine)
         self._clock.start()
         self._batches = engine.batches()
@@ -253,6 +276,8 @@ class Run:
             stopping.stepped(batch)
             self._clock.stop()
             self._attendant.stepped(step)
+            if saving is not None:
+                saving.followed()
             self._clock.start()
         self._clock.stop()
         if last is not None and not last.last:
@@ -261,6 +286,8 @@ class Run:
             saving.end()
         if not self._is_evaluated():
             self._evaluate(saving)
+        if saving is not None:
+            saving.followed()
 
     def _evaluate(self, saving: Saving | None, epoch: int | None = None) -> None:
         """After an epoch if that is its turn, and at the end."""
@@ -309,6 +336,7 @@ class Run:
             samples=engine.samples_done,
             seconds=seconds,
             samples_per_second=tally.samples / seconds if seconds else 0.0,
+            samples_in_seconds=tally.samples,
             final_loss=tally.last.loss if tally.last else float("nan"),
             metrics=tally.evaluation_record.metrics if tally.evaluation_record else {},
             shares=self._shares(),
@@ -330,6 +358,7 @@ class Run:
             batch_norm=words_of_normalization(engine.learner),
             updates=updates_of(engine.learner),
             graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
+            uncompiled=engine.learner.graphs.uncompiled,
             graph_breaks=sum(part["graphs"][1] for part in parts),
             skipped_steps=engine.guard.skipped,
             skipped=tally.skipped,

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from evener.checkpoint import folder
 from evener.config import RunConfig
@@ -21,9 +24,23 @@ from evener.errors import CheckpointError, ConfigurationError, InterruptedRunErr
 from evener.intervals import Interval
 from evener.records import Note
 from evener.runtime.interrupt import Deferral, interruption
+from evener.texts import from_here
 
-_LOOK, _SAVE, _STOP = 1.0, 2.0, 100.0
-"""What a rank may want: to hear of a save that failed, to save, to save and stop (and the number of the signal)."""
+
+class Wish(IntEnum):
+    """What a rank may want all to do after a step; it travels as one number, of which the greatest of all ranks holds.
+
+    So the order is a promise: each does what those before it do, too.
+    """
+
+    NOTHING = 0
+    LOOK = 1
+    """To hear of a save that failed."""
+    SAVE = 2
+    END = 3
+    """To end as if the run were complete, which saves."""
+    STOP = 100
+    """To save and stop; with the number of the signal added."""
 
 
 class Saving:
@@ -36,25 +53,28 @@ class Saving:
         ConfigurationError: If the best evaluation is to be kept and there is none.
     """
 
-    def __init__(self, engine: Engine, config: RunConfig, directory: Path, stop: Deferral) -> None:
+    def __init__(
+        self, engine: Engine, config: RunConfig, directory: Path, stop: Deferral, best: Best
+    ) -> None:
         self._engine, self._config, self._directory, self._stop = engine, config, directory, stop
+        self._best = best
+        self._unwritten: tuple[Path, str] | None = None
         self._interval = Interval.of(config.save_every)
         self._saved_at = engine.steps_done
         self._last = time.monotonic()
-        self._metric, _, self._direction = (config.keep_best or "").partition(":")
-        if self._metric and engine.task.evaluate is None:
+        if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
-        found = folder.best_value(directory) if engine.session.rank == 0 else None
-        self._best: float | None = engine.session.control.broadcast_object(found) if self._metric else None
+        if not best.state_dict() and engine.session.rank == 0:  # that of another run, or by another metric
+            folder.forget_best(directory)
 
     def wish(self) -> float:
         """What this rank tells the others with its next step."""
         if self._stop.number:
-            return _STOP + self._stop.number
+            return Wish.STOP + self._stop.number
         passed, every = time.monotonic() - self._last, self._interval.seconds
         if every and passed >= every and self._engine.session.rank == 0:
-            return _SAVE
-        return _LOOK if self._engine.state.saver.has_failed else 0.0
+            return Wish.SAVE
+        return Wish.LOOK if self._engine.state.saver.has_failed else Wish.NOTHING
 
     def stepped(self, batch: Batch) -> None:
         """A step was taken.
@@ -63,12 +83,13 @@ class Saving:
             CheckpointError: If a checkpoint could not be written, and the run is to stop then.
             InterruptedRunError: If a rank was asked to stop; the state is saved then.
         """
+        self._write_evaluation()
         wish = self._wished(batch)
-        if wish >= _STOP:
-            self._end_here(int(wish - _STOP))
-        elif wish == _SAVE or self._is_due(batch):
+        if wish >= Wish.STOP:
+            self._end_here(int(wish - Wish.STOP))
+        elif wish == Wish.SAVE or self._is_due(batch):
             self._save()
-        elif wish == _LOOK:
+        elif wish == Wish.LOOK:
             self._bearing(self._engine.finish_saving)
 
     def _wished(self, batch: Batch) -> float:
@@ -79,7 +100,7 @@ class Saving:
         else:
             number -= 1
         wish = self._engine.ledger.wished(number)
-        return wish if wish >= _STOP or number >= self._saved_at else 0.0
+        return wish if wish >= Wish.STOP or number >= self._saved_at else 0.0
 
     def _is_due(self, batch: Batch) -> bool:
         steps, epochs = self._interval.steps, self._interval.epochs
@@ -90,8 +111,11 @@ class Saving:
     def _save(self, wait: bool | None = None) -> None:
         wait = self._config.save_mode == "blocking" if wait is None else wait
         self._bearing(self._engine.finish_saving)
-        self._bearing(lambda: self._engine.save(self._directory, keep=self._config.keep, wait=wait))
+        self._bearing(lambda: self._write(wait))
         self._saved_at, self._last = self._engine.steps_done, time.monotonic()
+
+    def _write(self, wait: bool = True) -> None:
+        self._engine.save(self._directory, keep=self._config.keep, wait=wait)
 
     def _bearing(self, act: Callable[[], object]) -> None:
         """Does what may find that something could not be written."""
@@ -105,7 +129,7 @@ class Saving:
     def _end_here(self, number: int) -> None:
         steps = self._engine.steps_done
         self.end()
-        place = f"step {steps}; saved in {self._directory}, to go on from with --resume"
+        place = f"step {steps}, saved. Continue with --resume {from_here(self._directory.parent)}"
         self._engine.session.watchdog.progress(place)  # for the launcher
         raise InterruptedRunError(interruption(number, place), number)
 
@@ -123,8 +147,9 @@ class Saving:
                 raise
             self._saved_at = -1  # this or an earlier one: it is tried once more
         if self._saved_at != engine.steps_done:
-            engine.save(self._directory, keep=self._config.keep)
+            self._write()
             self._saved_at = engine.steps_done
+        self._write_evaluation()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """The present weights were evaluated; if they are the best so far, their checkpoint stays.
@@ -132,20 +157,80 @@ class Saving:
         Raises:
             ConfigurationError: If the metric that decides is not among them.
         """
-        if not self._metric:
-            return
-        if self._metric not in metrics:
-            raise ConfigurationError(f"keep_best is {self._metric!r}; the metrics are {', '.join(metrics)}")
-        value = metrics[self._metric]
-        if self._is_better(value):
+        best, steps = self._best, self._engine.steps_done
+        if best.metric and best.is_better(metrics):
             self.end()
-            self._best = value
+            best.set(metrics, steps)
             if self._engine.session.rank == 0:
-                name = folder.name_of(self._engine.steps_done)
-                folder.mark_best(self._directory, name, self._metric, value)
+                folder.mark_best(self._directory, folder.name_of(steps), best.metric, metrics[best.metric])
 
-    def _is_better(self, value: float) -> bool:
-        lowest = self._direction == "min" or (not self._direction and "loss" in self._metric)
-        if self._best is None:
+    def followed(self) -> None:
+        """Whatever follows a step is over: its evaluation is told, and what observers remember is that after it.
+
+        It lies beside the checkpoint of this step, if there is one, which was written before.
+        """
+        steps, state = self._engine.steps_done, self._engine.state
+        if self._engine.session.rank == 0 and self._saved_at == steps:
+            self._unwritten = self._directory / folder.name_of(steps), state.kept_text()
+            self._write_evaluation()
+
+    def _write_evaluation(self) -> None:
+        """When the checkpoint is there. Without it the evaluation is done again, which costs time and nothing else."""
+        if self._unwritten is not None and folder.is_of(self._unwritten[0], self._engine.state.identity):
+            with suppress(OSError):
+                folder.write_evaluation(*self._unwritten)
+            self._unwritten = None
+
+
+class Best:
+    """The best evaluation of a run so far, which checkpoints keep.
+
+    Args:
+        keep_best: The metric, with ``:min`` or ``:max`` or by its name; None if nothing is kept for it.
+    """
+
+    def __init__(self, keep_best: str | None) -> None:
+        self.metric, _, direction = (keep_best or "").partition(":")
+        self._lowest = direction == "min" or (not direction and "loss" in self.metric)
+        self.value: float | None = None
+        self.words = ""
+        """What the user must know of the best so far; empty if nothing."""
+        self._state: dict[str, Any] = {}
+
+    def is_better(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than all before.
+
+        Raises:
+            ConfigurationError: If the metric that decides is not among them.
+        """
+        if self.metric not in metrics:
+            raise ConfigurationError(f"keep_best is {self.metric!r}; the metrics are {', '.join(metrics)}")
+        value = metrics[self.metric]
+        if self.value is None:
             return value == value
-        return value < self._best if lowest else value > self._best
+        return value < self.value if self._lowest else value > self.value
+
+    def set(self, metrics: Mapping[str, float], steps: int) -> None:
+        """It is the best."""
+        self.value = metrics[self.metric]
+        self._state = {**self._measure(), "value": self.value, "steps": steps}
+
+    def _measure(self) -> dict[str, Any]:
+        return {"metric": self.metric, "lowest": self._lowest}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The number of another metric is not compared with."""
+        before = {name: state.get(name) for name in ("metric", "lowest")}
+        self.value, self._state, self.words = None, state, ""
+        if state and before == self._measure():
+            self.value = state["value"]
+        elif state and self.metric:
+            kind = "lowest" if state["lowest"] else "highest"
+            self._state = {}
+            self.words = (
+                f"keep_best is {self.metric!r}, and the run kept the {kind} {state['metric']} until now: the best "
+                "evaluation is looked for anew"
+            )

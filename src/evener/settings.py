@@ -46,6 +46,7 @@ class Settings(TypedDict, total=False):
     compile: str | None
     compile_mode: str | None
     compile_backend: str
+    compile_check: str
     batch_norm: str
     recompute: str | None
     offload: str | None
@@ -57,7 +58,8 @@ class Settings(TypedDict, total=False):
     timeout_seconds: float
     run_dir: str | Path | None
     resume: str | Path | None
-    save_every: str
+    override: tuple[str, ...]
+    save_every: str | int
     keep: int
     keep_best: str | None
     save_mode: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 from evener.budgets import Recompute
 from evener.errors import ConfigurationError
@@ -39,6 +40,14 @@ def number_or_auto(name: str, given: int | str | None, what: str, least: int) ->
         raise ConfigurationError(f"{name} is {given!r}; it must be a number of {what}, or auto")
     at_least(name, None if isinstance(number, str) else number, least)
     return number
+
+
+def as_path(name: str, value: str | Path | None) -> Path | None:
+    """Raises ConfigurationError for an empty text, which would be the working directory."""
+    if value == "":
+        kind = "file" if name == "weights" else "directory"
+        raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
+    return Path(value) if isinstance(value, str) else value
 
 
 def positive(name: str, value: float | None) -> None:

@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "compile": "torch.compile: auto, blocks or whole",
         "compile_mode": "torch.compile's mode, such as reduce-overhead",
         "compile_backend": "torch.compile's backend",
+        "compile_check": "wrong compiled code: replace, stop or no",
         "fused_optimizer": "PyTorch's fused Adam: auto or no",
     },
     "memory": {
@@ -62,7 +63,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "run_dir": "directory of the run (default: runs/TASK-TIME)",
         "overwrite": "replace a finished run that is there",
         "resume": "go on from this run; auto: from --run-dir",
-        "save_every": "checkpoints: 500steps, 10min, 1epoch",
+        "override": "go on with the task's lr, ..., not the checkpoint's",
+        "save_every": "checkpoints: 500 (steps), 10min, 1epoch",
         "keep": "so many of the last checkpoints stay",
         "keep_best": "and the best one by METRIC, METRIC:min or METRIC:max",
         "save_mode": "async, or blocking: training waits",

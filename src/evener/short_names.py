@@ -1,4 +1,4 @@
-"""Short names of Evener's strategies, apart from what finds them: the help of the command reads them, and is quick."""
+"""Short names of Evener's own parts, which the command reads before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -14,4 +14,79 @@ STRATEGIES = {
     "data_parallel": "evener.strategies.data_parallel:DataParallel",
     "layers": "evener.strategies.layers:Layers",
 }
-"""Those that Evener has, by their short names."""
+"""Classes of Evener's strategies by their short names."""
+
+MEANINGS = {
+    "task": {
+        "digits": "a small network on 8x8 images of handwritten digits, which come with Evener",
+        "mnist": "a convolutional network on MNIST, which is downloaded or read from --data-dir",
+        "shakespeare": "a small transformer over the characters of a text file, --data-dir FILE",
+    },
+    "strategy": {
+        "auto": "ddp, or single for one rank",
+        "single": "one device",
+        "ddp": "a replica of the model on each rank, gradients summed while backward runs (DDP)",
+        "sharded": "optimizer state, gradients or weights divided over the ranks (FSDP, ZeRO 1 to 3)",
+        "tensor": "the weights of single layers divided (tensor parallelism)",
+        "pipeline": "layers in stages, micro-batches pass through them (pipeline parallelism)",
+        "context": "sequences divided over the ranks (context parallelism)",
+        "experts": "the experts of a mixture divided over the ranks (expert parallelism)",
+        "dimension": "the features of the input divided over the ranks",
+        "data_parallel": "one process, a replica on each of its devices (DataParallel)",
+        "layers": "one process, layers on several devices (model parallelism)",
+    },
+    "all-reduce": {
+        "native": "the backend's own: gloo, NCCL",
+        "ring": "messages around a ring, the most bytes a second",
+        "tree": "up and down a tree, for many ranks",
+        "halving": "halving and doubling, few messages",
+        "direct": "everything to everyone, for few ranks and small sums",
+        "ring-tree": "rings inside of hosts, trees between them",
+        "shared-memory": "common memory of one host, the default of CPU ranks",
+        "two-level": "common memory inside of hosts, a ring between them",
+        "auto": "the fastest, as measured",
+    },
+    "balancer": {
+        "equal": "equal parts",
+        "auto": "parts by the learned speed of each rank",
+    },
+}
+"""One line on each part that has a short name, by kind and name."""
+
+SYNONYMS = {
+    "strategy": {
+        **dict.fromkeys(("fsdp", "fsdp2", "fully_shard", "zero", "zero1", "zero2", "zero3"), "sharded"),
+        **dict.fromkeys(("deepspeed", "hsdp", "shard"), "sharded"),
+        **dict.fromkeys(("distributed_data_parallel", "data", "replicate", "allreduce"), "ddp"),
+        **dict.fromkeys(("dp", "dataparallel"), "data_parallel"),
+        **dict.fromkeys(("tp", "tensor_parallel", "megatron"), "tensor"),
+        **dict.fromkeys(("pp", "gpipe", "1f1b", "pipeline_parallel"), "pipeline"),
+        **dict.fromkeys(("cp", "sp", "sequence", "context_parallel", "ulysses", "ring_attention"), "context"),
+        **dict.fromkeys(("ep", "moe", "expert", "expert_parallel"), "experts"),
+        **dict.fromkeys(("mp", "model_parallel", "device_map", "layer"), "layers"),
+        **dict.fromkeys(("feature", "features", "feature_parallel"), "dimension"),
+        **dict.fromkeys(("none", "one", "no"), "single"),
+    },
+    "all-reduce": {
+        **dict.fromkeys(("nccl", "gloo", "mpi", "rccl", "xccl"), "native"),
+        **dict.fromkeys(("double-tree", "double_tree", "doubletree", "binary-tree"), "tree"),
+        **dict.fromkeys(("hierarchical", "ringtree", "2d"), "ring-tree"),
+        **dict.fromkeys(("recursive-halving", "rabenseifner", "halving-doubling"), "halving"),
+        **dict.fromkeys(("shm", "shared_memory", "sharedmemory"), "shared-memory"),
+        **dict.fromkeys(("two_level", "twolevel"), "two-level"),
+    },
+    "balancer": {
+        **dict.fromkeys(("even", "none", "static", "off"), "equal"),
+        **dict.fromkeys(("speed", "dynamic", "on", "by_speed"), "auto"),
+    },
+}
+"""Words of the field, and of other libraries, for what has another name here."""
+
+
+def called_here(name: str, what: str) -> str:
+    """The short name of the part that the field also calls ``name``; empty if there is none.
+
+    Args:
+        what: ``strategy``, ``all-reduce`` or ``balancer``.
+    """
+    return SYNONYMS.get(what, {}).get(name.strip().lower().replace(" ", "_"), "")

@@ -16,6 +16,7 @@ from evener.runtime.session import Session
 from evener.step import Step
 from evener.strategies.learner import Learner
 from evener.streams import unheard
+from evener.texts import printable
 
 MOST = 0.1
 """The part of an epoch's samples that may be skipped."""
@@ -46,7 +47,11 @@ class Announcer:
 
     def tell(self, batch: Batch) -> None:
         for skipped in batch.skipped[: max(0, _SHOWN - self._told)]:
-            print(f"evener: rank {self._rank} skips {skipped.words}", file=unheard(sys.stderr), flush=True)
+            print(
+                f"evener: rank {self._rank} skips {printable(skipped.words)}",
+                file=unheard(sys.stderr),
+                flush=True,
+            )
         if self._told < _SHOWN <= self._told + len(batch.skipped):
             print(f"evener: rank {self._rank} tells of no further ones", file=unheard(sys.stderr), flush=True)
         self._told += len(batch.skipped)

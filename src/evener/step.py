@@ -57,6 +57,8 @@ class Signal(NamedTuple):
     """The most samples of a pass that it has room for; 0 if that is not known."""
     graphs: float = 0.0
     """Graphs that the rank has compiled so far."""
+    differing: float = 0.0
+    """What the rank has found of compiled code, and others do not know yet."""
     division: float = 0.0
     """A code of how this batch and the next are divided, as this rank has it; the same on all."""
 
@@ -83,6 +85,7 @@ class Signals(NamedTuple):
     retries: tuple[float, ...]
     piece: tuple[float, ...]
     graphs: tuple[float, ...]
+    differing: tuple[float, ...]
     division: tuple[float, ...]
 
 
@@ -145,6 +148,11 @@ class Step:
         self.batch = batch
         self.number = number
         self.count = 0.0
+        """What the total is divided by."""
+        self.terms = 0.0
+        """Of the global batch."""
+        self.changes: tuple[str, ...] = ()
+        """How this rank's set of trained parameters differs from that at the beginning."""
         self.skipped = 0
         self.seconds = 0.0
         self.lr = 0.0

@@ -10,9 +10,7 @@ from __future__ import annotations
 from evener.data.batch import Batch
 from evener.engine import Engine
 from evener.records import Note
-
-_END = 3.0
-"""More than the wish to save, which the end fulfils, and less than any signal."""
+from evener.saving import Wish
 
 
 class Stopping:
@@ -24,21 +22,29 @@ class Stopping:
 
     def wish(self, other: float) -> float:
         """What this rank tells with its next step, if it wants ``other`` besides."""
-        return max(other, _END) if self._engine.observers.ending else other
+        return max(other, Wish.END) if self._engine.observers.ending else other
+
+    def evaluated(self) -> None:
+        """An evaluation that a run owed from before was done: an observer may ask for the end at once."""
+        if self._asked_now():
+            self._end()
 
     def stepped(self, batch: Batch) -> None:
         """A step was taken; if it is the last one, the engine gives no further batch and the observers are told why."""
         due = (
             self._asked_now()
             if batch.last
-            else self._engine.ledger.wished(self._engine.steps_done - 2) == _END
+            else self._engine.ledger.wished(self._engine.steps_done - 2) == Wish.END
         )
         if due:
-            self._engine.observers.ended = True
-            words = self._engine.observers.ending or "an observer of another rank"
-            self._engine.observers.event(
-                Note(self._engine.steps_done, f"ends after step {self._engine.steps_done}, asked by {words}")
-            )
+            self._end()
+
+    def _end(self) -> None:
+        self._engine.observers.ended = True
+        words = self._engine.observers.ending or "an observer of another rank"
+        self._engine.observers.event(
+            Note(self._engine.steps_done, f"ends after step {self._engine.steps_done}, asked by {words}")
+        )
 
     def _asked_now(self) -> bool:
         asked = float(bool(self._engine.observers.ending))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import zip_longest
 from operator import gt
+from typing import Any
 
 from evener.memory import CATEGORIES
 from evener.observer import Observer
@@ -14,7 +17,8 @@ from evener.records import EvaluationRecord, StepRecord
 class Tally(Observer):
     """What the summary tells of steps and evaluations."""
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int, metrics: Iterable[str] = ()) -> None:
+        self._asked = sorted(metrics)
         self.taken = [0] * parts
         self.last: StepRecord | None = None
         self.skipped = 0
@@ -35,6 +39,15 @@ class Tally(Observer):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluation_record = record
+
+    def state_dict(self) -> dict[str, Any]:
+        record = self.evaluation_record
+        return {} if record is None else {"evaluation": asdict(record), "asked": self._asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """An evaluation by other metrics than the task has now is none."""
+        known = state.get("asked") == self._asked
+        self.evaluation_record = EvaluationRecord(**state["evaluation"]) if known else None
 
     @property
     def samples(self) -> int:

@@ -64,6 +64,10 @@ class Task:
     """From the optimizer to a learning rate scheduler of torch."""
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     """When the scheduler steps: after each epoch, or after each step."""
+    order: Callable[[int], Any] | None = None
+    """From the number of an epoch, from 0, to the numbers of its samples in their order, as many in each epoch: by
+    length, with weights, or a part of ``train``. It depends on the epoch alone, and is the same on all ranks. None
+    shuffles all samples by the run's seed."""
     partition: Literal["batch", "sample"] = "batch"
     """``batch``: all ranks can read all of ``train`` and ``evaluate``. ``sample``: what these hold on a rank is the
     part that it owns, as when hosts hold different files; the parts, of any size, are disjoint."""
@@ -132,6 +136,7 @@ _CURES = {
 
 _FUNCTIONS = {
     "scheduler": ("from an optimizer to its scheduler", True),
+    "order": ("from an epoch to the numbers of its samples", True),
     "collate": ("from a list of items to (inputs, targets)", True),
     "penalty": ("from the model to one number", True),
     "forward": ("from the model and inputs to outputs", False),

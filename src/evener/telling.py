@@ -58,6 +58,8 @@ class Heard:
     divisions: Sequence[float]
     """Codes of how batches are divided; at least the least and the greatest of them."""
     results: Results
+    differing: bool = False
+    """Whether a rank has found something of compiled code."""
     rows: Signals | None = None
     """Of each rank, where rows were told."""
     memory: Columns = ()
@@ -121,6 +123,7 @@ class ByRows:
             missing,
             rows.division,
             Results.of(list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors),
+            any(rows.differing),
             rows,
             memory,
         )
@@ -168,7 +171,8 @@ class BySums:
         total = signal.total if self._counts else 0.0
         added = (counts * signal.next_count, counts * signal.skipped, total, *spoken.added)
         loss, gradient = loss_code(signal.total, self._above), gradient_code(signal, self._above)
-        flags = (signal.wish, signal.buffers_changed, loss, gradient, own, signal.division, -signal.division)
+        divisions = signal.division, -signal.division
+        flags = (signal.wish, signal.buffers_changed, signal.differing, loss, gradient, own, *divisions)
         sums = self._sums.start(added, (*flags, *self._missing(signal.missing), *spoken.greatest))
         row = self._speech().line()
         lines = self._control.exchange(row) if row else None
@@ -197,7 +201,7 @@ class BySums:
         spoken: bool,
     ) -> Heard:
         next_count, skipped, total, *heard = added
-        wish, buffers_changed, loss, gradient, own, division, least_division, *rest = greatest
+        wish, buffers_changed, differing, loss, gradient, own, division, least_division, *rest = greatest
         missing, speeds = rest[: 2 * self._groups], rest[2 * self._groups :]
         most, least = missing[2 * self._group : 2 * self._group + 2]
         self._rows_asked = bool(own)
@@ -210,6 +214,7 @@ class BySums:
             (-least, most),
             (-least_division, division),
             results_of(total, loss, gradient, world_size),
+            bool(differing),
             speeds=Voice(tuple(heard), tuple(speeds)) if spoken else None,
             lines=lines.wait() if lines else (),
         )

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from evener.assembly import balance_of
+from evener.balance.emulate import Throttle
 from evener.config import RunConfig
 from evener.hardware import accelerators
 from evener.hardware.survey.host import processor_name
@@ -59,4 +60,7 @@ def difference(kinds: list[str], config: RunConfig) -> str:
 
 def emulates(config: RunConfig) -> bool:
     """Whether ranks are told to run at different speeds."""
-    return len(set((config.throttle or "").split(","))) > 1 or bool(config.throttle_at)
+    if config.throttle_at or config.throttle is None:
+        return bool(config.throttle_at)
+    factors = Throttle.parse(config.throttle, (), config.throttle.count(",") + 1).factors
+    return len(set(factors)) > 1

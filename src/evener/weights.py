@@ -36,7 +36,7 @@ from evener.errors import ConfigurationError, DataError
 from evener.nn.names import clean_name
 from evener.strategies.model import settle_on
 from evener.system import in_words
-from evener.texts import few
+from evener.texts import few, from_here
 
 _PREFIX = "model/"
 _TYPES = {
@@ -185,7 +185,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         return _Stored(checkpoint.find(path))
     if not path.is_file():
         raise ConfigurationError(
-            f"there are no weights at {path}: name a file of safetensors (evener export writes one) or of a "
+            f"there are no weights at {from_here(path)}: name a file of safetensors (evener export writes one) or of a "
             "state_dict, a run directory or a checkpoint"
         )
     with in_words(f"the weights cannot be read from {path}"):
@@ -313,20 +313,22 @@ def _check_names(own: Mapping[str, Tensor], given: Mapping[str, str], source: st
     strange = sorted(given.keys() - own.keys())
     if lacking or strange:
         raise ConfigurationError(
-            f"the weights in {source} are of another model: they lack {few(lacking)} and have {few(strange)} more"
+            f"the weights in {from_here(source)} are of another model: they lack {few(lacking)} and have "
+            f"{few(strange)} more"
         )
 
 
 def _check(name: str, value: Tensor, tensor: Tensor, source: str) -> None:
     if tensor.shape != value.shape:
         raise ConfigurationError(
-            f"the weights in {source} are of another model: {name} has the shape {tuple(tensor.shape)} there and "
-            f"{tuple(value.shape)} here"
+            f"the weights in {from_here(source)} are of another model: {name} has the shape "
+            f"{tuple(tensor.shape)} there and {tuple(value.shape)} here"
         )
     alike = tensor.is_floating_point() == value.is_floating_point()
     if not alike or tensor.is_complex() != value.is_complex():
         raise ConfigurationError(
-            f"the weights in {source} are of another model: {name} is of {tensor.dtype} there and {value.dtype} here"
+            f"the weights in {from_here(source)} are of another model: {name} is of "
+            f"{tensor.dtype} there and {value.dtype} here"
         )
     bad = torch.isnan(tensor) if not isinstance(value, nn.Parameter) else ~torch.isfinite(tensor)
     if bool(bad.any()):

@@ -24,7 +24,7 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def bench(*arguments: str) -> int:
     try:
-        return main(["bench", "allreduce", *arguments])
+        return main(["bench", *arguments])
     except SystemExit as end:  # argparse
         return int(end.code or 0)
 

@@ -51,12 +51,17 @@ def listed(capsys: pytest.CaptureFixture[str], *what: str) -> list[str]:
 
 
 def test_all_names_that_there_are_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    known = {"tasks": BUILT_IN, "strategies": STRATEGIES, "all-reduces": ALL_REDUCES, "balancers": BALANCERS}
+    known = {
+        "tasks": BUILT_IN,
+        "strategies": ["auto", *STRATEGIES],
+        "all-reduces": ALL_REDUCES,
+        "balancers": BALANCERS,
+    }
     assert known.keys() == KINDS.keys()
     for what, names in known.items():
         _, *lines = listed(capsys, what)
-        shown = {line.split()[0] for line in lines}
-        assert shown == {*names, *(["auto"] if what == "strategies" else [])}
+        assert {line.split()[0] for line in lines} == {*names}
+        assert all(len(line.split()) > 2 and ":" not in line.split()[1] for line in lines), "words, no paths"
     assert [line.split()[0] for line in listed(capsys) if line and not line.startswith(" ")] == list(KINDS)
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 
 from evener.cli.main import main
 from evener.cli.options import add_config_options, add_rendezvous_options, config_of
 from evener.cli.parsing import Parser
+from evener.short_names import MEANINGS, SYNONYMS
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -61,3 +64,36 @@ def test_an_all_reduce_that_there_is_not_is_refused_for_one_process_too(
     ):
         assert main(["train", "digits", "--processes", "1", "--device", "cpu", option, "nope"]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--strategy", "fsdp"), "'fsdp': it is called sharded here"),
+        (("--strategy", "ddp,TP"), "'TP': it is called tensor here"),
+        (("--allreduce", "nccl"), "'nccl': it is called native here"),
+        (("--balance", "dynamic"), "'dynamic': it is called auto here"),
+        (("--balance", "fast"), "no balancer is called 'fast'; known are equal, auto, weights such as 3,1"),
+        (("--strategy", "pipelin"), "Did you mean pipeline?"),
+    ],
+)
+def test_names_are_checked_before_torch_is_there(option: tuple[str, ...], words: str) -> None:
+    """In a process of its own, in which nothing has imported torch yet."""
+    program = (
+        "import sys; from evener.cli.main import main; status = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "digits", *option],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize("kind", SYNONYMS)
+def test_other_words_of_the_field_lead_to_names_that_there_are(kind: str) -> None:
+    assert {*SYNONYMS[kind].values()} <= {*MEANINGS[kind]}
+    assert not SYNONYMS[kind].keys() & MEANINGS[kind].keys()

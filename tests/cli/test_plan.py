@@ -11,7 +11,7 @@ import pytest
 
 from evener.cli.main import main
 
-PLAN = ("plan", "digits", "--memory", "--processes", "2", "--device", "cpu")
+PLAN = ("plan", "digits", "--processes", "2", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,6 @@ def test_a_limit_that_is_enough_is_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("plan", "digits"), "give --memory"),
         ((*PLAN, "--memory-limit", "much"), "'much' is no size"),
         ((*PLAN, "--memory-limit", "1,2,3"), "3 limits for 2 ranks"),
         ((*PLAN, "--strategy", "pipeline"), "cut="),

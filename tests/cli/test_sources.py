@@ -130,7 +130,10 @@ def test_what_is_printed_says_the_same(
         ("strategy_option = 'a=1'", "it must be a list of texts"),
         ("heal = 'rank7'", "run.toml: heal = 'rank7': it must be one of majority, rank0"),
         ("epochs = 0", "run.toml: epochs is 0; it must be a whole number of at least 1"),
-        ("compile_mode = 'default'", "run.toml: compile_mode and compile_backend would do nothing"),
+        (
+            "compile_mode = 'default'",
+            "run.toml: compile_mode and compile_backend would do nothing",
+        ),
         ("batchsize = 3", "run.toml: batchsize is no setting; did you mean run.toml: batch_size?"),
         ("qqqq = 3", "run.toml: qqqq is no setting; settings are batch_size, "),
         ("option = 3", "it must be a table [option] of arguments"),

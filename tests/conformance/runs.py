@@ -14,7 +14,8 @@ from evener.engine import Engine
 from evener.errors import EvenerError
 from evener.runtime.environment import Environment
 from evener.runtime.session import Session
-from tests.conformance import models
+from evener.task import Task
+from tests.conformance import models, public
 
 STEPS, CLIP = 6, 0.4
 
@@ -25,6 +26,12 @@ class Outcome:
 
     numbers: dict[str, Tensor]
     refused: str = ""
+
+
+def task_called(name: str) -> Task:
+    """Of the table, or of the public models."""
+    task: Task = getattr(models if hasattr(models, name) else public, name)()
+    return task
 
 
 def run(model: str, how: dict[str, Any], alone: bool = False) -> Outcome:
@@ -40,7 +47,7 @@ def run(model: str, how: dict[str, Any], alone: bool = False) -> Outcome:
     try:
         with (
             Session("cpu", 60, Environment() if alone else None) as session,
-            Engine(getattr(models, model)(), RunConfig(**settings), session=session) as engine,
+            Engine(task_called(model), RunConfig(**settings), session=session) as engine,
         ):
             return Outcome(_numbers(engine))
     except EvenerError as error:

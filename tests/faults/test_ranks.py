@@ -27,7 +27,5 @@ def test_a_rank_that_joins_late_is_waited_for(
     tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Within the timeout: one that never joins is among the hangs."""
-    fault = Fault(
-        "joins late", "joins_late", 0, ("epoch 4, evaluation: loss",), 30, never=("Traceback", "evener: ")
-    )
+    fault = Fault("joins late", "joins_late", 0, ("evaluation: loss",), 30, never=("Traceback", "evener: "))
     suffer_warm(fault, tmp_path, Warm(tmp_path, ranks, monkeypatch), capsys)

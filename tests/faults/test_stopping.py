@@ -16,12 +16,13 @@ from tests.faults import tasks
 from tests.faults.running import Fault, rows, suffer
 from tests.runtime.processes import await_death, await_files, end, start
 
-SAVED = r"saved in \S+checkpoints, to go on from with --resume"
-INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+SAVED = r"\d, saved. Continue: evener train \S+ --resume \S+"
+INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
 ONCE = (
     Fault("Ctrl-C", "runs", 130, ("interrupted by SIGINT at step", SAVED), 15, signals=((0.5, INT),)),
     Fault("SIGUSR1", "runs", 138, ("interrupted by SIGUSR1 at step", SAVED), 15, signals=((0.5, USR1),)),
     Fault("SIGHUP", "runs", 129, ("interrupted by SIGHUP at step", SAVED), 15, signals=((0.5, HUP),)),
+    Fault("SIGQUIT", "runs", 131, ("interrupted by SIGQUIT at step", SAVED), 15, signals=((0.5, QUIT),)),
     Fault(
         "SIGTERM with workers that load data",
         "runs",

@@ -183,6 +183,8 @@ def held() -> tuple[str, dict[str, str]]:
         with pytest.raises(TaskError) as caught, scope(torch.arange(2), 0, 0):
             model[0].weight.sum()
         refused["read"] = str(caught.value)
+        with scope(torch.arange(2), 0, 0):
+            check_seen(model[0].weight, model[1].weight)
         with pytest.raises(TaskError) as caught:
             model[1](torch.zeros(2, 7))
         refused["width"] = str(caught.value)
@@ -211,6 +213,32 @@ def held() -> tuple[str, dict[str, str]]:
         with pytest.raises(ConfigurationError, match="norm, a LayerNorm, cannot be divided so"):
             divide_layer(nn.LayerNorm(3), COLUMNS, Parts(group, (range(1), range(1, 3)), 0), "norm")
         return repr(model[0]), refused
+
+
+def check_seen(columns: Tensor, rows: Tensor) -> None:
+    """The form of the whole weight is answered, its numbers are refused, whatever asks for them."""
+    assert (columns.shape, rows.shape) == ((5, 4), (4, 5))
+    assert (columns.dtype, columns.device.type, columns.dim(), len(rows)) == (torch.float32, "cpu", 2, 4)
+    assert columns.requires_grad
+    assert columns.is_floating_point()
+    assert torch.ones(3, dtype=torch.float64).to(columns).dtype == torch.float32
+    assert torch.ones(3, dtype=torch.int64).type_as(columns).dtype == torch.float32
+    for made in (torch.zeros_like(columns), columns.new_zeros(5, 4)):
+        assert type(made) is Tensor
+        assert torch.equal(made, torch.zeros(5, 4))
+    for use in (
+        lambda: torch.nn.functional.linear(torch.ones(2, 4), columns),
+        lambda: columns * 2,
+        lambda: columns[0],
+        lambda: columns.t(),
+        lambda: columns.to(torch.float64),
+        lambda: float(columns.norm()),
+        lambda: torch.cat([columns, columns]),
+        lambda: columns.detach(),
+        lambda: columns.data,
+    ):
+        with pytest.raises(TaskError, match="its weight is read from outside of it"):
+            use()
 
 
 def test_what_a_part_says_and_refuses(ranks: Any) -> None:

@@ -52,9 +52,19 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class Loop:
     """Its parts, prepared or as they are."""
 
-    def __init__(self, is_prepared: bool, make: Callable[[nn.Module], Any] = sgd, **options: Any) -> None:
+    def __init__(
+        self,
+        is_prepared: bool,
+        make: Callable[[nn.Module], Any] = sgd,
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(4)
-        parts = model_of(), DataLoader(rows(), batch_size=6, **({"shuffle": True} | options)), F.cross_entropy
+        parts = (
+            model or model_of(),
+            DataLoader(rows(), batch_size=6, **({"shuffle": True} | options)),
+            F.cross_entropy,
+        )
         self.model, self.loader, self.loss = parts
         self.optimizer = make(self.model)
         if is_prepared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,9 @@ def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:
             ):
                 evener.load(tmp_path / "bad.pt")
             assert number < 3
+        os.mkfifo(tmp_path / "pipe.pt")
+        with pytest.raises(DataError, match=r"pipe.pt cannot be read"):
+            evener.load(tmp_path / "pipe.pt")
         torch.save({"model": 1}, tmp_path / "other.pt")
         with pytest.raises(DataError, match=r"other.pt was not written by evener.save"):
             evener.load(tmp_path / "other.pt")

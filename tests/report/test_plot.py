@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.cli.main import main
+from evener.errors import DataError
 from evener.report.drawing import Panel, svg, ticks_to
 from evener.report.plot import RunSteps, drawn
 
@@ -81,10 +82,62 @@ def test_many_steps_are_medians(tmp_path: Path) -> None:
 
 
 def test_the_last_line_may_be_half_written_and_no_other(tmp_path: Path) -> None:
-    assert len(RunSteps.of(run(tmp_path / "a", [record(0)], end='{"kind": "st')).records) == 1
+    assert len(RunSteps.of(run(tmp_path / "a", [record(0)], end='{"kind": "st')).speed.points) == 1
     broken = run(tmp_path / "b", [record(0)], end="{broken\n" + json.dumps(record(1)) + "\n")
     assert main(["plot", str(broken), "--out", str(tmp_path / "b.svg")]) == 1
     assert not (tmp_path / "b.svg").exists()
+
+
+def test_no_more_is_kept_than_is_drawn(tmp_path: Path) -> None:
+    """Whatever the number of steps; a line of medians is the same as that of all steps."""
+    found = RunSteps.of(run(tmp_path / "a", [record(i, 0.1 + i % 7 / 100) for i in range(6000)]))
+    lines = [*found.shares, *found.milliseconds, found.speed]
+    assert [len(line.points) for line in lines] == [120, 120, 120, 0, 120]
+    assert not any(line._values for line in lines)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        3,
+        {"kind": "step"},
+        record(0) | {"step": "0"},
+        record(0) | {"step": None},
+        record(0) | {"seconds": []},
+        record(0) | {"seconds": True},
+        record(0) | {"shares": 3},
+        record(0) | {"shares": ["1"]},
+        record(0) | {"compute_seconds": {}},
+    ],
+    ids=str,
+)
+def test_a_record_of_another_form(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(DataError, match=r"line 3 is no record"):
+        RunSteps.of(run(tmp_path / "a", [record(0), wrong, record(1)]))
+
+
+@pytest.mark.parametrize("number", [None, math.nan, math.inf, -math.inf, 1e300, 10**400, 0, -1])
+def test_a_number_that_is_no_measurement(tmp_path: Path, number: Any) -> None:
+    odd = record(1) | {"seconds": number, "shares": [number, 1], "compute_seconds": [number, number]}
+    for records in ([record(0), odd, record(2)], [odd]):
+        path = run(tmp_path / f"a{len(records)}", records)
+        text = drawn([RunSteps.of(path), RunSteps.of(path)])
+        assert all(math.isfinite(number) for line in lines_of(text) for point in line for number in point)
+
+
+def test_names_of_a_stranger_order_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b]0;owned\x07\x9b\u202eb&<"
+    path = run(tmp_path / name, [record(0)])
+    out = tmp_path / "a.svg"
+    assert main(["plot", str(path), str(path), "--out", str(out)]) == 0
+    shown = r"a\x1b]0;owned\x07\x9b\u202eb&<"
+    assert shown in capfd.readouterr().out
+    assert any(text.startswith(f"{shown}: 10 steps/s") for text in texts_of(out.read_text()))
+    assert main(["plot", str(tmp_path / name / "none"), "--out", str(out), "--overwrite"]) == 2
+    said = capfd.readouterr().err
+    assert shown in said
+    assert "\x1b" not in said
 
 
 @pytest.mark.parametrize(

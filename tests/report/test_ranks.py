@@ -27,8 +27,15 @@ def test_the_slowest_rank_and_how_long_the_others_wait() -> None:
     recent.add(record(0, (0.010, 0.040, 0.030), (10, 40, 14)))
     assert recent.slowest() == "rank 1 slowest, others wait 50%"
     assert recent.each() == (
+        "rank 1 slowest, others wait 50% | "
         "rank: share work+wait+input ms | 0: 16% 10.0+30.0+1.0 | 1: 62% 40.0+0.0+1.0 | 2: 22% 30.0+10.0+1.0"
     )
+
+
+def test_ranks_that_hardly_wait_are_not_called_slow() -> None:
+    recent = RecentSteps()
+    recent.add(record(0, (0.100, 0.098)))
+    assert recent.slowest() == "no rank is slow"
 
 
 def test_old_steps_are_forgotten() -> None:
@@ -49,7 +56,7 @@ def test_a_rank_alone_is_not_compared() -> None:
 def test_of_many_ranks_the_ends_are_shown() -> None:
     recent = RecentSteps()
     recent.add(record(0, tuple(0.01 * (rank + 1) for rank in range(64))))
-    entries = recent.each().split(" | ")[1:]
+    entries = recent.each().split(" | ")[2:]
     assert len(entries) == SHOWN
     assert [int(entry.split(":")[0]) for entry in entries] == [0, 1, 2, 3, 60, 61, 62, 63]
 

@@ -95,7 +95,7 @@ def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
     assert "10/40 steps" in text
     assert "train loss 0.5000, 40 samples/s" in text
     assert "\r" in text
-    assert "epoch 1, evaluation: loss 0.5000, accuracy 0.7500\n" in text
+    assert "epoch 1: train loss 0.5000, lr 0.1; evaluation: loss 0.5000, accuracy 0.7500\n" in text
 
 
 def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> None:
@@ -174,7 +174,71 @@ def test_of_several_ranks_it_is_shown_which_is_slow(clock: Clock, stream: io.Str
     text = stream.getvalue()
     assert ", ," not in text
     assert "rank 1 slowest, others wait 75%" in text
-    assert "0: 75% 10.0+30.0+0.0 | 1: 25% 40.0+0.0+2.0" in text
+    assert ("0: 75% 10.0+30.0+0.0 | 1: 25% 40.0+0.0+2.0" in text) == stream.isatty()
+
+
+def test_a_terminal_of_80_columns_shows_who_is_slow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = Screen()
+    shown = following(690, screen)
+    for number in range(144):
+        clock.now += 0.35
+        shown.step(compared(number))
+    shown._bar.refresh()
+    shown._ranks.refresh()
+    shown.end(None)
+    last = [line[:80] for line in re.split(r"[\r\n]+", screen.getvalue())]
+    assert any("144/690 steps, epoch 1, train loss 0.2500" in line for line in last)
+    assert any("rank 1 slowest, others wait 75%" in line for line in last)
+
+
+def test_lines_of_a_file_become_fewer(clock: Clock) -> None:
+    out = io.StringIO()
+    shown = following(None, out)
+    lines = []
+    for minute in range(10 * 60):  # ten hours, a step a second
+        for second in range(60):
+            clock.now += 1
+            shown.step(step(60 * minute + second))
+        lines.append(len(out.getvalue().splitlines()))
+    assert lines[0] == 12
+    assert lines[1] - lines[0] == 2
+    assert lines[-1] < 12 + 2 * 30 + 12 * 10
+
+
+def test_speed_is_that_of_the_last_steps(clock: Clock) -> None:
+    out = io.StringIO()
+    shown = following(1000, out)
+    for number in range(100):
+        clock.now += 10 if number < 50 else 1
+        shown.step(step(number))
+    shown.end(None)
+    assert "step 90 of 1000, epoch 1, train loss 0.2500, 8 samples/s, 15:10 left" in out.getvalue()
+
+
+def test_the_summary_ends_with_what_balancing_gains() -> None:
+    def work(*seconds: float) -> list[dict[str, float]]:
+        return [{"compute_seconds": each, "wait_seconds": 0.0, "input_seconds": 0.0} for each in seconds]
+
+    equal = summary_text(summary(shares=[0.5, 0.5], ranks=work(2.0, 5.0)))
+    assert equal.splitlines()[-1] == "  ranks waited for rank 1: with --balance auto about 1.8x"
+    by_speed = summary_text(summary(shares=[0.75, 0.25], ranks=work(3.0, 3.0)))
+    assert by_speed.splitlines()[-1] == "  these shares: about 2x of equal shares"
+    for alike in (
+        summary(shares=[0.5, 0.5], ranks=work(2.0, 2.05)),
+        summary(shares=[1.0, 1.0], ranks=work(2.0, 5.0)),
+        summary(shares=[0.5, 0.5], ranks=work(0.0, 0.0)),
+        summary(shares=[1.0], ranks=work(2.0)),
+    ):
+        assert "equal shares" not in summary_text(alike)
+        assert "--balance" not in summary_text(alike)
+
+
+def test_the_summary_of_a_resumed_run_counts_one_period() -> None:
+    text = summary_text(summary(samples=24000, samples_in_seconds=12000))
+    assert "12,000 of 24,000 samples in 6.5 s" in text
+    assert "  28,740 samples in 6.5 s" not in text
+    assert ", 28,740 samples in 6.5 s" in summary_text(summary(samples_in_seconds=28740))
 
 
 def test_an_emulation_is_noted_at_the_start_and_in_the_summary() -> None:
@@ -195,7 +259,7 @@ def test_memory_is_shown_by_what_it_is_for(clock: Clock) -> None:
     record = dataclasses.replace(step(0), memory_peak=(2 << 20, 6 << 20), memory_parts=parts)
     shown.step(record)
     shown.end(None)
-    assert "memory 6 MiB (3 MiB activations)" in out.getvalue()
+    assert "memory" not in out.getvalue(), "the records have it, and the summary"
     most = {"peak": 6 << 20, "parameters": 1 << 20, "gradients": 0, "activations": 3 << 20, "other": 2 << 20}
     text = summary_text(summary(memory=[{"peak": 1 << 20, "other": 1 << 20}, most]))
     assert "  memory at most 6 MiB on rank 1: parameters 1 MiB, activations 3 MiB, other 2 MiB\n" in text

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from evener.engine import Engine
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.runtime.board import Board, quickest
 from evener.runtime.session import Session
+from tests import tasks
 
 
 def exchange_many(rounds: int) -> list[list[list[float]]]:
@@ -33,6 +36,28 @@ def test_every_rank_reads_what_every_rank_posted(ranks: Any) -> None:
             assert [row[:2] for row in rows] == [[0, number], [1, number]]
             assert math.copysign(1, rows[0][2]) == -1
             assert math.isnan(rows[1][2])
+
+
+def segments_after_an_engine() -> tuple[int, int]:
+    """Segments of shared memory that an engine has mapped, and those that are left when it is closed but still held."""
+    before = mapped()
+    with Engine(tasks.plain(), steps=1, device="cpu", allreduce="native") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        during = mapped()
+    left = mapped() - before
+    return len(during - before), len(left) * engine.steps_done
+
+
+def mapped() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[0] for line in lines if "memfd:evener-all-reduce" in line}
+
+
+def test_a_closed_engine_holds_no_shared_memory(ranks: Any) -> None:
+    for during, left in ranks(2).run(segments_after_an_engine):
+        assert during > 0
+        assert left == 0
 
 
 def kind_of_channel() -> str:

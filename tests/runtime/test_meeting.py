@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 import socket
 import time
+from typing import Any
 
 import pytest
 
-from evener.errors import RankTimeoutError
+from evener.errors import ConfigurationError, RankTimeoutError
 from evener.runtime.meeting import Meeting
 from evener.runtime.rendezvous import Rendezvous
 
@@ -40,3 +42,30 @@ def test_one_machine_waits_for_nobody(capfd: pytest.CaptureFixture[str]) -> None
     assert handler.next_rendezvous().world_size == 1
     handler.shutdown()
     assert capfd.readouterr().err == ""
+
+
+def test_two_runs_of_one_machine_do_not_meet() -> None:
+    first, second = (Meeting(Rendezvous(), 60.0).handler().next_rendezvous() for _ in range(2))
+    first.store.set("key", "value")
+    assert not second.store.check(["key"])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rdzv_endpoint": "x:y"}, "rdzv_endpoint is 'x:y'"),
+        ({"rdzv_endpoint": "localhost:99999"}, "between 0 and 65536"),
+        ({"rdzv_endpoint": "a b:3"}, "hostname"),
+        ({"rdzv_endpoint": "localhost:1", "rdzv_conf": "store_type=abc"}, "rdzv_conf is 'store_type=abc'"),
+        ({"rdzv_backend": "static", "master_port": 99999}, "rdzv_endpoint is '127.0.0.1:99999'"),
+    ],
+)
+def test_options_with_which_nobody_can_meet_are_refused_in_words(options: dict[str, Any], named: str) -> None:
+    rendezvous = Rendezvous(**{"nnodes": "2", "rdzv_backend": "c10d", **options})
+    with pytest.raises(ConfigurationError, match=re.escape(named)) as refused:
+        Meeting(rendezvous, 5.0).handler()
+    assert refused.value.exit_status == 2
+
+
+def test_machines_that_are_given_no_endpoint_meet_where_torchrun_does() -> None:
+    assert Rendezvous(nnodes="1:2", rdzv_backend="c10d").endpoint == "localhost:29400"

@@ -8,14 +8,10 @@ from evener.errors import ConfigurationError
 from evener.runtime.rendezvous import Rendezvous
 
 
-def test_default_is_one_machine_on_a_free_port() -> None:
-    parameters = Rendezvous().within(60)
-    assert (parameters.backend, parameters.endpoint) == ("c10d", "localhost:0")
-    assert (parameters.min_nodes, parameters.max_nodes) == (1, 1)
-
-
-def test_two_runs_of_one_machine_do_not_meet() -> None:
-    assert Rendezvous().within(60).run_id != Rendezvous().within(60).run_id
+def test_default_is_one_machine() -> None:
+    assert Rendezvous().is_standalone
+    assert not Rendezvous(master_port=29501).is_standalone
+    assert not Rendezvous(rdzv_backend="c10d", rdzv_endpoint="localhost:0").is_standalone
 
 
 def test_static_options_reach_the_agent() -> None:
@@ -49,6 +45,7 @@ def test_elastic_options_reach_the_agent() -> None:
         ({"nnodes": "2", "node_rank": 2}, "2 of 2"),
         ({"nnodes": "2", "standalone": True}, "standalone"),
         ({"max_restarts": -1}, "-1"),
+        ({"rdzv_backend": "etcd-v2", "rdzv_endpoint": "head:1"}, "'etcd-v2'"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:

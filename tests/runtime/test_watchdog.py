@@ -151,7 +151,7 @@ def hanging(world_size: int, store: Ledger, seconds: float) -> list[Watchdog]:
         watchdog._roster.store, watchdog._host = cast(LimitedStore, store), f"host{rank}"
         name, waits = ("forward", False) if rank == world_size - 1 else ("all-reduce", True)
         watchdog.phase(name, 41, waits=waits).__enter__()
-        watchdog._place = watchdog._place._replace(since=time.monotonic() - seconds)
+        watchdog.place = watchdog.place._replace(since=time.monotonic() - seconds)
         ranks.append(watchdog)
     return ranks
 
@@ -179,7 +179,7 @@ def test_the_rank_that_looks_speaks_and_no_other(monkeypatch: pytest.MonkeyPatch
     for watchdog in reversed(ranks):
         watchdog._tick()
     for watchdog in ranks:
-        watchdog._place = watchdog._place._replace(since=watchdog._place.since - 3)
+        watchdog.place = watchdog.place._replace(since=watchdog.place.since - 3)
     for watchdog in ranks:
         watchdog._tick()
     assert spoke == [0]
@@ -195,7 +195,7 @@ def test_the_next_rank_looks_when_the_looker_is_silent(monkeypatch: pytest.Monke
         watchdog._tick()
     for watchdog in ranks[1:]:
         watchdog._roster.looker._since -= 4
-        watchdog._place = watchdog._place._replace(since=watchdog._place.since - 2)
+        watchdog.place = watchdog.place._replace(since=watchdog.place.since - 2)
         watchdog._tick()
     assert spoke == []
     for watchdog in ranks[1:]:

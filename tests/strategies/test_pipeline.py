@@ -247,9 +247,15 @@ def refused(name: str, options: dict[str, Any]) -> tuple[type[BaseException], st
 @pytest.mark.parametrize(
     ("name", "options", "kind", "words"),
     [
-        ("branching", {}, TaskError, r"code of Branching.forward cannot be read .* nn.Sequential of blocks"),
+        ("branching", {}, ConfigurationError, r"Branching calls 1 modules one after the other"),
         ("counting", {}, TaskError, "Counting.forward changes its attribute 'calls'"),
-        ("drawing", {}, TaskError, "Drawing.forward draws random numbers"),
+        ("drawing", {}, TaskError, "the code around the blocks draws random numbers"),
+        (
+            "layers",
+            {"blocks": "here"},
+            ConfigurationError,
+            "blocks names 'here', .* lists of blocks .* are 2",
+        ),
         (
             "twice",
             {"cut": "mix"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,9 @@ def test_a_verification_on_two_processes() -> None:
     assert result.times_floor <= LIMIT / 3
     assert result.reordered
     assert "0.bias" in result.judged_absolutely, "a bias before a BatchNorm"
-    assert f"the same training to rounding: {result.times_floor:.3g} times the floor" in text(result)
+    assert text(result).startswith(
+        f"PASS: the training of one device. The largest difference is {result.times_floor:.3g} times what rounding"
+    )
     assert json.loads(json.dumps(dataclasses.asdict(result)))["passed"] is True
 
 
@@ -100,13 +103,17 @@ def test_the_floor_is_measured_more_thoroughly_before_the_verdict_is_no() -> Non
 def test_what_the_command_says() -> None:
     passed = text(compared(disturbed(12)))
     assert "error 2.66e-15 in fc.weight (by rounding alone 8.88e-16)" in passed
-    assert "no gradient but rounding, so judged absolutely: key\n" in passed
+    assert "no gradient but rounding, so judged absolutely: key" in passed
     many = dataclasses.replace(compared(disturbed(12)), judged_absolutely=list("abcde"))
-    assert "judged absolutely: a, b, c and 2 more\n" in text(many)
-    assert "the same training to rounding: 3 times the floor (allowed" in passed
+    assert "judged absolutely: a, b, c and 2 more" in text(many)
+    assert "is 3 times what rounding alone makes (20 allowed), in " in passed
     failed = text(compared(scaled(0.5), run()))
-    assert "NOT the same training (5.63e+14 times the floor in the gradient of" in failed
-    assert failed.endswith("averaged over 2 ranks instead of summed?")
+    verdict = failed.splitlines()[0]
+    assert re.match(
+        r"FAIL: not the training of one device\. The gradient of \S+.* is off by 5.63e\+14 times what",
+        verdict,
+    )
+    assert verdict.endswith("averaged over 2 ranks instead of summed?")
     tolerated = text(compared(disturbed(12), tolerance=1e-3))
     assert "(allowed 1e-03)" in tolerated
-    assert "the same training to the tolerance" in tolerated
+    assert "(allowed by --tolerance), in " in tolerated

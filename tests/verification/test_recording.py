@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +48,30 @@ def test_sketches_of_two_processes_agree_and_hold_few_numbers() -> None:
 def test_a_sparse_gradient_is_taken_whole() -> None:
     sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
     assert Sketch()("w", sparse).tolist() == [1, 0, 5, 0]
+
+
+class Graph(torch.nn.Linear):
+    """Its edges are a sparse buffer, of each layout."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("edges", torch.eye(6).to_sparse())
+        with warnings.catch_warnings(
+            action="ignore", category=UserWarning
+        ):  # compressed ones are said to be beta
+            self.register_buffer("compressed", torch.eye(6).to_sparse_csr())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.edges.to(x.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:.*Sparse CSR")
+def test_sparse_buffers_are_compared_whole() -> None:
+    config = RunConfig(steps=2, strategy="single")
+    found = record(lambda: replace(tasks.plain(), model=Graph), None, config, Environment())
+    assert found.weights["edges"].tolist() == found.weights["compressed"].tolist() == torch.eye(6).tolist()
+    assert relative_error(found.weights["edges"], found.weights["compressed"]) == 0
+    assert found.buffers["edges"].norm() > 0
 
 
 def test_what_is_remembered_of_a_run() -> None:

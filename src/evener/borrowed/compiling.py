@@ -1,4 +1,4 @@
-"""Of torch's compiler: a tensor whose first size changes from call to call, and what has been compiled so far.
+"""Of torch's compiler: a tensor whose first size changes from call to call, what has been compiled, and backends.
 
 ``maybe_mark_dynamic`` is documented in the guide on dynamic shapes, the counters in that on recompilations; both lie in
 a module with an underscore, which torch imports when it is first asked for, and takes a second.
@@ -6,12 +6,17 @@ a module with an underscore, which torch imports when it is first asked for, and
 its own functions, when the function is first called. So a process that computes nothing, as the launcher, starts a
 second earlier.
 
+``torch.compile`` takes a function of a graph and example inputs as a backend, but gives nobody those that it has by
+name: it makes them of two classes with an underscore, which know what a mode stands for.
+
 Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, partialmethod
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -43,3 +48,67 @@ def compiled_so_far() -> Compiled:
     """Counts since the process began."""
     counters = torch._dynamo.utils.counters
     return Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+
+
+Backend = Callable[..., Any]
+"""Makes compiled code of a graph and example inputs."""
+
+
+def backend_called(name: str, mode: str | None, **options: Any) -> Backend:
+    """The backend that ``torch.compile(backend=name, mode=mode)`` has.
+
+    Args:
+        options: Of inductor, besides those that the mode stands for; other backends get none.
+    """
+    kinds: Any = torch
+    if name == "inductor":
+        return cast(Backend, kinds._TorchCompileInductorWrapper(mode, options, None))
+    return cast(Backend, kinds._TorchCompileWrapper(name, mode, None, None))
+
+
+def name_of(backend: Backend) -> str:
+    """What ``torch.compile`` calls one of its backends."""
+    return str(getattr(backend, "compiler_name", backend))
+
+
+def without_cuda_graphs(backend: Backend) -> Backend | None:
+    """The same backend, whose code is not recorded; None if that of ``backend`` is not either."""
+    options: dict[str, Any] = getattr(backend, "config", {})
+    if not options.get("triton.cudagraphs") or not torch.cuda.is_available():
+        return None
+    return backend_called("inductor", None, **{**options, "triton.cudagraphs": False})
+
+
+@contextmanager
+def asked_through(around: Callable[[Backend, Any, Any], Any]) -> Iterator[None]:
+    """What ``torch.compile`` asks a backend for in the block goes through ``around``.
+
+    Args:
+        around: Gets the backend, to be called by it, and the graph and example inputs.
+    """
+    kinds: Any = torch
+    classes = (kinds._TorchCompileInductorWrapper, kinds._TorchCompileWrapper)
+    originals = [kind.__call__ for kind in classes]
+
+    def asked(self: Any, graph: Any, examples: Any, *, _original: Any, **others: Any) -> Any:
+        return around(_Bound(self, partial(_original, self, **others)), graph, examples)
+
+    for kind, original in zip(classes, originals, strict=True):
+        kind.__call__ = partialmethod(asked, _original=original)
+    try:
+        yield
+    finally:
+        for kind, original in zip(classes, originals, strict=True):
+            kind.__call__ = original
+
+
+class _Bound:
+    """A backend as it was before others were asked."""
+
+    def __init__(self, backend: Any, call: Backend) -> None:
+        self.compiler_name = backend.compiler_name
+        self.config = getattr(backend, "config", {})
+        self._call = call
+
+    def __call__(self, graph: Any, examples: Any) -> Any:
+        return self._call(graph, examples)

@@ -10,7 +10,8 @@ from typing import Any
 
 
 def written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Those of the arguments that the call writes into."""
-    arguments = function._schema.arguments
+    """Those of the arguments that the call writes into; none of an operator that has functions for arguments."""
+    schema = getattr(function, "_schema", None)
+    arguments = () if schema is None else schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     return [given[argument.name] for argument in arguments if argument.is_write and argument.name in given]

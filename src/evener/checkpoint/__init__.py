@@ -6,18 +6,25 @@ lies in one small file::
 
     checkpoints/
         step-00000120/
-            .metadata  __0_0.distcp ...     tensors by name: model/NAME, optimizer/NAME/KEY, random/RANK
+            __0_0.distcp ...                tensors by name: model/NAME, optimizer/NAME/KEY, random/RANK
+            tensors.json                    their types and shapes, and in which file each piece lies
+            .metadata                       the same as a pickle, for PyTorch's own tools
             rest.pt                         format, progress, optimizer's groups and other values, balancer, scheduler
+            evener.json                     the mark: Evener wrote this, which run it is of
+            evaluation.json                 what is remembered after the evaluation of these weights
             sums.json                       length and checksum of each of these files
         step-00000110/                      the one before, for the case that the latest is damaged
         latest                              "step-00000120"; written last, so that a torn write is never the latest
         best                                likewise, of the best evaluation so far, if one is kept
 
 ====================  ===========================================================
+:mod:`.identity`      marks, and the run that a checkpoint is of
 :mod:`.folder`        names, pointers, what is kept and what goes
 :mod:`.saving`        copies of the state, and the thread that writes them
 :mod:`.reading`       what is there, whether it is whole, and a rank's part of it
 :mod:`.sums`          checksums
+:mod:`.tensor_index`  which tensors there are, and where
+:mod:`.plain_pickle`  the same of earlier versions, out of PyTorch's pickle
 :mod:`.randomness`    the states of random generators as a tensor
 :mod:`.digest`        of weights
 ====================  ===========================================================

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evener.errors import DataError
 from evener.hardware import accelerators
 
 
@@ -32,8 +33,18 @@ def drawn(device: torch.device) -> Tensor:
 
 
 def draw_on(found: Tensor, device: torch.device) -> None:
-    """Sets the generators to what :func:`drawn` gave."""
-    states = json.loads(bytes(found.tolist()))
+    """Sets the generators to what :func:`drawn` gave.
+
+    Raises:
+        DataError: If it is something else.
+    """
+    try:
+        _set(json.loads(bytes(found.tolist())), device)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the checkpoint's states of random generators cannot be used: {error}") from error
+
+
+def _set(states: Any, device: torch.device) -> None:
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, numbers, *rest = states["numpy"]

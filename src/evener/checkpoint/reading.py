@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from evener.checkpoint import folder, sums
+from evener.checkpoint.identity import UNMARKED, Identity, identity_in
+from evener.checkpoint.tensor_index import IndexReader, files_of, index_in, index_name
 from evener.errors import ConfigurationError, DataError
+from evener.guarded_files import open_regular
 from evener.runtime.channel import Channel, LocalChannel
 from evener.strategies.pieces import Piece, PieceLoader, quiet
 from evener.strategies.state import Held
+from evener.texts import said, shortened
 
-_METADATA = ".metadata"
-_OWN_CLASSES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_NAMES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-}
-"""What the description of the tensors is made of: classes of these modules' own, types of numbers, and these names."""
+_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,12 @@ class Found:
 
     path: Path
     rest: dict[str, Any]
+    index: Metadata
+    """Which tensors it holds, and where."""
+    identity: Identity = UNMARKED
+    """The run that it is of."""
+    newest: bool = False
+    """Whether it was found as the newest of a directory, whose run whoever goes on from it may continue."""
 
     def read(self, held: Held) -> dict[str, Any]:
         """Model and optimizer as this rank holds them, in memory of their own.
@@ -69,19 +71,18 @@ class Found:
         self.fill({key: found})
         return found
 
+    @property
+    def files(self) -> set[str]:
+        """The names of all files that are read of it."""
+        return {folder.REST, index_name(self.path), *files_of(self.index)}
+
     def _of(self, *prefixes: str) -> Iterator[tuple[str, TensorStorageMetadata]]:
         return ((key, entry) for key, entry in self.stored().items() if key.startswith(prefixes))
 
     def stored(self) -> dict[str, TensorStorageMetadata]:
-        """Type and shape of every tensor, by key.
-
-        Raises:
-            DataError: If the description of the tensors cannot be read, or would run code.
-        """
-        with _explained(self.path):
-            _check_metadata(self.path / _METADATA)
-            found = FileSystemReader(self.path).read_metadata().state_dict_metadata
-        return {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        """Type and shape of every tensor, by key."""
+        entries = self.index.state_dict_metadata
+        return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
     def fill(self, room: Mapping[str, Piece | Tensor]) -> None:
         """Reads tensors, or pieces of them, into memory that is there, by key.
@@ -90,9 +91,8 @@ class Found:
             DataError: If they cannot be read.
         """
         with _explained(self.path), quiet():
-            state_dict_loader.load(
-                dict(room), storage_reader=FileSystemReader(self.path), planner=PieceLoader(), no_dist=True
-            )
+            reader = IndexReader(self.path, self.index)
+            state_dict_loader.load(dict(room), storage_reader=reader, planner=PieceLoader(), no_dist=True)
 
 
 def _put(state: dict[str, Any], key: str, value: Tensor) -> None:
@@ -121,23 +121,30 @@ def agreed(
     path: Path, control: Channel, rank: int, ranks: int, tell: Callable[[str], object] = warnings.warn
 ) -> Found:
     """As :func:`find`, on all ranks together, each of which looks at some of the files."""
-    damaged = ""
-    for place in _candidates(path, control, rank):
+    damaged, places = "", _candidates(path, control, rank, tell)
+    for place in places:
         if damaged and rank == 0:
             tell(f"{damaged}: going on from {place} instead, which lies before it")
         found, own = None, sums.damage(place, rank, ranks)
         try:
             found = _read(place)
+            own = own or sums.lacking(place, found.files)
         except DataError as error:
             own = own or str(error)
         wrong = next(filter(None, control.gather_objects(own)), "")
         if not wrong and found is not None:
-            return found
-        damaged = f"{place} cannot be read as a checkpoint: {wrong.removeprefix(f'{place} ')}"
+            newest = place == places[0] and folder.is_by_directory(path)
+            return replace(found, identity=_identity_of(place, found), newest=newest)
+        reason = wrong.removeprefix(f"{place} ").removeprefix("cannot be read as a checkpoint: ")
+        damaged = f"{place} cannot be read as a checkpoint: {reason}"
     raise DataError(damaged)
 
 
-def _candidates(path: Path, control: Channel, rank: int) -> list[Path]:
+def _identity_of(place: Path, found: Found) -> Identity:
+    return identity_in(place, int(found.rest["progress"]["steps"])) or UNMARKED
+
+
+def _candidates(path: Path, control: Channel, rank: int, tell: Callable[[str], object]) -> list[Path]:
     """Rank 0's, for others may see a pointer that is being written in another state."""
     found: list[Path] | str = []
     if rank == 0:
@@ -149,47 +156,87 @@ def _candidates(path: Path, control: Channel, rank: int) -> list[Path]:
     if isinstance(agreed_on, str):
         raise ConfigurationError(agreed_on)
     places: list[Path] = agreed_on
+    if rank == 0 and folder.is_by_directory(path) and (lost := folder.lost_latest(places[0].parent)):
+        tell(f"{lost}: going on from {places[0]}")
     return places
 
 
+_PARTS = {
+    **dict.fromkeys(("format", "ranks"), int),
+    **dict.fromkeys(("progress", "optimizer", "model", "data", "settings"), dict),
+}
+_PROGRESS = ("epoch", "position", "steps")
+
+
 def _read(place: Path) -> Found:
-    try:
-        rest = torch.load(place / folder.REST, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise DataError(f"{place} cannot be read as a checkpoint: {error}") from error
-    if not isinstance(rest, dict) or not {"format", "progress", "optimizer"} <= rest.keys():
-        raise DataError(
-            f"{place} is no checkpoint of Evener: its {folder.REST} does not hold format and progress"
-        )
+    with _explained(place):
+        with open_regular(place / folder.REST) as file:
+            rest = torch.load(file, map_location="cpu", weights_only=True)
+        index = index_in(place)
+    if not isinstance(rest, dict) or not isinstance(rest.get("format"), int):
+        raise DataError(f"{place} is no checkpoint of Evener: its {folder.REST} does not hold its format")
     if rest["format"] != folder.FORMAT:
         raise DataError(
             f"{place} is a checkpoint in format {rest['format']}, this version of Evener reads format "
             f"{folder.FORMAT}: go on with the version that wrote it"
         )
-    return Found(place, rest)
+    wrong = _lacks(rest)
+    if wrong:
+        raise DataError(f"{place} is no checkpoint of Evener: its {folder.REST} does not hold {wrong}")
+    return Found(place, rest, index)
 
 
-# The description of the tensors is a pickle, which PyTorch reads without asking what it would run
+def _lacks(rest: Mapping[str, Any]) -> str:
+    """What is missing or of a wrong kind; empty if nothing is."""
+    wrong = [name for name, kind in _PARTS.items() if not isinstance(rest.get(name), kind)]
+    if not wrong:
+        wrong = [name for name in _PROGRESS if type(rest["progress"].get(name)) is not int]
+        state = rest["optimizer"].get("state")
+        if not isinstance(state, dict) or not all(isinstance(entries, dict) for entries in state.values()):
+            wrong.append("the optimizer's state")
+        wrong += [
+            name for name, check in _FURTHER.items() if rest.get(name) is not None and not check(rest[name])
+        ]
+    return ", ".join(wrong)
 
 
-class _Careful(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module in (*_OWN_CLASSES, *_NAMES) and "." not in name:
-            found = super().find_class(module, name)
-            own = module in _OWN_CLASSES and isinstance(found, type) and found.__module__ == module
-            if own or isinstance(found, torch.dtype) or name in _NAMES.get(module, ()):
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs: it may run code")
+def _is_identity(found: Any) -> bool:
+    try:
+        Identity.from_plain(found)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
-def _check_metadata(path: Path) -> None:
-    with path.open("rb") as file:
-        _Careful(file).load()
+def _is_kept(found: Any) -> bool:
+    try:
+        parts = json.loads(found)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(parts, dict) and all(isinstance(each, dict) for each in parts.values())
+
+
+def _is_said(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("scheduler"), dict)
+
+
+_FURTHER: dict[str, Callable[[Any], bool]] = {"identity": _is_identity, "kept": _is_kept, "said": _is_said}
+"""What a checkpoint of an earlier version has not."""
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
-        raise DataError(f"{path} cannot be read as a checkpoint: {error}") from error
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        raise DataError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line of what it says; PyTorch packs errors into one that shows the tracebacks of all."""
+    if isinstance(error, CheckpointException):
+        error = next((cause for cause, _ in error.failures.values()), error)
+    line = next((line for line in said(error).splitlines() if line.strip()), type(error).__name__)
+    if "weights_only" in line:  # with the advice to read it without
+        line = "it is torn, or holds more than tensors and plain values, which may run code"
+    return shortened(line, _LONGEST_REASON)

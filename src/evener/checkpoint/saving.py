@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from evener.checkpoint import folder, randomness, sums
+from evener.checkpoint.identity import MARK, UNMARKED, Identity, write_mark
+from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
 from evener.errors import CheckpointError
 from evener.hardware import accelerators
 from evener.memory import made_as
@@ -43,8 +43,11 @@ from evener.runtime.session import Session
 from evener.strategies.pieces import Piece, PieceSaver, quiet
 from evener.strategies.slices import Slice
 from evener.strategies.state import Held
+from evener.system import words
+from evener.texts import said
 
 _WHAT = "writing a checkpoint"
+_PROBE_BYTES = 1 << 20
 _PATIENCE = timedelta(hours=24)
 
 
@@ -60,24 +63,55 @@ class Writers:
         """What every rank passed."""
         return [value] if self.group is None else all_gather(value, self.group)
 
-    def together(self, act: Callable[[], Any]) -> list[Any]:
+    def together(self, act: Callable[[], Any], place: Path) -> list[Any]:
         """Does a part of the work on every rank, and gives what all of them got.
+
+        Args:
+            place: The directory that is written to.
 
         Raises:
             CheckpointError: On all ranks, if it failed on one.
         """
-        found, words = None, ""
+        found, wrong = None, {}
         try:
             found = act()
-        except OSError as error:
-            words = f"{error.filename or ''}: {error.strerror or error}".removeprefix(": ")
-        except CheckpointException as error:
-            words = next((f"{failure}" for failure, _ in error.failures.values()), str(error))
-        rows = self.gather((found, words))
-        for rank, (_, wrong) in enumerate(rows):
-            if wrong:
-                raise CheckpointError(f"rank {rank} could not write it: {wrong}")
+        except CheckpointException as error:  # of all ranks
+            wrong = {rank: said(failure) for rank, (failure, _) in error.failures.items()}
+            if self.rank in error.failures:
+                wrong[self.rank] = _reason(error.failures[self.rank][0], place, self.rank)
+        except Exception as error:  # other ranks wait to hear of it
+            wrong = {self.rank: _reason(error, place, self.rank)}
+        rows = self.gather((found, wrong))
+        told = {rank: reason for _, of_all in rows for rank, reason in of_all.items()}
+        told |= {rank: own[rank] for rank, (_, own) in enumerate(rows) if rank in own}
+        for rank, reason in sorted(told.items()):
+            raise CheckpointError(f"rank {rank} could not write it: {reason}")
         return [result for result, _ in rows]
+
+
+def _reason(error: BaseException, place: Path, rank: int) -> str:
+    """Why writing failed. PyTorch's writer does not say what the operating system said: it is asked once more."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    cause = cause or _shortage(place, rank)
+    return words(cause) if isinstance(cause, OSError) else said(error)
+
+
+def _shortage(place: Path, rank: int) -> OSError | None:
+    """What the operating system says to a longer file of this rank; None if nothing."""
+    own = sorted(place.glob(f"__{rank}_*"), key=lambda path: path.stat().st_size)
+    if not own:
+        return None
+    try:
+        with own[-1].open("ab") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(own[-1])
+        return error
+    return None
 
 
 class _Copies:
@@ -131,11 +165,13 @@ class Saver:
         directory: Path,
         keep: folder.Keep,
         wait: bool = True,
+        identity: Identity = UNMARKED,
     ) -> Path:
         """Writes the state after ``steps`` steps; a run that is killed meanwhile leaves the one before.
 
         Args:
             wait: Returns when it is written; otherwise :meth:`finish` tells what became of it.
+            identity: The run that the checkpoint is of.
 
         Returns:
             The directory that the checkpoint has, or will have.
@@ -144,12 +180,14 @@ class Saver:
             CheckpointError: On all ranks, if it could not be written, or if the one before could not.
         """
         self.finish()
+        directory = directory.absolute()  # code of the user's may change to another while it is written
         target = directory / folder.name_of(steps)
         writers = Writers(self._writers(), self._session.rank)
         tensors = {key: self._copied(key, value, wait) for key, value in self._own(held, writers)}
         accelerators.synchronize(self._session.device)
-        words = _serialized({"format": folder.FORMAT, "ranks": self._session.world_size, **rest}, held)
-        write = _Write(lambda: _write(tensors, words, target, writers, keep), target, steps)
+        leftovers = _serialized({"format": folder.FORMAT, "ranks": self._session.world_size, **rest}, held)
+        mark = {**identity.as_plain(), "steps": steps}
+        write = _Write(lambda: _write(tensors, leftovers, mark, target, writers, keep), target, steps)
         if wait:
             with self._session.watchdog.together(_WHAT, steps):
                 write.run()
@@ -256,24 +294,32 @@ def _leftovers(held: Held) -> dict[str, Any]:
 
 
 def _write(
-    tensors: Mapping[str, Piece | Tensor], rest: bytes, target: Path, writers: Writers, keep: folder.Keep
+    tensors: Mapping[str, Piece | Tensor],
+    rest: bytes,
+    mark: Mapping[str, Any],
+    target: Path,
+    writers: Writers,
+    keep: folder.Keep,
 ) -> None:
     partial, first = folder.partial_of(target), writers.rank == 0
     try:
-        writers.together(lambda: _prepare(partial, rest) if first else None)
-        writers.together(lambda: _write_tensors(tensors, partial, writers))
-        found = writers.together(lambda: _sums(partial, writers.rank))
-        writers.together(lambda: sums.write(partial, _merged(found)) if first else None)
-        writers.together(lambda: folder.publish(target, keep) if first else None)
+        writers.together(lambda: _prepare(target, rest, mark) if first else None, partial)
+        writers.together(lambda: _write_tensors(tensors, partial, writers), partial)
+        found = writers.together(lambda: _sums(partial, writers.rank), partial)
+        writers.together(lambda: sums.write(partial, _merged(found)) if first else None, partial)
+        writers.together(lambda: folder.publish(target, keep) if first else None, partial)
     except CheckpointError:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
+        if first and folder.is_marked(partial):
+            folder.remove(partial)
         raise
 
 
-def _prepare(partial: Path, rest: bytes) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
+def _prepare(target: Path, rest: bytes, mark: Mapping[str, Any]) -> None:
+    partial = folder.partial_of(target)
+    folder.refuse_to_replace(partial, target)
+    folder.remove(partial)
     partial.mkdir(parents=True)
+    write_mark(partial, mark)
     with (partial / folder.REST).open("wb") as file:
         file.write(rest)
         file.flush()
@@ -284,7 +330,7 @@ def _write_tensors(tensors: Mapping[str, Piece | Tensor], partial: Path, writers
     with quiet():
         state_dict_saver.save(
             dict(tensors),
-            storage_writer=FileSystemWriter(partial),
+            storage_writer=IndexWriter(partial),
             planner=PieceSaver(),
             process_group=writers.group,
             no_dist=writers.group is None,
@@ -295,7 +341,7 @@ def _sums(partial: Path, rank: int) -> dict[str, tuple[int, int]]:
     """Of the files that this rank wrote."""
     own = [*partial.glob(f"__{rank}_*")]
     if rank == 0:
-        own += [partial / folder.REST, partial / ".metadata"]
+        own += [partial / MARK, partial / folder.REST, partial / INDEX, partial / PICKLE]
     return {path.name: sums.sum_of(path) for path in own}
 
 

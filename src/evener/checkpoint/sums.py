@@ -1,6 +1,8 @@
 """Lengths and checksums of a checkpoint's files, so that a damaged one is not gone on from.
 
 CRC-32 finds every burst of errors of up to 32 bits and misses one of 2**32 others; it is no protection against malice.
+The list of checksums itself may be malicious: it names plain files of its directory, and these are read no further than
+their length.
 """
 
 from __future__ import annotations
@@ -8,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from evener.guarded_files import open_regular, read_json
 
 SUMS = "sums.json"
 _CHUNK = 1 << 22
@@ -21,7 +25,7 @@ Sums = Mapping[str, tuple[int, int]]
 def sum_of(path: Path) -> tuple[int, int]:
     """Length in bytes, and CRC-32."""
     nbytes = crc = 0
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             nbytes, crc = nbytes + len(chunk), zlib.crc32(chunk, crc)
     return nbytes, crc
@@ -42,10 +46,30 @@ def damage(place: Path, part: int = 0, parts: int = 1) -> str:
         part: Every ``parts``-th file from this one on is looked at.
     """
     try:
-        sums = json.loads((place / SUMS).read_text())
+        sums = _read(place)
         return next(filter(None, (_wrong(place / name, *sums[name]) for name in _own(sums, part, parts))), "")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read: {error}"
+
+
+def lacking(place: Path, names: Collection[str]) -> str:
+    """Which of the files ``names`` have no checksum, in words; empty if all have one."""
+    try:
+        missing = sorted(set(names) - _read(place).keys())
+    except (OSError, ValueError) as error:
+        return f"{SUMS} cannot be read: {error}"
+    return f"{SUMS} has no checksum of {missing[0]}" if missing else ""
+
+
+def _read(place: Path) -> dict[str, tuple[int, int]]:
+    found = read_json(place / SUMS)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}")
+    for name, entry in found.items():
+        numbers = isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+        if not numbers or "/" in name or name in ("", ".", "..", SUMS):
+            raise ValueError(f"{name!r} with {str(entry)[:40]!r} is no file with its length and checksum")
+    return {name: (nbytes, crc) for name, (nbytes, crc) in found.items()}
 
 
 def _own(sums: Sums, part: int, parts: int) -> Sequence[str]:
@@ -54,7 +78,8 @@ def _own(sums: Sums, part: int, parts: int) -> Sequence[str]:
 
 def _wrong(path: Path, nbytes: int, crc: int) -> str:
     try:
-        found = sum_of(path)
+        length = path.stat().st_size
+        found = sum_of(path) if length == nbytes else (length, crc)
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
     if found[0] != nbytes:

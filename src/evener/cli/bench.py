@@ -12,34 +12,24 @@ from evener.ranges import one_number
 WORDS = Words(
     "bench",
     "measure all-reduces, side by side",
-    "Measure what the machine can do; so far its all-reduces.",
-    usage="WHAT [OPTIONS]",
-    examples=("evener bench allreduce --processes 2 --sizes 4K,1M",),
-)
-ALL_REDUCE = Words(
-    "allreduce",
-    "every algorithm at every size",
     "Time every all-reduce at every size, in the columns of nccl-tests, beside the predicted time. "
     "Exit status 1 if a sum is wrong.",
-    usage="[OPTIONS]",
+    usage="[allreduce] [OPTIONS]",
     examples=(
+        "evener bench --processes 2",
         "evener bench allreduce --processes 2 --sizes 4K:64M",
         "evener bench allreduce --algorithms native,ring --type int32 --plot found.svg",
         "evener bench allreduce --simulate --ranks 4096 --topology cluster.json",
     ),
 )
+BENCHMARKS = ("allreduce",)
 
 
 def fill(parser: Parser) -> None:
-    """Adds what can be measured, and the options of each."""
-    what = parser.add_subparsers(
-        title="what", dest="what", metavar="WHAT", required=True, prog="evener bench"
+    """Adds the command's options."""
+    parser.add_argument(
+        "what", nargs="?", choices=BENCHMARKS, default="allreduce", help="the benchmark (default: allreduce)"
     )
-    fill_all_reduce(parser.command(what, ALL_REDUCE))
-
-
-def fill_all_reduce(parser: Parser) -> None:
-    """Adds the options of ``evener bench allreduce``."""
     sizes = "4K:256M, 4K:256M:4 or 4K,1M (default: 4K:64M)"
     parser.option("what", "--sizes", default="4K:64M", metavar="A:B", help=sizes)
     named = "names, separated by commas (default: all that suit)"

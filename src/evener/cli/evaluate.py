@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SETTINGS = (
     *("batch_size", "micro_batch", "processes", "device", "strategy", "strategy_option", "mesh", "devices"),
     *("balance", "caps", "quantum", "dtype", "precision", "precision_of", "compile", "compile_mode"),
-    *("compile_backend", "workers", "on_bad_sample", "timeout_seconds"),
+    *("compile_backend", "compile_check", "workers", "on_bad_sample", "timeout_seconds"),
 )
 WORDS = Words(
     "evaluate",
@@ -60,7 +60,8 @@ def applied_of(arguments: argparse.Namespace) -> Applied:
 
     run: Path = arguments.run / "checkpoints" / "best" if arguments.best else arguments.run
     config = options.config_of(arguments, origin(arguments.run).settings)
-    return Applied.of(run, arguments.task, config, options.task_options_of(arguments))
+    of_task = options.task_options_of(arguments)
+    return Applied.of(run, arguments.task, config, of_task, arguments.trust)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -70,11 +71,12 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from evener.applying import evaluate_run
     from evener.records import write_json
+    from evener.texts import printable
 
     found = evaluate_run(applied, arguments.data, options.rendezvous_of(arguments))
     if found.rank == 0:
         values = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
-        print(f"epoch {found.epoch + 1}: {values}", flush=True)
+        print(printable(f"epoch {found.epoch + 1}: {values}"), flush=True)
         if arguments.json is not None:
             write_json(arguments.json, dataclasses.asdict(found))
     return 0

@@ -34,7 +34,8 @@ def fill(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Writes the file and prints its name."""
+    from evener.texts import printable
     from evener.weights import export
 
-    print(export(arguments.run, arguments.to, overwrite=arguments.overwrite), flush=True)
+    print(printable(str(export(arguments.run, arguments.to, overwrite=arguments.overwrite))), flush=True)
     return 0

@@ -24,10 +24,12 @@ from evener.cli import (
     train,
     verify,
 )
+from evener.cli.names import check_names
 from evener.cli.parsing import Parser
-from evener.errors import EvenerError, RankError
+from evener.errors import EvenerError, InterruptedRunError, RankError
 from evener.streams import guarded, open_missing, unheard
 from evener.system import words
+from evener.texts import printable
 
 COMMANDS = (train, evaluate, predict, run, verify, plan, plot, devices, bench, export, listing, completion)
 
@@ -80,6 +82,7 @@ def _executed(parsed: argparse.Namespace) -> int:
         return 0
     if getattr(parsed, "needs_task", False) and not parsed.task:
         parsed.own.error("no task is named: give TASK, or `task` in --config; `evener list tasks` shows some")
+    check_names(parsed)
     status: int = parsed.execute(parsed)
     return status
 
@@ -93,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit:
         raise
     except EvenerError as error:
-        label = "" if isinstance(error, RankError) else f"{type(error).__name__}: "
+        plain = isinstance(error, RankError | InterruptedRunError)
+        label = "" if plain else f"{type(error).__name__}: "
         return _told(f"{label}{error}", error.exit_status)
     except KeyboardInterrupt:
         return _told("interrupted", 130)
@@ -113,9 +117,20 @@ def _told_of(error: BaseException) -> int:
 
 
 def _told(text: str, status: int) -> int:
-    print(f"evener: {text}", file=unheard(sys.stderr), flush=True)
+    print(f"evener: {printable(text)}", file=unheard(sys.stderr), flush=True)
     return status
 
 
+def command() -> None:
+    """Runs the command and ends the process, also where a thread of the user's own would keep it."""
+    status = main()
+    if "torch" in sys.modules:  # else nothing of the user's has run
+        from evener.runtime.ends import leaving
+        from evener.runtime.watchdog import TIMEOUT_SECONDS
+
+        leaving(TIMEOUT_SECONDS)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -116,8 +116,16 @@ def add_task_options(parser: Parser, *, positional: bool = True) -> None:
             "task",
             "--task",
             metavar="TASK",
-            help="its name, where the run does not say it, or another one",
-            full=names,
+            help="its name: needed unless it comes with Evener",
+            full=f"{names}. A run says which task it is of, but one that does not come with Evener is built only where "
+            "you name it, or with --trust",
+        )
+        parser.option(
+            "task",
+            "--trust",
+            action="store_true",
+            help="run the task that RUN names, whatever it is",
+            full="build the task that the run names, whatever function that is: for directories of your own",
         )
     parser.option(
         "task",

@@ -40,6 +40,8 @@ class Parser(argparse.ArgumentParser):
         """Those that take the name of a file or a directory."""
         self.inner: list[Parser] = []
         """Of its commands."""
+        self.rest = ""
+        """By which name the words behind ``--`` are known, of a command that hands them on; empty where none does."""
         self._titled: dict[str, Any] = {}
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **known)
 
@@ -80,7 +82,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, help=argparse.SUPPRESS, **known)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        rest: list[str] = []
+        if self.rest and "--" in args:
+            args, rest = args[: args.index("--")], args[args.index("--") + 1 :]
         found, strange = super().parse_known_args(args, namespace)
+        if self.rest:
+            setattr(found, self.rest, rest)
         if strange:
             self.error(self._strange(strange))
         return found, strange

@@ -1,4 +1,4 @@
-"""``evener plan``: what a run would need, known before it; so far its memory."""
+"""``evener plan``: the memory that a run would take, known before it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import argparse
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words
-from evener.errors import ConfigurationError
 from evener.sizes import parse_limits, size_words
 
 WORDS = Words(
     "plan",
     "say what memory a run would take, without running it",
-    "Say what a run would need, without running it: with --memory the bytes that each rank would take, "
-    "and for what. Options are those of train; ranks are as many as --processes says, whether this machine has "
-    "room for them or not. Exit status 1 if a rank would need more than --memory-limit.",
-    usage="TASK --memory [OPTIONS]",
+    "Say how many bytes each rank of a run would take, and for what, without running it. Options are those of train; "
+    "ranks are as many as --processes says, whether this machine has room for them or not. Exit status 1 if a rank "
+    "would need more than --memory-limit.",
+    usage="TASK [OPTIONS]",
     examples=(
-        "evener plan digits --memory --processes 2",
-        "evener plan mytask:task --memory --strategy sharded --memory-limit 24GB",
+        "evener plan digits --processes 2",
+        "evener plan mytask:task --strategy sharded --memory-limit 24GB",
     ),
 )
 
@@ -26,9 +25,7 @@ WORDS = Words(
 def fill(parser: Parser) -> None:
     """Adds the command's options."""
     options.add_task_options(parser)
-    parser.option(
-        "output", "--memory", action="store_true", help="bytes by rank and purpose; the only plan so far"
-    )
+    parser.option("output", "--memory", action="store_true", help="bytes by rank and purpose, as without it")
     options.add_config_options(parser)
     options.add_shares_option(parser)
     options.add_json_option(parser, "the plan")
@@ -36,8 +33,6 @@ def fill(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Prints the plan; 1 if a rank would need more than its limit."""
-    if not arguments.memory:
-        raise ConfigurationError("evener plan says what memory a run would take: give --memory")
     config = options.config_of(arguments)
     options.find_modules_here()
     from evener.estimation import estimate_memory

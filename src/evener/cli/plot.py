@@ -31,16 +31,18 @@ def fill(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Writes the drawing and prints its title."""
-    from evener.report.plot import RunSteps, drawn
+    from evener.report.plot import RunSteps, drawn, title
     from evener.system import in_words
+    from evener.texts import printable
 
     out = arguments.out
     if out.suffix != ".svg":
         raise ConfigurationError(f"{out} does not end with .svg, which is what is drawn")
     if out.exists() and not arguments.overwrite:
         raise ConfigurationError(f"{out} is there already: name another file with --out, or give --overwrite")
-    text = drawn([RunSteps.of(run) for run in arguments.runs])
+    runs = [RunSteps.of(run) for run in arguments.runs]
+    text = drawn(runs)
     with in_words(f"the drawing cannot be written to {out}"):
         out.write_text(text, encoding="utf-8")
-    print(f"{out}: {text.split('<title>')[1].split('</title>')[0]}", flush=True)
+    print(printable(f"{out}: {title(runs)}"), flush=True)
     return 0

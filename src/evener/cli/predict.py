@@ -59,10 +59,11 @@ def execute(arguments: argparse.Namespace) -> int:
     check_out(arguments.out, arguments.overwrite)
     applied = applied_of(arguments)
     from evener.applying import predict_run
+    from evener.texts import printable
 
     targets, met = not arguments.inputs_alone, options.rendezvous_of(arguments)
     outputs = predict_run(applied, arguments.data, targets=targets, rendezvous=met)
     if outputs is not None:
         write_outputs(arguments.out, outputs)
-        print(f"{arguments.out}: {shapes(outputs)}", flush=True)
+        print(printable(f"{arguments.out}: {shapes(outputs)}"), flush=True)
     return 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words
 from evener.config import RunConfig
+from evener.errors import InterruptedRunError
 from evener.report.width import fitted
 from evener.streams import unheard
 
@@ -49,18 +51,29 @@ def execute(arguments: argparse.Namespace) -> int:
 
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))
-    trained = fit(
-        arguments.task,
-        config,
-        options=options.task_options_of(arguments),
-        rendezvous=options.rendezvous_of(arguments),
-        run_home=Path("runs"),
-    )
+    with _saying_how_to_continue(arguments.task):
+        trained = fit(
+            arguments.task,
+            config,
+            options=options.task_options_of(arguments),
+            rendezvous=options.rendezvous_of(arguments),
+            run_home=Path("runs"),
+        )
     if trained.rank == 0:
         print(fitted(summary_text(trained.summary), sys.stdout), flush=True)
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0
+
+
+@contextmanager
+def _saying_how_to_continue(task: str) -> Iterator[None]:
+    """A run that was stopped says the command that goes on from where it was saved."""
+    try:
+        yield
+    except InterruptedRunError as error:
+        words = error.message.replace("Continue with --resume", f"Continue: evener train {task} --resume")
+        raise InterruptedRunError(words, error.exit_status - 128) from error
 
 
 def speaks(variables: Mapping[str, str]) -> bool:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words
+from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from evener.verification import Verification
+    from evener.verification.script import ScriptVerification
 
 SETTINGS = (
     "processes",
@@ -30,6 +32,7 @@ SETTINGS = (
     "compile",
     "compile_mode",
     "compile_backend",
+    "compile_check",
     "recompute",
     "offload",
     "offload_to",
@@ -46,6 +49,11 @@ SETTINGS = (
     "workers",
     "timeout_seconds",
 )
+OF_SCRIPTS = {
+    *("processes", "balance", "caps", "quantum", "steps", "batch_norm", "seed", "allreduce", "compress"),
+    *("bucket_mb", "device", "timeout_seconds"),
+}
+"""The settings that go with a script, which has a task and a batch size of its own."""
 SHOWN_STEPS = 20
 
 
@@ -54,9 +62,12 @@ WORDS = Words(
     "prove that dividing the work changes nothing",
     "Train the same steps on one device and divided, and compare losses, gradients and weights. "
     "How far rounding alone drives two runs apart is measured, on one device. Exit status 1 if they differ by "
-    "more.",
-    usage="TASK [OPTIONS]",
+    "more. A SCRIPT.py that calls evener.prepare is run as it is, and the line is named where it parts from one "
+    "device; behind -- come the script's own options.",
+    usage="TASK|SCRIPT.py [OPTIONS] [-- ARGS]",
     examples=(
+        "evener verify loop.py",
+        "evener verify loop.py --processes 2 --shares 3,1 -- --epochs 1",
         "evener verify digits --processes 3",
         "evener verify mytask:task --shares 3,1 --steps 20 --json verified.json",
     ),
@@ -76,10 +87,18 @@ def fill(parser: Parser) -> None:
         help="largest relative weight error (default: that of rounding)",
     )
     options.add_json_option(parser, "the result")
+    parser.rest = "script_arguments"
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Compares and prints; 1 if the weights differ."""
+    if arguments.task.endswith(".py"):
+        return execute_script(arguments)
+    if arguments.script_arguments:
+        raise ConfigurationError(
+            f"{' '.join(arguments.script_arguments)} stands behind --, where a script's own options are, and "
+            f"{arguments.task} is no SCRIPT.py: a task takes --option KEY=VALUE"
+        )
     config = options.config_of(arguments)
     options.find_modules_here()
     import dataclasses
@@ -99,9 +118,58 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
+def execute_script(arguments: argparse.Namespace) -> int:
+    """Compares a script's training and prints; 1 if it is not that of one device."""
+    _check_options_of_scripts(arguments)
+    config = options.config_of(arguments)
+    import dataclasses
+
+    from evener.records import write_json
+    from evener.verification.script import verify_script
+
+    result = verify_script(arguments.task, arguments.script_arguments, config)
+    if arguments.json is not None:
+        write_json(arguments.json, dataclasses.asdict(result))
+    print(text_of_script(result), flush=True)
+    return 0 if result.passed else 1
+
+
+def _check_options_of_scripts(arguments: argparse.Namespace) -> None:
+    """Raises:
+    ConfigurationError: If an option goes with a task alone.
+    """
+    names = [name for name in (*SETTINGS, "tolerance", "data_dir") if name not in OF_SCRIPTS]
+    strange = [option for option, value in options.said(arguments, *names).items() if value is not None]
+    if strange or arguments.option:
+        raise ConfigurationError(
+            f"{(strange or ['--option'])[0]} goes with a TASK, and {arguments.task} is a script, which says so itself; "
+            "its own options stand behind --"
+        )
+
+
+def text_of_script(result: ScriptVerification) -> str:
+    """The result for people, which begins with the verdict."""
+    ended = f"the first {result.steps}" if result.ended_by_limit else "all"
+    where = f"{result.processes} ranks with shares {result.shares}"
+    if result.passed:
+        return (
+            f"PASS: {result.script} trains on {where} as on one device\n"
+            f"  compared: {ended} steps of its optimizers ({result.steps}), what they were given and made of the "
+            f"weights, {len(result.losses)} backward passes, and what rank 0 prints\n"
+            f"  {result.times_floor:.3g} times the floor (rounding explains {result.limit:g})"
+        )
+    lines = [f"FAIL: {result.script} does not train on {where} as on one device"]
+    if result.line:
+        lines += [f"  {result.line}", f"    {result.source}"]
+    lines += [f"  {result.found}"]
+    lines += [f"  hint: {result.hint}"] if result.hint else []
+    lines += [f"  and {each}" for each in result.also]
+    return "\n".join(lines)
+
+
 def text(result: Verification) -> str:
-    """The result for people."""
-    lines = ["step   one device          divided             difference"]
+    """The result for people: the verdict, then the losses and what was compared."""
+    lines = [_verdict(result), "", "step   one device          divided             difference"]
     pairs = list(enumerate(zip(result.reference_losses, result.losses, strict=False)))
     every = max(1, len(pairs) // SHOWN_STEPS)
     lines += [f"{n:>4}   {a:<18.12g}  {b:<18.12g}  {abs(a - b):.1e}" for n, (a, b) in pairs if n % every == 0]
@@ -111,7 +179,6 @@ def text(result: Verification) -> str:
         f"largest relative weight error {result.max_relative_weight_error:.2e} in {result.worst_parameter} "
         f"({_allowed(result)}); replicas {'bit-identical' if result.replicas_identical else 'DIFFER'}",
         *_absolutely(result.judged_absolutely),
-        _verdict(result),
     ]
     return "\n".join(lines)
 
@@ -131,9 +198,14 @@ def _absolutely(names: list[str]) -> list[str]:
 
 
 def _verdict(result: Verification) -> str:
-    times = f"{result.times_floor:.3g} times the floor"
+    times = f"{result.times_floor:.3g} times what rounding alone makes"
     if not result.passed:
-        return f"NOT the same training ({times} in {result.worst}): {result.hint}"
-    if result.tolerance is not None:
-        return f"the same training to the tolerance: {times} (the most in {result.worst})"
-    return f"the same training to rounding: {times} (allowed {result.limit:g}; the most in {result.worst})"
+        return f"FAIL: not the training of one device. {_sentence(result.worst)} is off by {times}: {result.hint}"
+    allowed = f"{result.limit:g} allowed" if result.tolerance is None else "allowed by --tolerance"
+    return (
+        f"PASS: the training of one device. The largest difference is {times} ({allowed}), in {result.worst}."
+    )
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]

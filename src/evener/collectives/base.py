@@ -183,9 +183,9 @@ class AllReduce(ABC):
     """
 
     name: str
+    """What the user calls it."""
     held_nbytes: int = 0
     """Bytes of this process's memory, shared memory too, that it holds all the time."""
-    """What the user calls it."""
     adds_halves_in_float32: bool = False
     """Whether it adds float16 and bfloat16 in float32 by itself; else they are sent in float32."""
 

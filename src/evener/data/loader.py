@@ -29,7 +29,7 @@ from evener.data.batch import Batch
 from evener.data.collate import Collate
 from evener.data.delivery import Batches, delivery_to
 from evener.data.fetch import Fetch
-from evener.data.order import Ids, Order
+from evener.data.order import Ids, ListedOrder, Order
 from evener.data.parts import Parts, part_plans
 from evener.data.plan import Cut, Plan, Shares, equal_shares, plans
 from evener.data.stream import Agree, Stream
@@ -181,7 +181,7 @@ def _checked(order: Order | None, dataset: Any, name: str) -> Order:
     if size == 0:
         raise ConfigurationError(f"the {name} is empty: give at least one sample")
     order = order or Order(size, shuffle=False)
-    if order.size != size:
+    if order.size != size and not isinstance(order, ListedOrder):
         raise ConfigurationError(f"the {name} has {size} samples, but its order is one of {order.size}")
     return order
 

@@ -15,6 +15,7 @@ few steps are needed.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -140,6 +141,75 @@ class _Feistel:
 
     def _join(self, left: _Words, right: _Words) -> _Words:
         return (left << np.uint64(self.half_bits)) | right
+
+
+@dataclass(frozen=True)
+class ListedOrder(Order):
+    """An order that a function lists for each epoch: by length, with weights, of a part of the data set.
+
+    Args:
+        size: Samples of an epoch, the same number in each.
+        listed: From the number of an epoch to the numbers of its samples, ``(size,)``. It must be the same function on
+            all ranks, and depend on nothing but the epoch: a run may resume in any of them.
+        samples: Samples of the data set.
+
+    Raises:
+        ConfigurationError: When an epoch is listed with another number of samples, or with samples that there are not.
+    """
+
+    listed: Callable[[int], ArrayLike] = range
+    samples: int = 0
+
+    @classmethod
+    def of_task(cls, listed: Callable[[int], ArrayLike], samples: int) -> ListedOrder:
+        """The order that a task gives for a data set of so many samples."""
+        return cls(len(_numbers(listed, 0, samples)), listed=listed, samples=samples)
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        if not 0 <= start <= stop <= self.size:
+            raise ValueError(f"positions [{start}, {stop}) are not within [0, {self.size})")
+        return self._epoch(epoch)[start:stop].copy()
+
+    def ids_at(self, epoch: int, positions: ArrayLike) -> Ids:
+        found: Ids = self._epoch(epoch)[np.asarray(positions, dtype=np.int64)]
+        return found
+
+    def position(self, epoch: int, ids: ArrayLike) -> Ids:
+        """Where each of ``ids`` stands first."""
+        listed = self._epoch(epoch)
+        order = np.argsort(listed, kind="stable")
+        return order[np.searchsorted(listed, ids, sorter=order)].astype(np.int64)
+
+    def checksum(self) -> int:
+        """Of the first epoch: tells orders from each other."""
+        return zlib.crc32(self._epoch(0).tobytes())
+
+    def _epoch(self, epoch: int) -> Ids:
+        found = _numbers(self.listed, epoch, self.samples)
+        if len(found) != self.size:
+            raise ConfigurationError(
+                f"Task.order lists {len(found)} samples for epoch {epoch}, and {self.size} for the first: it must list "
+                "as many for each, so that the run knows its steps"
+            )
+        return found
+
+
+@lru_cache(maxsize=4)
+def _numbers(listed: Callable[[int], ArrayLike], epoch: int, samples: int) -> Ids:
+    found = np.asarray(listed(epoch))
+    if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"Task.order gave an array of shape {found.shape} and type {found.dtype} for epoch {epoch}; it must list "
+            "at least one sample, by its number in the training set"
+        )
+    if found.min() < 0 or found.max() >= samples:
+        wrong = found.min() if found.min() < 0 else found.max()
+        raise ConfigurationError(
+            f"Task.order lists sample {wrong} in epoch {epoch}, and the training set has {samples}: 0 to {samples - 1}"
+        )
+    numbers = found.astype(np.int64)
+    numbers.flags.writeable = False
+    return numbers
 
 
 @lru_cache(maxsize=16)

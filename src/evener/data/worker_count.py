@@ -68,7 +68,7 @@ def most_workers(cores: float) -> int:
 def workers_for(reading: float, rest: float, most: int) -> int:
     """So many, ``most`` at most, that reading a batch takes less time than the rest of a step.
 
-    None where reading takes next to nothing, or less than two transfers between processes.
+    0 where reading takes next to nothing, or less than two transfers between processes.
     """
     if reading <= max(2 * TRANSFER_SECONDS, NEGLIGIBLE * (reading + rest)):
         return 0

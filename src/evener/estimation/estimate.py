@@ -84,6 +84,7 @@ def _of_two_steps(config: RunConfig) -> RunConfig:
         compile=None,
         compile_mode=None,
         compile_backend="inductor",
+        compile_check="replace",
     )
 
 

@@ -40,19 +40,20 @@ def logits(model: nn.Module, inputs: Any) -> Tensor:
     return found
 
 
-def token_loss(causal: bool = False, ignore_index: int = -100) -> Loss:
+def token_loss(causal: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0) -> Loss:
     """Cross entropy, a mean over the labels of all ranks that are not ``ignore_index``.
 
     Args:
         causal: Each place is compared with the label of the next, and the first label with none.
         ignore_index: The label of places that do not count.
+        label_smoothing: Part of each label that goes to all words alike, as of ``nn.CrossEntropyLoss``.
     """
-    return _TokenLoss(causal, ignore_index)
+    return _TokenLoss(causal, ignore_index, label_smoothing)
 
 
 class _TokenLoss(Loss):
-    def __init__(self, causal: bool, ignore_index: int) -> None:
-        self.causal, self.ignore_index = causal, ignore_index
+    def __init__(self, causal: bool, ignore_index: int, label_smoothing: float) -> None:
+        self.causal, self.ignore_index, self.label_smoothing = causal, ignore_index, label_smoothing
 
     def count(self, targets: Any) -> Tensor:
         return (self._compared(_labels(targets)) != self.ignore_index).sum()
@@ -66,7 +67,13 @@ class _TokenLoss(Loss):
             )
         scores = outputs[:, :-1] if self.causal else outputs
         flat, wanted = scores.flatten(0, -2), self._compared(labels).flatten()
-        return F.cross_entropy(flat, wanted, ignore_index=self.ignore_index, reduction="sum")
+        return F.cross_entropy(
+            flat,
+            wanted,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
 
     def _compared(self, labels: Tensor) -> Tensor:
         return labels[:, 1:] if self.causal else labels

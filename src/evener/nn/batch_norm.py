@@ -81,11 +81,15 @@ class BatchNorm(AnyBatchNorm):
     @outside_of_graphs  # a graph cannot wait for other ranks
     def _over_ranks(self, input: Tensor, group: Peers) -> Tensor:
         scope = current()
+        if scope is None and group.is_by_batches:
+            alone: Tensor = AnyBatchNorm.forward(self, input)
+            return alone
         counts = scope is None or scope.weight > 0
-        statistics = once(lambda: _gather_statistics(input.detach(), counts, group, self._name))
+        count, mean, variance, copies = once(
+            lambda: _gather_statistics(input.detach(), counts, group, self._name)
+        )
         if self.training and self.track_running_stats:
-            self._track(*statistics)
-        count, mean, variance = statistics
+            self._track(count / copies, mean, variance)
         given = Given(wide(input.dtype), mean, variance, self.eps, self.weight)
         meeting = _Meeting(group, self._name, count, counts)
         output: Tensor = _Normalize.apply(input, self.weight, self.bias, given, meeting)  # type: ignore[no-untyped-call]
@@ -176,6 +180,17 @@ def local_batch_norm(model: nn.Module) -> None:
             module.is_exact, module._ranks = False, Shared[Peers]()
 
 
+def normalize_by_batches(model: nn.Module) -> None:
+    """Makes the model's BatchNorm modules normalize over other ranks within a scope only, where a batch is divided.
+
+    What a loop of the user's computes outside of one is the same on all ranks, and is counted once; so is what is the
+    same on all ranks within one, to the bit.
+    """
+    for module in model.modules():
+        if isinstance(module, BatchNorm) and module._ranks.value is not None:
+            module._ranks.value.is_by_batches = True
+
+
 def _make_own(module: nn.Module) -> None:
     if type(module) in _CLASSES:
         module.__class__ = _CLASSES[type(module)]
@@ -189,9 +204,9 @@ def _is_placeholder() -> bool:
 
 def _gather_statistics(
     x: Tensor, counts: bool, group: Peers, name: str
-) -> tuple[Channels, Channels, Channels]:
+) -> tuple[Channels, Channels, Channels, Channels | int]:
     """The count (0-d), mean (C,) and biased variance (C,) over all ranks, in double precision, the same bits
-    on all.
+    on all; and how often the same values are in it.
     """
     channels = x.shape[1]
     n = x.numel() // max(1, channels) if counts else 0
@@ -206,7 +221,17 @@ def _gather_statistics(
         _check(parts, x, group)
     count, mean, squares = _combine(light(parts))
     variance = squares / count
-    return count, mean, variance.masked_fill(count <= 1, math.nan) if is_late(x.device) else variance
+    copies = light(_copies(parts)) if group.is_by_batches else 1
+    return count, mean, variance.masked_fill(count <= 1, math.nan) if is_late(x.device) else variance, copies
+
+
+def _copies(parts: Tensor) -> Tensor:
+    """How many ranks have counted, if all of them have the same values, as of an input that is no share of a batch;
+    else 1. No wait for a device. Copies change neither mean nor variance, but the estimate of an unbiased one."""
+    counts = parts[:, 0] > 0
+    first = parts.index_select(0, counts.to(torch.uint8).argmax().view(1))
+    are_same = ((parts == first).all(1) | ~counts).all() & (first[0, 0] > 1)
+    return torch.where(are_same, counts.sum(), 1)
 
 
 def _check(parts: Tensor, x: Tensor, group: Peers) -> None:
@@ -260,6 +285,8 @@ class _Normalize(torch.autograd.Function):
         x, _ = ctx.saved_tensors  # the weight for autograd to see that it has not changed
         given: Given = ctx.given
         sums, dx = given.sums(dy, x), None
+        if not ctx.meeting.counts:  # 0 times a placeholder's gradient may be NaN
+            dy, sums = torch.zeros_like(dy), torch.zeros_like(sums)
         if ctx.needs_input_grad[0]:
             dx = _gradient(ctx.meeting, given, dy, x, sums)
         dy_xhat, dy_sum = sums.view(2, -1)

@@ -31,6 +31,8 @@ class Peers(ABC):
 
     what: str
     """What they are, in the plural, for messages."""
+    is_by_batches = False
+    """Whether only what is computed within a scope is divided over them: a pass outside of one is the same on all."""
 
     @abstractmethod
     def size(self) -> int:

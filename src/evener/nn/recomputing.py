@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from evener.errors import ConfigurationError
@@ -71,8 +71,13 @@ class Segment:
             yield
 
 
+def apart() -> AbstractContextManager[None]:
+    """Around a pass that is no part of any call of a block, though one is under way: nothing of it is kept."""
+    return _asking(None)
+
+
 @contextmanager
-def _asking(ask: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+def _asking(ask: Callable[[Callable[[], Any]], Any] | None) -> Iterator[None]:
     before, _now.ask = _now.ask, ask
     try:
         yield

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
-from evener.nn.recomputing import once
+from evener.nn.recomputing import apart, once
 from evener.nn.sequence import DividedSequence
 
 _Found = TypeVar("_Found", bound="Scope | None")
@@ -86,9 +86,27 @@ class Scope:
         self._calls[caller] = number + 1
         return number
 
+    def calls(self) -> dict[str, int]:
+        """How often each layer that has a name was called so far."""
+        return {caller: number for caller, number in self._calls.items() if isinstance(caller, str)}
+
+    def follow(self, calls: dict[str, int]) -> None:
+        """Goes on from where the same pass was on another rank, by its :meth:`calls`."""
+        self._calls.update(calls)
+
     def order(self, caller: Hashable) -> int:
         """The place of the layer among those that asked, by their first time in this scope."""
         return self._order.setdefault(caller, len(self._order))
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Around a pass beside that of the step: the calls of layers in it do not count."""
+        before = dict(self._order), dict(self._calls)
+        try:
+            with apart():
+                yield
+        finally:
+            self._order, self._calls = before
 
     def rewind(self) -> None:
         """Called where forward ends and backward starts: calls repeated there get the numbers that they

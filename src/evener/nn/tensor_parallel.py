@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.collectives import all_gather, all_reduce, enter, split
 from evener.nn.scope import current
+from evener.nn.seen_weight import seen
 from evener.nn.sequence_parallel import Stream
 from evener.nn.shared import Shared
 
@@ -62,9 +62,10 @@ class Parts:
 class Divided(nn.Module):
     """A layer of which this rank holds a part, made by :func:`divide_layer`.
 
-    A part that another module reads, as in ``F.linear(x, embedding.weight)``, would be taken for the whole. So it is
-    kept to the layer itself while a micro-batch is computed. One that is in parts over further ranks, of which nothing
-    plain can be made, is shown to PyTorch's FSDP2, which looks at it before it gathers it.
+    A part that another module reads, as in ``F.linear(x, embedding.weight)``, would be taken for the whole. So while
+    a micro-batch is computed others see its form alone, and no numbers (:class:`SeenWeight`). One that is in parts over
+    further ranks, of which nothing plain can be made, is shown to PyTorch's FSDP2, which looks at it before it gathers
+    it.
     """
 
     held: ClassVar[dict[str, int]]
@@ -77,11 +78,9 @@ class Divided(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        if name == "weight" and current() is not None and not isinstance(found, DTensor):
-            raise TaskError(
-                f"{self.layer} is divided over ranks, and its weight is read from outside of it in a forward pass, "
-                "where it would be taken for the whole: call the layer, or leave it out of the plan"
-            )
+        if name == "weight" and current() is not None and type(found) is nn.Parameter:
+            dim, whole = self.held["weight"], self.parts.whole
+            return seen(found, (*found.shape[:dim], whole, *found.shape[dim + 1 :]), self.layer)
         return found
 
     @property

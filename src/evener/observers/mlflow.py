@@ -1,4 +1,4 @@
-"""A run's numbers for MLflow (``pip install 'evener[mlflow]'``)."""
+"""A run's numbers for MLflow (``pip install mlflow``)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class MLflow(Observer):
     """
 
     def __init__(self, tracking_uri: str | None = None, **options: Any) -> None:
-        numbers.needed("mlflow", "mlflow")
+        numbers.needed("mlflow")
         self._uri, self._options = tracking_uri, options
         self._library: Any = None
 
     def start(self, run: RunStart) -> None:
-        library = numbers.needed("mlflow", "mlflow")
+        library = numbers.needed("mlflow")
         if self._uri is not None:
             library.set_tracking_uri(self._uri)
         library.start_run(**self._options)

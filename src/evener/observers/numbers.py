@@ -32,15 +32,13 @@ def flat(settings: dict[str, Any]) -> dict[str, str | float | int | bool]:
     }
 
 
-def needed(module: str, extra: str) -> Any:
-    """The module.
+def needed(module: str) -> Any:
+    """Imports and returns the module.
 
     Raises:
         ConfigurationError: If it is not installed.
     """
     root = module.partition(".")[0]
     if importlib.util.find_spec(root) is None:
-        raise ConfigurationError(
-            f"this observer needs {root}, which is not installed: pip install 'evener[{extra}]'"
-        )
+        raise ConfigurationError(f"this observer needs {root}, which is not installed: pip install {root}")
     return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""A run's numbers for TensorBoard (``pip install 'evener[tensorboard]'``)."""
+"""A run's numbers for TensorBoard (``pip install tensorboard``)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TensorBoard(Observer):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        numbers.needed("tensorboard", "tensorboard")
+        numbers.needed("tensorboard")
         self._directory = str(directory)
         self._writer: Any = None
 
     def start(self, run: RunStart) -> None:
-        library = numbers.needed("torch.utils.tensorboard", "tensorboard")
+        library = numbers.needed("torch.utils.tensorboard")
         purge = run.steps_done + 1 if run.steps_done else None
         self._writer = library.SummaryWriter(self._directory, purge_step=purge)
         rows = "\n".join(f"| {name} | {value} |" for name, value in numbers.flat(run.settings).items())

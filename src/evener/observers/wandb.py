@@ -1,4 +1,4 @@
-"""A run's numbers for Weights & Biases (``pip install 'evener[wandb]'``)."""
+"""A run's numbers for Weights & Biases (``pip install wandb``)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class WandB(Observer):
     """
 
     def __init__(self, **options: Any) -> None:
-        numbers.needed("wandb", "wandb")
+        numbers.needed("wandb")
         self._options = options
         self._run: Any = None
 
     def start(self, run: RunStart) -> None:
-        self._run = numbers.needed("wandb", "wandb").init(**{"config": run.settings, **self._options})
+        self._run = numbers.needed("wandb").init(**{"config": run.settings, **self._options})
         self._run.define_metric("*", step_metric="steps")
 
     def step(self, record: StepRecord) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from evener.errors import CheckpointError, ConfigurationError, DataError
+from evener.guarded_files import open_regular
+from evener.prepared.batches import batches_of
 from evener.prepared.place import Place
 from evener.prepared.preparing import current
 
 _FORMAT = "evener.prepared 1"
+_KEYS = {"states", "values", "steps", "random"}
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
@@ -57,10 +60,12 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     for name, thing in objects.items():
         try:
             thing.load_state_dict(states[name])
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{name} does not go on from {path}: {error}") from error
     place.random.take(found["random"])
     place.steps = found["steps"]
+    if found.get("batches"):
+        batches_of(place).load_state_dict(found["batches"])
     return dict(values)
 
 
@@ -74,6 +79,7 @@ def _written(path: Path, objects: dict[str, Any], place: Place) -> str:
         "values": values,
         "steps": place.steps,
         "random": place.random.held(),
+        "batches": None if place.batches is None else place.batches.state_dict(),
     }
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -92,12 +98,13 @@ def _written(path: Path, objects: dict[str, Any], place: Place) -> str:
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     """What is in it, and what is wrong with it."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            found = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return {}, f"there is no file {path} on rank 0: write one with evener.save"
     except Exception as error:  # of whatever kind: what is damaged may look like anything
         first = (str(error).splitlines() or [""])[0]
         return {}, f"{path} cannot be read, it is damaged or no file of evener.save: {first}"
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or not found.keys() >= _KEYS:
         return {}, f"{path} was not written by evener.save of this version"
     return found, ""

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from evener.collectives.rows import rows_of_all
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 from evener.hardware.stopwatch import waiting
 from evener.prepared import losses
-from evener.prepared.place import check_marks
+from evener.prepared.agreeing import check_marks
+from evener.prepared.gathering import gathered
+from evener.prepared.losses import OverAll
+from evener.prepared.place import Place
 from evener.prepared.preparing import current, place_or_none
 from evener.runtime.environment import detect
+from evener.runtime.loop_watch import loop_watch
 
 T = TypeVar("T")
 
@@ -66,7 +69,8 @@ def device() -> torch.device:
 def gather(tree: T) -> T:
     """The rows of all ranks, in the order of the batch's samples: as one device would have them, on every rank.
 
-    Each sample is there once, whatever the shares, so that a metric is that of one device. A collective call.
+    Each sample is there once, whatever the shares, so that a metric is that of one device, and so is a loss that every
+    rank computes from the rows of all, whose gradient goes to each rank's own. A collective call.
 
     Args:
         tree: A tensor with a row for each of this rank's samples, or tensors nested in tuples, lists and dicts.
@@ -76,7 +80,6 @@ def gather(tree: T) -> T:
     """
     place = current("evener.gather")
     turn = place.turn("evener.gather was called")
-    shares, group = turn.batch.shares, place.session.world
     expected = len(turn.micro.samples)
 
     def of_all(leaf: Any) -> Any:
@@ -87,10 +90,7 @@ def gather(tree: T) -> T:
                 f"evener.gather takes tensors with a row for each of this rank's {expected} samples, not one of shape "
                 f"{tuple(leaf.shape)}; a prepared loss is that of all ranks already"
             )
-        if place.world_size == 1:
-            return leaf.detach()
-        here = leaf.detach()[: turn.samples].to(place.session.device)  # whence the ranks' backend sends
-        return rows_of_all(here, shares, group).to(leaf.device)
+        return gathered(leaf, turn.batch.shares, place)
 
     check_marks([row[0] for row in place.exchange("evener.gather", turn.mark)])
     with place.session.watchdog.explained(), place.session.watchdog.phase("evener.gather"), waiting():
@@ -113,19 +113,57 @@ def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor
     return own.to(place.session.device)
 
 
-def global_mean(value: Tensor, count: float | Tensor | None = None) -> Tensor:
+def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The mean over all ranks' terms from that over this rank's, for a loss that the model computes itself.
 
-    A collective call, within a prepared loader's batch.
+    ::
+
+        evener.global_mean(loss)                        the mean over samples, from that over this rank's
+        evener.global_mean(loss, (y != -1).sum())       the mean over words, of which this rank has so many
+        evener.global_mean(losses)                      the mean over all elements, from this rank's
+        evener.global_mean(function, outputs, targets)  of all samples, of whatever kind the function is
+
+    A collective call, within a prepared loader's batch or :func:`evener.batch`. A number tells nobody how it was
+    computed: one that compares samples with each other, as a contrastive loss, is no mean over them. Given the function
+    and its arguments, it is computed as a loss that :func:`evener.prepare` was given.
 
     Args:
-        value: This rank's mean, one number.
-        count: Of how many terms; None for its samples. Words that are not padding, for a language model.
+        value: This rank's mean, one number; the terms themselves; or a function.
+        arguments: After a value, of how many terms it is the mean: ``count``, None for its samples. After a function,
+            what it is called with.
+        named: ``count``, or what the function is called with by name.
     """
     place = current("evener.global_mean")
     turn = place.turn("evener.global_mean was called")
+    if not isinstance(value, Tensor):
+        return _over_all(value, place)(*arguments, **named)
+    count = _count_of(value, *arguments, **named)
     turn.is_counted |= count is None
-    return losses.global_mean(place, value, turn.samples if count is None else count)
+    mean = losses.global_mean(place, value, turn.samples if count is None else count)
+    loop_watch().mean(mean)
+    return mean
+
+
+def _count_of(value: Tensor, count: float | Tensor | None = None) -> float | Tensor | None:
+    return value.numel() if count is None and value.dim() else count
+
+
+def _over_all(function: Callable[..., Any], place: Place) -> OverAll:
+    """The same each time that the function comes from the same line of the loop."""
+    key = getattr(function, "__code__", function)
+    if key not in place.functions:
+        place.functions[key] = OverAll(function, place)
+    found: OverAll = place.functions[key]
+    found.function = function
+    return found
+
+
+def batch_size() -> int:
+    """The samples of all ranks in the batch at hand: what ``len(x)`` is on one device.
+
+    For a sum over an epoch, ``total += loss.item() * evener.batch_size()``, because the loss is the mean over all.
+    """
+    return current("evener.batch_size()").turn("evener.batch_size was called").batch.size
 
 
 @contextmanager

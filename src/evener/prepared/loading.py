@@ -108,7 +108,7 @@ class PreparedLoader:
 
     def __init__(self, loader: DataLoader[Any], config: RunConfig, place: Place) -> None:
         _check(loader)
-        self._given, self._place = loader, place
+        self.given, self._place = loader, place
         self.dataset = loader.dataset
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
@@ -122,8 +122,7 @@ class PreparedLoader:
         )
         self._shares = Shares(loader.batch_sampler, self.balancer, place)
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
-        self._is_alone = place.world_size == 1
-        self._generator = loader.generator if self._is_alone else apart(0, place.rank)
+        self._generator = apart(0, place.rank)
         self._reader: DataLoader[Any] = DataLoader(
             batch_sampler=self._shares,
             generator=self._generator,
@@ -135,7 +134,7 @@ class PreparedLoader:
         self._resumed: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self.given)
 
     @property
     def epoch(self) -> int:
@@ -154,6 +153,7 @@ class PreparedLoader:
         self._passes += 1
         shares.drawn.clear()
         self._handed_out, random = shares.skip, place.random
+        random.follow()
         resumed, self._resumed = self._resumed, None
         later = random.held()
         self._began = later if resumed is None else resumed[0]
@@ -189,12 +189,12 @@ class PreparedLoader:
         shares.epoch += 1
 
     def _reading(self) -> Iterator[Any]:
-        """A new pass of the reader, which draws a seed for workers as the plain loader would."""
-        if self._is_alone:
+        """A new pass of the reader, which draws a seed for workers as the plain loader would: once for those that
+        stay."""
+        if self._passes > 1 and self.given.persistent_workers and self.given.num_workers:
             return iter(self._reader)
         with self._place.random.drawn():
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._given.generator))
-        assert self._generator is not None
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.given.generator))
         self._generator.set_state(apart(seed, self._place.rank).get_state())
         return iter(self._reader)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -18,15 +19,18 @@ from torch.utils.data import DataLoader
 
 from evener.assembly import balance_of, settings_of, strategy_of
 from evener.config import RunConfig
-from evener.equality import agree_on_optimizer, agreement
+from evener.equality import agree_on_functions, agree_on_optimizer, agreement
 from evener.errors import ConfigurationError
 from evener.losses.torch_losses import is_sum, is_torch_loss
 from evener.nn.names import clean_name
 from evener.plugins import kind_of
 from evener.prepared.loading import PreparedLoader
 from evener.prepared.losses import OverAll
+from evener.prepared.passes import Passes
 from evener.prepared.place import Place
 from evener.prepared.random import CommonRandom
+from evener.prepared.updates import Updates
+from evener.runtime.loop_watch import loop_watch
 from evener.runtime.session import Session
 from evener.settings import LoopSettings
 from evener.spelling import did_you_mean
@@ -54,14 +58,36 @@ SETTINGS = (
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
+_D = TypeVar("_D")
+_E = TypeVar("_E")
+
+
 class _Current:
     """The preparation of this process."""
 
     place: Place | None = None
+    given: RunConfig = RunConfig()
     config: RunConfig = RunConfig()
     opened: ExitStack | None = None
 
 
+@overload
+def prepare(a: _A, /, **settings: Unpack[LoopSettings]) -> _A: ...
+@overload
+def prepare(a: _A, b: _B, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B]: ...
+@overload
+def prepare(a: _A, b: _B, c: _C, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B, _C]: ...
+@overload
+def prepare(a: _A, b: _B, c: _C, d: _D, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B, _C, _D]: ...
+@overload
+def prepare(
+    a: _A, b: _B, c: _C, d: _D, e: _E, /, **settings: Unpack[LoopSettings]
+) -> tuple[_A, _B, _C, _D, _E]: ...
+@overload
+def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any: ...
 def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
     """Makes a training loop of one device that of all ranks: the same training, at the sum of their speeds.
 
@@ -80,7 +106,8 @@ def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
     Args:
         objects: Models, optimizers, DataLoaders, schedulers and losses in any order: a loss is a module of PyTorch's,
             one of its functions, an :class:`evener.Loss`, or a function of outputs and targets that gives the mean
-            over its samples. A later call without a model adds to this one; one with a model begins anew.
+            over its samples. A later call adds to this one; one with other settings, or with a model that was given
+            before, begins anew.
         settings: Of the run, such as ``balance="auto"``, ``device="cpu"``, ``allreduce`` or ``seed``.
 
     Returns:
@@ -94,13 +121,18 @@ def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
         raise ConfigurationError(
             "evener.prepare got nothing: give it a model, an optimizer, a DataLoader and a loss"
         )
-    kinds = [_kind(thing) for thing in objects]
-    models = [thing for thing, kind in zip(objects, kinds, strict=True) if kind == "model"]
-    place = _begin(models, objects, dict(settings)) if models else _joined(dict(settings))
-    made = iter(_held_by(place.learner, len(models)) if models else ())
+    given = [_as_given(thing) for thing in objects]
+    kinds = [_kind(thing) for thing in given]
+    models = [thing for thing, kind in zip(given, kinds, strict=True) if kind == "model"]
+    optimizers = [thing for thing, kind in zip(given, kinds, strict=True) if kind == "optimizer"]
+    place = _place_of(models, given, dict(settings))
+    _check_optimizers(optimizers, models, place)
+    functions = [thing for thing, kind in zip(given, kinds, strict=True) if kind in ("loss", "scheduler")]
+    agree_on_functions(functions, place.session)
+    made = iter(place.models[len(place.models) - len(models) :])
     found = [
-        next(made) if kind == "model" else _prepared(thing, kind, place)
-        for thing, kind in zip(objects, kinds, strict=True)
+        loop_watch().prepared(kind, thing, next(made) if kind == "model" else _prepared(thing, kind, place))
+        for thing, kind in zip(given, kinds, strict=True)
     ]
     return found[0] if len(found) == 1 else tuple(found)
 
@@ -114,6 +146,11 @@ def current(what: str) -> Place:
     if _Current.place is None:
         raise ConfigurationError(f"{what} goes with evener.prepare, which was not called yet with a model")
     return _Current.place
+
+
+def settings() -> RunConfig:
+    """Of the preparation of this process."""
+    return _Current.config
 
 
 def place_or_none() -> Place | None:
@@ -134,6 +171,13 @@ def end() -> None:
 atexit.register(end)
 
 
+def _as_given(thing: Any) -> Any:
+    """What an earlier call made something of is taken as it was given to that."""
+    if isinstance(thing, PreparedLoader):
+        return thing.given
+    return thing.function if isinstance(thing, OverAll) else thing
+
+
 def _kind(thing: Any) -> str:
     if isinstance(thing, torch.optim.Optimizer):
         return "optimizer"
@@ -151,6 +195,11 @@ def _kind(thing: Any) -> str:
         return "model" if any(True for _ in thing.parameters()) else "loss"
     if callable(thing) and not isinstance(thing, type):
         return "loss"
+    if isinstance(thing, Iterator):
+        raise ConfigurationError(
+            f"evener.prepare cannot divide something {kind_of(thing)}, which has no numbers of samples and is read "
+            "once: give it the DataLoader itself, or make one of what it yields"
+        )
     raise ConfigurationError(
         f"evener.prepare does not know what to do with {kind_of(thing)}: it takes models, optimizers, DataLoaders, "
         "schedulers and losses"
@@ -173,29 +222,45 @@ def config_of(settings: dict[str, Any]) -> RunConfig:
     return RunConfig(**settings)
 
 
-def _joined(settings: dict[str, Any]) -> Place:
-    if settings:
-        raise ConfigurationError(
-            f"{', '.join(settings)} goes with the call of evener.prepare that has the model: say it there"
-        )
-    return current("preparing without a model")
+def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, Any]) -> Place:
+    """The preparation that a call is for: the one at hand, or a new one."""
+    place, make = _Current.place, partial(_learner, objects)
+    if not models:
+        if settings:
+            raise ConfigurationError(
+                f"{', '.join(settings)} goes with the call of evener.prepare that has the model: say it there"
+            )
+        return current("preparing what has no model, as a DataLoader before its model,")
+    config = config_of(loop_watch().settings(settings))
+    is_given_again = place is not None and any(model is other for model in models for other in place.models)
+    if place is None or is_given_again or (settings and config != _Current.given):
+        return _begin(models, make, config)
+    try:
+        place.add(models, partial(make, _Current.config))
+    except BaseException:
+        end()
+        raise
+    return place
 
 
-def _begin(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, Any]) -> Place:
+def _begin(models: list[nn.Module], make: Callable[..., Learner], given: RunConfig) -> Place:
     end()
-    config = config_of(settings)
+    watch = loop_watch()
+    watch.opened(end)
     with ExitStack() as opened:
-        session = opened.enter_context(Session(device=config.device, timeout_seconds=config.timeout_seconds))
-        random = CommonRandom(
-            session.control.broadcast_object(torch.get_rng_state()), session.world_size == 1
+        session = opened.enter_context(
+            Session(given.device, given.timeout_seconds, environment=watch.environment)
         )
-        config = _settled(config, session)
-        learner = _learner(models, objects, config, session)
-        if session.world_size == 1:
-            torch.set_rng_state(random.state)  # building the learner has drawn
-        place = Place(session, learner, _held_by(learner, len(models)), random)
+        random = CommonRandom(session.control.broadcast_object(torch.get_rng_state()), session.rank)
+        opened.callback(random.close)
+        config = _settled(given, session)
+        place = Place(session, partial(make, config), models, random)
+        random.watch()
         opened.callback(place.close)
-        _Current.opened, _Current.place, _Current.config = opened.pop_all(), place, config
+        opened.callback(Passes(place).close)
+        opened.callback(Updates(place).close)
+        _Current.opened, _Current.place = opened.pop_all(), place
+        _Current.config, _Current.given = config, given
     return place
 
 
@@ -210,23 +275,19 @@ def _settled(config: RunConfig, session: Session) -> RunConfig:
     return config.replace(balance="auto" if why else "equal")
 
 
-def _learner(models: list[nn.Module], objects: Sequence[Any], config: RunConfig, session: Session) -> Learner:
+def _learner(
+    objects: Sequence[Any], config: RunConfig, models: Sequence[nn.Module], session: Session
+) -> Learner:
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-    loaders = [thing for thing in objects if isinstance(thing, DataLoader)]
-    optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
-    _check_optimizers(optimizers, whole)
     task = Task(
         model=lambda: whole,
         loss=nn.CrossEntropyLoss(),  # not asked for: the loop has its own
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # neither
-        train=_data_of(loaders),
+        train=_data_of([thing for thing in objects if isinstance(thing, DataLoader)]),
     )
     strategy = strategy_of(config, session.world_size)
     settings = settings_of(config, strategy, session.world_size)
-    learner = set_up(strategy, task, session, settings, agreement(task, config, session))
-    for optimizer in optimizers:
-        agree_on_optimizer(optimizer, None, learner.names, session)
-    return learner
+    return set_up(strategy, task, session, settings, agreement(task, config, session))
 
 
 def _data_of(loaders: Sequence[DataLoader[Any]]) -> Any:
@@ -234,33 +295,32 @@ def _data_of(loaders: Sequence[DataLoader[Any]]) -> Any:
     return next((each.dataset for each in loaders if hasattr(each.dataset, "__getitem__")), [0])
 
 
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+def _check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], place: Place
+) -> None:
     """Raises:
-    ConfigurationError: If an optimizer has parameters of no model.
+    ConfigurationError: If an optimizer has parameters of no model, or is not the same on all ranks.
 
     Warns:
         UserWarning: With the name of the first parameter that no optimizer has.
     """
-    own = {p: clean_name(name) for name, p in model.named_parameters()}
     held = set(chain.from_iterable(group["params"] for o in optimizers for group in o.param_groups))
-    strangers = [p for p in held if p not in own]
+    strangers = [p for p in held if not place.mean.owns(p)]
     if strangers:
         raise ConfigurationError(
             f"an optimizer has {len(strangers)} parameters, the first of shape {tuple(strangers[0].shape)}, of no "
-            "model that was given: give evener.prepare all models in one call, and optimizers of their parameters"
+            "model that was given: give evener.prepare the model before, or in the same call"
         )
+    own = {p: clean_name(name) for model in models for name, p in model.named_parameters()}
     left = [name for p, name in own.items() if p.requires_grad and p not in held]
     if optimizers and left:
         warnings.warn(
             f"{left[0]}, one of {len(left)} parameters, is in no optimizer, and stays as it is; set "
             "requires_grad=False where that is meant",
-            stacklevel=4,
+            stacklevel=3,
         )
-
-
-def _held_by(learner: Learner, number: int) -> list[nn.Module]:
-    """The models as they are now."""
-    return [learner.model] if number == 1 else list(learner.model.children())
+    for optimizer in optimizers:
+        agree_on_optimizer(optimizer, None, place.learner.names, place.session)
 
 
 def _prepared(thing: Any, kind: str, place: Place) -> Any:
@@ -268,21 +328,4 @@ def _prepared(thing: Any, kind: str, place: Place) -> Any:
         return PreparedLoader(thing, _Current.config, place)
     if kind == "loss":
         return OverAll(thing, place)
-    if kind == "optimizer":
-        _watch(thing, place)
     return thing
-
-
-def _watch(optimizer: torch.optim.Optimizer, place: Place) -> None:
-    """Has each update looked at before, and counted."""
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if closure is None and not place.is_over:
-            place.mean.check_all_summed("optimizer.step()")
-            place.mean.check_none_put_off(parameters)
-            place.mean.check_sound(parameters, place.steps)
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: place.took_step())

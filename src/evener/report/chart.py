@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from evener.texts import printable
+
 Point = tuple[float, float]
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 420, 60, 150, 40, 50
@@ -59,8 +61,8 @@ def _round_step(value: float) -> float:
 
 def _axes(scale: _Scale, title: str, y_label: str) -> list[str]:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    parts = [f'<text x="{_LEFT}" y="22" font-size="15">{escape(title)}</text>']
-    parts += [f'<text x="{_LEFT}" y="{_TOP - 4}" fill="#555">{escape(y_label)}</text>']
+    parts = [f'<text x="{_LEFT}" y="22" font-size="15">{escape(printable(title))}</text>']
+    parts += [f'<text x="{_LEFT}" y="{_TOP - 4}" fill="#555">{escape(printable(y_label))}</text>']
     for exponent in range(scale.low, scale.high + 1, 2):
         x = scale.x(2.0**exponent)
         parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#eee"/>')
@@ -83,7 +85,9 @@ def _curves(lines: Mapping[str, Sequence[Point]], scale: _Scale) -> list[str]:
         path = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         y = _TOP + 16 * (number + 1)
-        parts.append(f'<text x="{_WIDTH - _RIGHT + 12}" y="{y}" fill="{color}">{escape(name)}</text>')
+        parts.append(
+            f'<text x="{_WIDTH - _RIGHT + 12}" y="{y}" fill="{color}">{escape(printable(name))}</text>'
+        )
     return parts
 
 

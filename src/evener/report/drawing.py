@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from evener.texts import printable
+
 WIDTH, HEIGHT = 760, 170
 """Of a panel, in pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 34, 30
@@ -33,9 +35,9 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">',
-        f"<title>{escape(title)}</title>",
+        f"<title>{_shown(title)}</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{_shown(title)}</text>',
     ]
     for place, panel in enumerate(panels):
         parts += [f'<g transform="translate(0 {32 + place * HEIGHT})">', *_drawn(panel), "</g>"]
@@ -52,19 +54,23 @@ def _drawn(panel: Panel) -> Iterator[str]:
         x = _LEFT + (point[0] - first) / span * (WIDTH - _LEFT - _RIGHT)
         return x, HEIGHT - _BOTTOM - point[1] / ticks[-1] * inner
 
-    yield f'<text x="{_LEFT}" y="{_TOP - 10}" font-weight="bold">{escape(panel.title)}</text>'
+    yield f'<text x="{_LEFT}" y="{_TOP - 10}" font-weight="bold">{_shown(panel.title)}</text>'
     for tick in ticks:
         y = at((first, tick))[1]
         yield f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
         words = f"{tick:g} {panel.unit}".strip()
-        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(words)}</text>'
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_shown(words)}</text>'
     for step, anchor in ((first, "start"), (last, "end")):
         yield f'<text x="{at((step, 0))[0]:.1f}" y="{HEIGHT - 14}" text-anchor="{anchor}">step {step:g}</text>'
     for number, (name, line) in enumerate(panel.lines):
         colour, y = COLOURS[number % len(COLOURS)], _TOP + 14 * number
         places = " ".join("{:.1f},{:.1f}".format(*at(point)) for point in line)
         yield f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-        yield f'<text x="{WIDTH - _RIGHT + 10}" y="{y + 4}" fill="{colour}">{escape(name)}</text>'
+        yield f'<text x="{WIDTH - _RIGHT + 10}" y="{y + 4}" fill="{colour}">{_shown(name)}</text>'
+
+
+def _shown(text: str) -> str:
+    return escape(printable(text))
 
 
 def ticks_to(highest: float) -> list[float]:

@@ -14,6 +14,7 @@ from evener.records import StepRecord
 
 WINDOW = 20
 """Steps that are averaged."""
+_HARDLY = 0.05
 SHOWN = 8
 """Most ranks that are shown one by one."""
 
@@ -40,11 +41,13 @@ class RecentSteps:
         return bool(self._records) and len(self._records[-1].compute_seconds) > 1
 
     def slowest(self) -> str:
-        """``rank 1 slowest, others wait 34%``: of its time, on average."""
+        """``rank 1 slowest, others wait 34%``: of its time, on average; ``no rank is slow`` where they hardly wait."""
         work = self._means("compute_seconds")
         rank = max(range(len(work)), key=work.__getitem__)
-        others = fmean(work[:rank] + work[rank + 1 :])
-        return f"rank {rank} slowest, others wait {1 - others / work[rank]:.0%}"
+        waiting = 1 - fmean(work[:rank] + work[rank + 1 :]) / (work[rank] or 1.0)
+        if waiting < _HARDLY:
+            return "no rank is slow"
+        return f"rank {rank} slowest, others wait {waiting:.0%}"
 
     def each(self) -> str:
         """One entry a rank; of many, those that work longest and shortest."""
@@ -55,7 +58,7 @@ class RecentSteps:
             f"{rank}: {shares[part[rank]] / whole:.0%} {_ms(work[rank])}+{_ms(wait[rank])}+{_ms(load[rank])}"
             for rank in _chosen(work)
         ]
-        return "rank: share work+wait+input ms | " + " | ".join(entries)
+        return f"{self.slowest()} | rank: share work+wait+input ms | " + " | ".join(entries)
 
     def _means(self, name: str) -> list[float]:
         return [fmean(column) for column in zip(*(getattr(r, name) for r in self._records), strict=True)]

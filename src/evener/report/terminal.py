@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -15,14 +16,20 @@ from evener.observer import Observer
 from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.report.ranks import RecentSteps
 from evener.report.width import fitted
+from evener.runtime.watchdog import current_watchdog
 from evener.sizes import size_words
 from evener.streams import unheard
+from evener.texts import from_here
 
-PLAIN_SECONDS = 5.0
-"""Time between two plain lines."""
+PLAIN_SECONDS = ((60.0, 5.0), (1800.0, 30.0), (math.inf, 300.0))
+"""Time between two plain lines, until so many seconds after the start."""
 LIVE_SECONDS = 0.5
 """Time between two live lines about the ranks."""
 _SHARES_IN_A_LINE = 8
+_SAME_SHARES = 0.02
+_WORTH_A_WORD = 1.15
+_RECENT_STEPS = 20
+"""Steps of which the speed is told."""
 
 
 class Terminal(Observer):
@@ -41,6 +48,9 @@ class Terminal(Observer):
         self._batch_size = run.batch_size
         self._first = run.steps_done
         self._began = self._last_line = time.monotonic()
+        self._times = deque([(self._began, self._first)], maxlen=_RECENT_STEPS + 1)
+        self._losses = _Mean()
+        self._lr = math.nan
         live = _is_live(self._stream, os.environ)
         self._bar = tqdm(
             total=run.total_steps,
@@ -62,22 +72,30 @@ class Terminal(Observer):
         )
         self._recent = RecentSteps(run.parts)
         self._live = live
+        self._hear_of_waits(self._waits if live else None)
         for line in header_lines(run):
             self._print(line)
 
     def step(self, record: StepRecord) -> None:
         done = record.step + 1
         self._recent.add(record)
+        self._times.append((time.monotonic(), done))
+        self._losses.add(record.loss, record.samples)
+        self._lr = record.lr
         if self._live:
             self._bar.set_description_str(f", epoch {record.epoch + 1}", refresh=False)
             self._bar.set_postfix_str(self._state(record), refresh=False)
             self._bar.update(done - self._bar.n)
             if self._recent.several and self._due(LIVE_SECONDS):
                 self._ranks.set_description_str(self._recent.each())
-        elif self._due(PLAIN_SECONDS):
-            self._print(f"{self.where(record)}, {self._state(record)}{self._left(done)}")
-            if self._recent.several:
-                self._print(f"  {self._recent.each()}")
+        elif self._due(self._plain_seconds()):
+            slowest = f", {self._recent.slowest()}" if self._recent.several else ""
+            self._print(f"{self.where(record)}, {self._state(record)}{self._left(done)}{slowest}")
+
+    def _plain_seconds(self) -> float:
+        """The longer a run takes, the fewer lines a minute."""
+        elapsed = time.monotonic() - self._began
+        return next(period for until, period in PLAIN_SECONDS if elapsed <= until)
 
     def _due(self, period_seconds: float) -> bool:
         """Whether it is time for the next line."""
@@ -88,23 +106,35 @@ class Terminal(Observer):
         return True
 
     def _state(self, record: StepRecord) -> str:
-        slowest = f", {self._recent.slowest()}" if self._recent.several else ""
-        speed = self._speed(record.step + 1)
-        return f"train loss {record.loss:.4f}, {speed:,.0f} samples/s{_memory(record)}{slowest}"
+        return f"train loss {record.loss:.4f}, {self._speed() * self._batch_size:,.0f} samples/s"
 
     def event(self, record: Any) -> None:
         self._print(record.words)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         values = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-        self._print(f"epoch {record.epoch + 1}, evaluation: {values}")
+        trained = f" train loss {self._losses.value:.4f}, lr {self._lr:g};" if self._losses.weight else ""
+        self._print(f"epoch {record.epoch + 1}:{trained} evaluation: {values}")
+        self._losses = _Mean()
+        self._times = deque([(time.monotonic(), record.step)], maxlen=_RECENT_STEPS + 1)
 
     def where(self, record: StepRecord) -> str:
         """Where the run stands, in words."""
         of = f" of {self._total}" if self._total else ""
         return f"step {record.step + 1}{of}, epoch {record.epoch + 1}"
 
+    def _waits(self, words: str) -> None:
+        """Shows who waits for whom, while nothing moves, in place of the ranks' times."""
+        self._ranks.set_description_str(words)
+
+    @staticmethod
+    def _hear_of_waits(line: Callable[[str], None] | None) -> None:
+        watchdog = current_watchdog()
+        if watchdog is not None:
+            watchdog.show(line)
+
     def end(self, summary: RunSummary | None) -> None:
+        self._hear_of_waits(None)
         self._ranks.close()
         self._bar.close()
 
@@ -112,15 +142,16 @@ class Terminal(Observer):
         tqdm.write(fitted(line, self._stream), file=self._stream)
         self._stream.flush()
 
-    def _speed(self, done: int) -> float:
-        elapsed = max(1e-9, time.monotonic() - self._began)
-        return (done - self._first) * self._batch_size / elapsed
+    def _speed(self) -> float:
+        """Steps a second, of the last ones since an evaluation."""
+        (began, first), (now, done) = self._times[0], self._times[-1]
+        return (done - first) / max(1e-9, now - began)
 
     def _left(self, done: int) -> str:
-        if self._total is None or done == self._first:
+        speed = self._speed()
+        if self._total is None or not speed:
             return ""
-        seconds = (time.monotonic() - self._began) / (done - self._first) * (self._total - done)
-        return f", {tqdm.format_interval(seconds)} left"
+        return f", {tqdm.format_interval((self._total - done) / speed)} left"
 
 
 def _is_live(stream: Any, environment: Mapping[str, str]) -> bool:
@@ -145,7 +176,11 @@ def header_lines(run: RunStart) -> list[str]:
     kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
     summed = [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
-    kept = f"records, weights and checkpoints in {run.run_dir}" if run.run_dir else "nothing is kept on disk"
+    kept = (
+        f"records, weights and checkpoints in {from_here(run.run_dir)}"
+        if run.run_dir
+        else "nothing is kept on disk"
+    )
     lines = [f"{run.task}: {run.parameters:,} parameters, {run.strategy}", f"  {ranks}: {kinds}"]
     lines += [f"  batches of {run.batch_size}{_steps_words(run)}", *_shares_line(run), *summed, f"  {kept}"]
     return lines if run.devices else []
@@ -168,14 +203,20 @@ def _steps_words(run: RunStart) -> str:
     return f", {run.total_steps:,} steps" if run.total_steps else ""
 
 
-def _memory(record: StepRecord) -> str:
-    """Of the rank that had most in use, and how much of that were activations, by which micro-batches are chosen."""
-    if not record.memory_peak:
-        return ""
-    most = max(record.memory_peak)
-    activations = record.memory_parts.get("activations", (0,) * len(record.memory_peak))
-    part = activations[record.memory_peak.index(most)]
-    return f", memory {size_words(most)}" + (f" ({size_words(part)} activations)" if part else "")
+class _Mean:
+    """A weighted mean of what was added."""
+
+    def __init__(self) -> None:
+        self.total = self.weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """Adds one value."""
+        self.total, self.weight = self.total + value * weight, self.weight + weight
+
+    @property
+    def value(self) -> float:
+        """The mean so far."""
+        return self.total / self.weight
 
 
 def summary_text(summary: RunSummary) -> str:
@@ -186,7 +227,7 @@ def summary_text(summary: RunSummary) -> str:
     lines = [
         f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
         f"on {summary.world_size} rank{'s' * (summary.world_size > 1)} ({devices})",
-        f"  {summary.steps:,} steps, {summary.epochs} epochs, {summary.samples:,} samples in {summary.seconds:.1f} s: "
+        f"  {summary.steps:,} steps, {summary.epochs} epochs, {_samples_words(summary)} in {summary.seconds:.1f} s: "
         f"{summary.samples_per_second:,.0f} samples/s",
         f"  last loss {summary.final_loss:.4f}{skipped}{metrics}",
     ]
@@ -209,8 +250,37 @@ def summary_text(summary: RunSummary) -> str:
     if summary.emulation:
         lines += [f"  {summary.emulation}"]
     if summary.run_dir:
-        lines += [f"  records, summary and weights in {summary.run_dir}"]
-    return "\n".join(lines)
+        lines += [f"  records, summary and weights in {from_here(summary.run_dir)}"]
+    gained = balance_words(summary)
+    return "\n".join([*lines, *([f"  {gained}"] if gained else [])])
+
+
+def _samples_words(summary: RunSummary) -> str:
+    """Samples of the time that is told: after a resume those since then, of all."""
+    if summary.samples_in_seconds in (0, summary.samples):
+        return f"{summary.samples:,} samples"
+    return f"{summary.samples_in_seconds:,} of {summary.samples:,} samples"
+
+
+def balance_words(summary: RunSummary) -> str:
+    """The gain of unequal shares over equal ones, or what shares by speed would gain; empty where it is small.
+
+    A rank that took c seconds for its part s of all samples would take c / s for all. Equal shares of W ranks end when
+    the slowest has done 1 / W, shares by speed when all together have done the whole. What a step costs without any
+    sample is left out, so the numbers are estimates.
+    """
+    work = [times["compute_seconds"] for times in summary.ranks]
+    divided = len(work) == len(summary.shares) > 1 and math.isclose(sum(summary.shares), 1.0)
+    if not divided or not all((*work, *summary.shares)):
+        return ""
+    whole = [seconds / share for seconds, share in zip(work, summary.shares, strict=True)]
+    equal, taken, best = max(whole) / len(whole), max(work), 1 / sum(1 / seconds for seconds in whole)
+    unequal = max(summary.shares) - min(summary.shares) > _SAME_SHARES
+    if unequal and equal / taken >= _WORTH_A_WORD:
+        return f"these shares: about {equal / taken:.2g}x of equal shares"
+    if not unequal and taken / best >= _WORTH_A_WORD:
+        return f"ranks waited for rank {work.index(taken)}: with --balance auto about {taken / best:.2g}x"
+    return ""
 
 
 def _memory_line(summary: RunSummary) -> str:
@@ -226,7 +296,9 @@ def _graphs_line(summary: RunSummary) -> str:
     made = sorted(set(summary.graphs))
     number = f"{made[0]}" if len(made) == 1 else f"{made[0]} to {made[-1]}"
     breaks = f", with {summary.graph_breaks:,} breaks" if summary.graph_breaks else ""
-    return f"  compiled {number} graphs on each rank{breaks}"
+    shown = ", ".join(summary.uncompiled[:4]) + (", ..." if len(summary.uncompiled) > 4 else "")
+    wrong = f"; uncompiled, for compiled code computed something else: {shown}" if shown else ""
+    return f"  compiled {number} graphs on each rank{breaks}{wrong}"
 
 
 def _by_rank(summary: RunSummary) -> list[tuple[int, tuple[float, dict[str, float]]]]:

@@ -1,10 +1,15 @@
-"""Lines for people, broken between words where a terminal is narrower than they are; files and pipes get them whole."""
+"""Lines for people, broken between words where a terminal is narrower than they are; files and pipes get them whole.
+
+Characters that a terminal would obey are shown instead: names may be a stranger's.
+"""
 
 from __future__ import annotations
 
 import os
 import textwrap
 from typing import Any
+
+from evener.texts import printable
 
 INDENT = "  "
 """Before what goes on from the line above."""
@@ -14,7 +19,7 @@ NARROW = 20
 
 def fitted(text: str, stream: Any) -> str:
     """``text`` for ``stream``, whose width is asked for anew each time: a window may be made smaller."""
-    columns = columns_of(stream)
+    text, columns = printable(text), columns_of(stream)
     if columns is None or columns < NARROW:
         return text
     return "\n".join(_broken(line, columns) for line in text.split("\n"))

@@ -13,9 +13,10 @@ or one that it has started, computes at all.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 
 import psutil
+
+from evener.runtime.processes import children_cpu_seconds
 
 _BUSY_SHARE = 0.02
 """Of a core. The watchdog itself, and threads that poll, take less."""
@@ -59,17 +60,7 @@ class Activity:
         return self._children_compute(now)
 
     def _children_compute(self, now: float) -> bool:
-        before, self._children = self._children, (now, children_cpu_seconds())
+        before, self._children = self._children, (now, children_cpu_seconds(psutil.Process()))
         if before is None or now - before[0] > 2 * _LOOK_AT_CHILDREN_SECONDS:
             return False
         return self._children[1] - before[1] > _BUSY_SHARE * (now - before[0])
-
-
-def children_cpu_seconds() -> float:
-    """Processor time of all that this process has started and that still runs."""
-    total = 0.0
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            times = child.cpu_times()
-            total += times.user + times.system
-    return total

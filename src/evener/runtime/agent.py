@@ -34,10 +34,11 @@ from evener.errors import (
     RankError,
     RankTimeoutError,
 )
+from evener.runtime import loopback
 from evener.runtime.failure import Failure, first, is_hopeless, recorded_failure
 from evener.runtime.headcount import Headcount, dead
 from evener.runtime.heartbeat import Heartbeat
-from evener.runtime.interrupt import GRACE_SECONDS, interruption
+from evener.runtime.interrupt import GRACE_SECONDS, interruption, stop_signals
 from evener.runtime.lookout import Lookout
 from evener.runtime.meeting import Meeting
 from evener.runtime.processes import is_alive
@@ -45,6 +46,7 @@ from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.stacks import crash_in, stacks_of
 from evener.runtime.standing import Standing, report_on
 from evener.runtime.succession import Start, announce, take_at_their_word
+from evener.texts import printable
 
 _KILL_SECONDS = round(GRACE_SECONDS) + 1
 _STACKS = 3
@@ -89,9 +91,9 @@ class Agent(ElasticAgent):
         self._run_dir = run_dir
         self._grace_seconds, self._was_asked = grace_seconds, False
         self._headcount, self._max_restarts = processes, rendezvous.max_restarts or 0
-        self._lookout = Lookout(self._beats)
+        self._lookout = Lookout(self._beats, self._pids)
         self._handler = Meeting(rendezvous, timeout_seconds).handler()
-        static = rendezvous.backend == "static"
+        static = rendezvous.rdzv_backend == "static" and not rendezvous.is_standalone
         spec = WorkerSpec(
             role="evener",
             local_world_size=processes.start,
@@ -102,7 +104,7 @@ class Agent(ElasticAgent):
             monitor_interval=0.1,
             master_addr=rendezvous.master_addr if static else None,
             master_port=rendezvous.master_port if static else None,
-            local_addr=rendezvous.local_addr,
+            local_addr=loopback.ADDRESS if rendezvous.is_standalone else None,
         )
         logs = _Variables(run_dir / "attempts", variables)
         super().__init__(spec, logs)
@@ -189,7 +191,7 @@ class Agent(ElasticAgent):
         """A fault that every start would meet again is no reason for another."""
         failures = {each.local_rank: self._failure(rank, each) for rank, each in result.failures.items()}
         cause = first(failures.values())
-        hopeless = is_hopeless(failures.values())
+        hopeless = self._lookout.was_done or is_hopeless(failures.values())
         if restarts and not hopeless:
             number = self._max_restarts - restarts + 1
             words = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
@@ -201,7 +203,7 @@ class Agent(ElasticAgent):
         goes_on_with_fewer = self._headcount.after(self.ranks, len(failures)) != self.ranks
         others = running(self.context) if self.context else {}
         known = len(failures) + len(others) == self.ranks
-        if goes_on_with_fewer or not (self.is_alone and others and known):
+        if self._lookout.found or goes_on_with_fewer or not (self.is_alone and others and known):
             return False
         ranks = [worker.global_rank for worker in self.get_worker_group().workers]
         self._roots = set(failures)
@@ -258,7 +260,7 @@ class Agent(ElasticAgent):
             return recorded
         if process.local_rank not in self._roots:
             return Failure(rank, "ended", "was ended after another rank failed")
-        if process.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+        if -process.exitcode in stop_signals():
             words = interruption(-process.exitcode, self._progress())
             return Failure(
                 rank, "interrupted", words, time=process.timestamp, exit_status=128 - process.exitcode
@@ -298,12 +300,17 @@ class Agent(ElasticAgent):
 
     def _beats(self) -> dict[int, Heartbeat | None]:
         """Of the ranks whose processes run; what is left of an earlier start is none."""
-        pids = self.context.pids() if self.context else {}
-        workers = self.get_worker_group().workers
-        alive = [worker for worker in workers if is_alive(pids.get(worker.local_rank))]
-        beats = {worker.global_rank: self._beat(worker.global_rank) for worker in alive}
-        started = {worker.global_rank: pids[worker.local_rank] for worker in alive}
+        started = self._pids()
+        beats = {rank: self._beat(rank) for rank in started}
         return {rank: beat if beat and beat.pid == started[rank] else None for rank, beat in beats.items()}
+
+    def _pids(self) -> dict[int, int]:
+        """Of the ranks whose processes run."""
+        pids = self.context.pids() if self.context else {}
+        workers = [
+            (worker.global_rank, pids.get(worker.local_rank)) for worker in self.get_worker_group().workers
+        ]
+        return {rank: pid for rank, pid in workers if pid is not None and is_alive(pid)}
 
     def _beat(self, rank: int) -> Heartbeat | None:
         try:
@@ -324,7 +331,7 @@ def _was_told(process: ProcessFailure) -> bool:
 
 def _say(words: str) -> None:
     with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
-        print(f"evener: {words}", file=sys.stderr, flush=True)
+        print(f"evener: {printable(words)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

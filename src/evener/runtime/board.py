@@ -13,7 +13,8 @@ have two rows under way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -50,6 +51,11 @@ class Board:
         row: NDArray[np.float64] = self._slots.view(rank, slot, torch.float64, 0, _WIDTH).numpy()
         return row
 
+    def close(self) -> None:
+        """Gives back the shared memory, as far as this rank holds it; nothing more is exchanged."""
+        self._rows, self._mine = [], []
+        del self._slots
+
     def exchange(self, values: Sequence[float]) -> Pending:
         """Starts telling all ranks ``values``, as many on every rank and at most 64."""
         number, self._posted = self._posted, self._posted + 1
@@ -85,3 +91,14 @@ def quickest(session: Session) -> Board | Channel:
         return Board(session.world, session.watchdog, session.timeout_seconds)
     except ConfigurationError:  # raised on every rank alike
         return session.control
+
+
+@contextmanager
+def lent(session: Session) -> Iterator[Board | Channel]:
+    """:func:`quickest`, whose memory is given back at the end if it is a board."""
+    control = quickest(session)
+    try:
+        yield control
+    finally:
+        if isinstance(control, Board):
+            control.close()

@@ -70,6 +70,11 @@ class Environment:
             )
 
     @property
+    def is_on_one_machine(self) -> bool:
+        """Whether there are several ranks, and all of them on this machine."""
+        return 1 < self.world_size == self.local_world_size
+
+    @property
     def variables(self) -> dict[str, str]:
         """As torchrun would have said it, for a script that reads torchrun's variables."""
         values = {

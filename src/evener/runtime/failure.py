@@ -30,6 +30,7 @@ from evener.errors import (
     RankError,
     RankTimeoutError,
 )
+from evener.runtime.descriptors import release, shortage_words
 from evener.system import is_shortage, words
 from evener.texts import said, shortened, trace_of
 
@@ -113,8 +114,8 @@ def is_communication_error(error: BaseException) -> bool:
     """Whether a collective, a store or a socket raised it because of another rank."""
     if isinstance(error, EvenerError):
         return isinstance(error, RankError | RankTimeoutError)
-    is_ours = isinstance(error, RuntimeError | ConnectionError | TimeoutError)
-    return is_ours and _COMMUNICATION.search(said(error)) is not None
+    is_theirs = isinstance(error, RuntimeError | ConnectionError | TimeoutError)
+    return is_theirs and _COMMUNICATION.search(said(error)) is not None and not shortage_words()
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -144,6 +145,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 def record_failure(error: BaseException, rank: int) -> Failure:
     """Writes the failure into the agent's error file, if there is an agent."""
+    release()
     failure = failure_of(error, rank)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -170,7 +172,7 @@ def _hint(error: BaseException) -> str:
     """PyTorch raises the death of a worker wherever the main thread is."""
     if (text := said(error)).startswith("DataLoader worker") and "killed by signal" in text:
         return "(out of memory or /dev/shm? the kernel's log, dmesg, would say; use fewer workers)"
-    return ""
+    return "" if isinstance(error, EvenerError) or is_shortage(error) else shortage_words()
 
 
 def _words(error: BaseException) -> str:

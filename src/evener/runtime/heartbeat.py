@@ -72,6 +72,12 @@ class Heartbeat:
     """What it gives to the collective in which it waits, where that is known: ``float32[3, 4]``."""
     limit: float = math.inf
     """How long it waits for others before the run ends."""
+    still: float = 0.0
+    """For how long its main thread has neither moved nor computed."""
+    threads: tuple[str, ...] = ()
+    """Names of the threads that its process, which has done its work, waits for before it ends."""
+    works_on: bool = False
+    """Whether these may be part of its work, as in a script."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -79,7 +85,7 @@ class Heartbeat:
     @classmethod
     def from_json(cls, text: str | bytes) -> Heartbeat:
         fields = json.loads(text)
-        fields["where"] = tuple(fields["where"])
+        fields |= {name: tuple(fields[name]) for name in ("where", "threads")}
         return cls(**fields)
 
     @property
@@ -109,6 +115,12 @@ class Heartbeat:
 def in_words(name: str, step: int | None) -> str:
     """``all-reduce of step 41``."""
     return name if step is None else f"{name} of step {step}"
+
+
+def awaited_threads() -> tuple[str, ...]:
+    """Names of the threads of this process without whose end it does not end."""
+    main = threading.main_thread()
+    return tuple(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main)
 
 
 @dataclass(frozen=True)

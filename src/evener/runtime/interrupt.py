@@ -67,11 +67,12 @@ class Deferral:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask a run to stop: of a person, of a machine that is taken away, of SLURM, of a terminal that closes.
+    """Those that ask a run to stop: of a person (Ctrl-C and Ctrl-\\), of a machine that is taken away, of SLURM, of a
+    terminal that closes.
 
     One that was ignored from the start, as by nohup, stays so.
     """
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -239,6 +240,6 @@ def _forget() -> None:
     if callable(signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

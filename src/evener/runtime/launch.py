@@ -21,6 +21,7 @@ import cloudpickle
 from evener.borrowed import interpreter
 from evener.errors import ConfigurationError
 from evener.ranges import one_number
+from evener.runtime import loopback
 from evener.runtime.agent import Agent
 from evener.runtime.environment import check_processes, default_processes, detect, kind_taken
 from evener.runtime.headcount import Headcount
@@ -122,7 +123,7 @@ def run_job(
     (run_dir / "path.json").write_text(json.dumps(path))
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
     met = rendezvous or Rendezvous()
-    variables = _variables(run_dir, processes.start, bool(met.max_restarts))
+    variables = _variables(run_dir, processes.start, met)
     agent = Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds)
     agent.run_to_end()
     return agent.ranks
@@ -138,9 +139,11 @@ def _write_job(job: Job, run_dir: Path) -> None:
         ) from error
 
 
-def _variables(run_dir: Path, processes: int, replaces: bool) -> Mapping[str, str]:
+def _variables(run_dir: Path, processes: int, met: Rendezvous) -> Mapping[str, str]:
     variables = {RUN_DIR: str(run_dir), LAUNCHER_PID: str(os.getpid())}
-    if replaces:
+    if met.is_standalone:
+        variables |= loopback.variables()
+    if met.max_restarts:
         variables[ALLOWED] = "1"
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads_per_rank(processes))

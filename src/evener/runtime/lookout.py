@@ -1,7 +1,8 @@
 """The launcher's own watch over its ranks, for the hang in which no rank can speak.
 
 A call in native code that holds Python's lock silences the watchdog of its rank. While one rank is left that waits, it
-names the silent one; where all ranks of this machine are silent, or stopped, only the launcher can.
+names the silent one; where all ranks of this machine are silent, or stopped, only the launcher can. So it is for ranks
+that have no watchdog yet (:mod:`evener.runtime.starts`), or have done their work (:mod:`evener.runtime.ends`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from evener.errors import RankTimeoutError
+from evener.errors import EvenerError, RankTimeoutError
+from evener.runtime.ends import Ends
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.stacks import stacks_of
+from evener.runtime.stall import Reminder
 from evener.runtime.standing import Standing, report_on
+from evener.runtime.starts import Starts
 
 _LOOK_SECONDS = 1.0
 _GAP_SECONDS = 5.0
@@ -28,20 +32,25 @@ Beats = Mapping[int, Heartbeat | None]
 
 
 class Lookout:
-    """Ends ranks that have all been silent for as long as each of them would wait for others.
+    """Ends ranks that have all been silent for as long as each of them would wait for others, and those that stay
+    when their work is done.
 
     Args:
         beats: The last heartbeats.
+        pids: Of the ranks' processes.
     """
 
-    def __init__(self, beats: Callable[[], Beats]) -> None:
-        self._beats = beats
+    def __init__(self, beats: Callable[[], Beats], pids: Callable[[], Mapping[int, int]] = dict) -> None:
+        self._beats, self._pids = beats, pids
         self._silent: dict[int, tuple[tuple[int, int], float]] = {}
+        self._starts, self._ends, self._reminder = Starts(), Ends(), Reminder()
         self._looked = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evener-lookout", daemon=True)
-        self.found: RankTimeoutError | None = None
+        self.found: EvenerError | None = None
         """What it has ended them for."""
+        self.was_done = False
+        """Whether those that it has ended had done their work."""
 
     def __enter__(self) -> Lookout:
         self._thread.start()
@@ -69,22 +78,36 @@ class Lookout:
         return now - since
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
-            beats = self._beats()
-            seconds = self.silent_seconds(beats, time.monotonic())
-            last = [beat for beat in beats.values() if beat is not None]
-            if last and seconds >= max(beat.limit for beat in last) + _PATIENCE_SECONDS:
-                self._end(last, seconds)
-                return
+        while not self._stop.wait(_LOOK_SECONDS) and self.found is None:
+            beats, now = self._beats(), time.monotonic()
+            self._starts.look(self._pids(), beats, now)
+            left = [beat for beat in beats.values() if beat is not None and beat.ended]
+            stay = self._ends.look(left, now)
+            if stay is not None:
+                self.was_done = True
+                self._end(left, stay)
+            else:
+                self._look_at_silence(beats, self.silent_seconds(beats, now))
 
-    def _end(self, beats: list[Heartbeat], seconds: float) -> None:
-        stacks = {beat.rank: stacks_of(beat.pid) for beat in beats}
-        limit = max(beat.limit for beat in beats)
-        self.found = RankTimeoutError(
-            f"no rank of this machine has given a sign of life for {seconds:.0f} s (timeout {limit:g} s): they are in "
-            "native code that holds Python's lock, or stopped\n"
-            + report_on([Standing(beat.rank, beat) for beat in beats], stacks)
-        )
+    def _look_at_silence(self, beats: Beats, seconds: float) -> None:
+        last = [beat for beat in beats.values() if beat is not None]
+        limit = max((beat.limit for beat in last), default=0.0)
+        if last and seconds >= limit + _PATIENCE_SECONDS:
+            self._end(last, RankTimeoutError(silence_words(last, seconds, f" (timeout {limit:g} s)")))
+        else:
+            self._reminder.say(seconds, lambda: silence_words(last, seconds))
+
+    def _end(self, beats: Sequence[Heartbeat], why: EvenerError) -> None:
+        self.found = why
         for beat in beats:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, signal.SIGKILL)
+
+
+def silence_words(beats: Sequence[Heartbeat], seconds: float, limit: str = "") -> str:
+    """A report on ranks that are all silent."""
+    stacks = {beat.rank: stacks_of(beat.pid) for beat in beats}
+    return (
+        f"no rank of this machine has given a sign of life for {seconds:.0f} s{limit}: they are in native code that "
+        "holds Python's lock, or stopped\n" + report_on([Standing(beat.rank, beat) for beat in beats], stacks)
+    )

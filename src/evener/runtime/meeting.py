@@ -19,10 +19,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from evener.borrowed.participants import participants
-from evener.errors import RankTimeoutError
+from evener.errors import ConfigurationError, RankTimeoutError
+from evener.runtime.agreed_state import JsonBackend
+from evener.runtime.descriptors import shortage_words
+from evener.runtime.loopback import OneMachine
 from evener.runtime.rendezvous import Rendezvous
 
 _PERIOD_SECONDS = 10.0
@@ -45,10 +50,11 @@ class Meeting:
         """For torchrun's agent.
 
         Raises:
+            ConfigurationError: The options of the rendezvous cannot work.
             RankTimeoutError: The machine that keeps the meeting place cannot be reached in time.
         """
         with self._waiting():
-            handler = get_rendezvous_handler(self._rendezvous.within(self._timeout_seconds))
+            handler = self._made()
         self._handler, meet = handler, handler.next_rendezvous
 
         def next_rendezvous() -> RendezvousInfo:
@@ -58,6 +64,15 @@ class Meeting:
         handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
         return handler
 
+    def _made(self) -> RendezvousHandler:
+        if self._rendezvous.is_standalone:
+            return OneMachine(self._timeout_seconds)
+        parameters = self._rendezvous.within(self._timeout_seconds)
+        if parameters.backend == "static":
+            return get_rendezvous_handler(parameters)
+        backend, store = create_backend(parameters)
+        return create_handler(store, JsonBackend(backend), parameters)
+
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         over = threading.Event()
@@ -66,6 +81,8 @@ class Meeting:
             thread.start()
         try:
             yield
+        except ValueError as error:
+            raise _refused(self._rendezvous, error) from error
         except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
             raise RankTimeoutError(self.words(error)) from error
         finally:
@@ -95,5 +112,20 @@ class Meeting:
         return (
             f"the machines of the run did not find each other within {self._timeout_seconds:g} s at "
             f"{self._rendezvous.endpoint}{came}{said}; is the command running on all of them, with the same endpoint "
-            "and id, and can the endpoint be reached from there?"
+            f"and id, and can the endpoint be reached from there?{shortage_words()}"
         )
+
+
+def _refused(rendezvous: Rendezvous, error: ValueError) -> ConfigurationError:
+    """What torch says of options that it cannot read, with all of those that go with a meeting."""
+    if isinstance(error, ConfigurationError):
+        return error
+    given = {
+        "rdzv_backend": rendezvous.rdzv_backend,
+        "rdzv_endpoint": rendezvous.endpoint,
+        "rdzv_conf": rendezvous.rdzv_conf,
+    }
+    words = ", ".join(f"{name} is {value!r}" for name, value in given.items() if value)
+    return ConfigurationError(
+        f"the machines of the run cannot meet: {error} Here {words}; an endpoint is HOST:PORT, a backend c10d or static"
+    )

@@ -6,6 +6,7 @@ birth in the kernel's own ticks: a stranger under the same id counts as the end 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal
 
 import psutil
@@ -42,3 +43,23 @@ def state_of(process: psutil.Process | None) -> State:
 def is_alive(pid: int | None) -> bool:
     """Whether a process has this id now, and has not ended; not of None."""
     return pid is not None and state_of(find(pid)) != "gone"
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has had, with all that it has started and that still runs; 0 if it is gone."""
+    process = find(pid)
+    return 0.0 if process is None else _used_by(process) + children_cpu_seconds(process)
+
+
+def children_cpu_seconds(process: psutil.Process) -> float:
+    """Processor time of all that a process has started and that still runs."""
+    with suppress(psutil.Error):
+        return sum(map(_used_by, process.children(recursive=True)))
+    return 0.0
+
+
+def _used_by(process: psutil.Process) -> float:
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-import uuid
 from dataclasses import dataclass
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from evener.errors import ConfigurationError
 
+_BACKENDS = ("static", "c10d")
 _LIMITS = ("timeout", "join_timeout", "read_timeout")
 """For the other machines to come: of the static backend, of c10d, and of c10d to reach the first machine's store."""
+
+_DEFAULT_ENDPOINT = "localhost:29400"
+"""torchrun's own, where none is given."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Rendezvous:
             raise ConfigurationError(
                 f"nnodes is {self.nnodes!r}; expected a number, or MIN:MAX with 1 <= MIN <= MAX"
             )
+        if self.rdzv_backend not in _BACKENDS:
+            raise ConfigurationError(
+                f"rdzv_backend is {self.rdzv_backend!r}; it must be {' or '.join(_BACKENDS)}, for torch reads "
+                "pickles of the others, which may run code"
+            )
         if self.rdzv_backend == "static" and not 0 <= self.node_rank < most:
             raise ConfigurationError(
                 f"node_rank is {self.node_rank} of {most} nodes; they are numbered from 0"
@@ -69,23 +77,13 @@ class Rendezvous:
         return self.standalone or (alone and (self.master_addr, self.master_port) == ("127.0.0.1", 29500))
 
     @property
-    def local_addr(self) -> str | None:
-        return "127.0.0.1" if self.is_standalone else None
-
-    @property
     def endpoint(self) -> str:
-        if self.is_standalone:
-            return "localhost:0"
         fixed = f"{self.master_addr}:{self.master_port}" if self.rdzv_backend == "static" else ""
-        return self.rdzv_endpoint or fixed
-
-    @property
-    def backend(self) -> str:
-        return "c10d" if self.is_standalone else self.rdzv_backend
+        return self.rdzv_endpoint or fixed or _DEFAULT_ENDPOINT
 
     def within(self, timeout_seconds: float) -> RendezvousParameters:
         """What torchrun's agent needs, to wait for other machines for so long."""
-        backend = self.backend
+        backend = self.rdzv_backend
         least, most = self.nodes
         limits = dict.fromkeys(_LIMITS, math.ceil(timeout_seconds))
         options: dict[str, str | int] = {**limits, **self._options()}
@@ -94,10 +92,10 @@ class Rendezvous:
         return RendezvousParameters(
             backend=backend,
             endpoint=self.endpoint,
-            run_id=uuid.uuid4().hex if self.is_standalone else self.rdzv_id,
+            run_id=self.rdzv_id,
             min_nodes=least,
             max_nodes=most,
-            local_addr=self.local_addr,
+            local_addr=None,
             **options,
         )
 

@@ -42,6 +42,8 @@ class Observer(ABC):
 class Script(Job):
     """A file, or with ``is_module`` the dotted name of a module, and its command line."""
 
+    works_on = True
+
     def __init__(
         self,
         name: str,
@@ -71,7 +73,7 @@ class Script(Job):
         else:
             sys.argv[:] = [self._name, *self._args]
             sys.path.insert(0, str(Path(self._name).resolve().parent))
-            _run_file(self._name)
+            run_file(self._name)
 
 
 def run_script(
@@ -127,7 +129,7 @@ def _check_exists(script: str, is_module: bool) -> None:
         raise ConfigurationError(f"no script {script!r} in {os.getcwd()}; give the path of a Python file")
 
 
-def _run_file(name: str) -> None:
+def run_file(name: str) -> None:
     """Runs the file as a ``__main__`` that stays, so that what it left behind can still be found at exit."""
     module = ModuleType("__main__")
     module.__file__ = name

@@ -27,6 +27,7 @@ from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
 from evener.hardware.neighbours import uuid_of
+from evener.runtime import loopback
 from evener.runtime.agreement import Terms, agree
 from evener.runtime.backends import backend_of, library_of
 from evener.runtime.channel import Channel, GroupChannel, LocalChannel
@@ -71,16 +72,20 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
         return HashStore()
     address, port = _master(environment)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps = environment.rank == 0 and not has_agent
     try:
-        store = TCPStore(
-            address,
-            port,
-            is_master=environment.rank == 0 and not has_agent,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_seconds),
-            multi_tenant=True,
-        )
-    except dist.DistError as error:
+        if environment.is_on_one_machine and not has_agent:
+            store = loopback.store(port, timeout_seconds, keeps)
+        else:
+            store = TCPStore(
+                address,
+                port,
+                is_master=keeps,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_seconds),
+                multi_tenant=True,
+            )
+    except (dist.DistError, OSError) as error:
         raise RankTimeoutError(
             f"rank {environment.rank} of {environment.world_size} found no run at {address}:{port} within "
             f"{timeout_seconds:g} s: {error}; are all ranks started, and can this host be reached?"
@@ -237,6 +242,8 @@ class Session:
 
     def _init_group(self, store: Store) -> None:
         store = PrefixStore(f"evener/{next_name('session')}", store)
+        if self.environment.is_on_one_machine:
+            os.environ.update(loopback.variables())
         if self._kind == "cuda":
             _prepare_nccl(self.environment)
         with self.watchdog.wait("start of the process group"):

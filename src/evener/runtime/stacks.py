@@ -32,6 +32,8 @@ _QUIET_SECONDS = 0.03
 """An answer is written in many small pieces, and is whole when nothing more comes for so long."""
 _SHOWN_FRAMES = 12
 _SHOWN_WORKERS = 3
+_SHOWN_THREADS = 3
+_OWN = f"{os.sep}evener{os.sep}runtime{os.sep}"
 _WAITING_FOR_WORKER = os.path.join("torch", "utils", "data", "dataloader.py")
 _WORKER_LOOP = " in _worker_loop"
 _WAITING_FOR_WORK = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}selectors.py")
@@ -67,16 +69,32 @@ def crash_in(path: Path) -> str:
 
 def stack_of(pid: int) -> list[str]:
     """The frames of the main thread of a process, innermost first; none where it does not answer."""
+    return _main_thread(_asked(pid))
+
+
+def threads_of(pid: int) -> str:
+    """In words, line by line: the innermost frames of all threads of a process but those of Evener's own."""
+    found = _threads(_asked(pid))
+    others, main = found[:-1], found[-1:]
+    own = [frames for frames in others if not any(_OWN in frame for frame in frames)]
+    shown = [*own[:_SHOWN_THREADS], *main]
+    return "\n".join(
+        f"      thread {number} is at\n{_lines(frames, '        ')}" for number, frames in enumerate(shown, 1)
+    )
+
+
+def _asked(pid: int) -> str:
+    """What a process answers; nothing where it ended meanwhile, or is another user's."""
     try:
         place = _file_of(pid)
         if place is None or not _listens(pid):
-            return []
+            return ""
         with place.open("rb") as file, _alone(file):
             file.seek(0, os.SEEK_END)
             os.kill(pid, _SIGNAL)
-            return _main_thread(_answer(file))
-    except (OSError, ValueError, KeyError):  # it ended meanwhile, or is another user's
-        return []
+            return _answer(file)
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 def stacks_of(pid: int) -> str:
@@ -178,6 +196,9 @@ def _answer(file: BinaryIO) -> str:
 
 def _main_thread(answer: str) -> list[str]:
     """``File "train.py", line 3 in f``, of the oldest thread, which comes last."""
-    threads = [block for block in answer.split("\n\n") if "  File " in block]
-    last = threads[-1].splitlines() if threads else []
-    return [line.strip() for line in last if line.startswith("  File ")]
+    return [[], *_threads(answer)][-1]
+
+
+def _threads(answer: str) -> list[list[str]]:
+    blocks = [block.splitlines() for block in answer.split("\n\n") if "  File " in block]
+    return [[line.strip() for line in block if line.startswith("  File ")] for block in blocks]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import psutil
 
+from evener.runtime.descriptors import shortage_words
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.hosts import host_token
 from evener.runtime.processes import find, state_of
@@ -104,7 +105,8 @@ class Standing:
         if self.beat is None:
             return f"rank {self.rank}: has given no sign of life yet"
         done = f", after {self.beat.progress}" if self.beat.progress else ""
-        return f"{self.beat.who}: {self._doing(self.beat)}{done}"
+        short = shortage_words(self.beat.pid) if self._is_local(self.beat) else ""
+        return f"{self.beat.who}: {self._doing(self.beat)}{done}{short}"
 
     @property
     def left_words(self) -> str:

@@ -22,14 +22,16 @@ from evener.runtime.standing import SILENT_BEATS, Standing
 Verdict = Literal["left", "late", "apart", "still"]
 
 _LOOK_SECONDS = 3.0
-_AT_WORK = ("backward", "forward")
+_IDLE_SECONDS = 8.0
+AT_WORK = ("backward", "forward")
 """Calls in which a main thread may stand still while its device computes for it alone."""
 
 
 def may_look(here: Heartbeat, timeout_seconds: float) -> bool:
     """Whether the rank of heartbeat ``here`` has reason to look after all others."""
     stuck = here.stuck_seconds > min(timeout_seconds / 3, _LOOK_SECONDS)
-    return bool(here.together) or (stuck and (here.waits or here.idle > timeout_seconds / 3))
+    idle = here.idle > min(timeout_seconds / 3, _IDLE_SECONDS)
+    return bool(here.together) or (stuck and (here.waits or idle))
 
 
 def verdict(
@@ -52,7 +54,7 @@ def is_left(here: Heartbeat, others: Collection[Standing], interval_seconds: flo
     given: so they must have left, and all that are there waited, for a few heartbeats.
     """
     patience = SILENT_BEATS * interval_seconds
-    if not here.waits or here.phase in _AT_WORK or here.seconds < patience:
+    if not here.waits or here.phase in AT_WORK or here.seconds < patience:
         return False
     left = [other for other in others if other.state in ("ended", "gone")]
     rest = [other for other in others if other not in left]

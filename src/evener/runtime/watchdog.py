@@ -26,24 +26,24 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
 
 from torch.distributed import Store
 
 from evener.errors import EvenerError, RankError, RankTimeoutError
 from evener.runtime.activity import Activity
-from evener.runtime.failure import is_communication_error, is_timeout, record_failure
+from evener.runtime.failure import is_timeout, record_failure
 from evener.runtime.generation import next_name
-from evener.runtime.heartbeat import Heartbeat, MainThread, in_words
+from evener.runtime.heartbeat import Heartbeat, MainThread, awaited_threads, in_words
 from evener.runtime.hosts import host_token
-from evener.runtime.interrupt import asked
 from evener.runtime.keeper import Keeper
+from evener.runtime.phase import Phase, Place
 from evener.runtime.roster import Roster
 from evener.runtime.stacks import listen
+from evener.runtime.stall import Stall, is_stalled
 from evener.runtime.standing import Standing, report_on
 from evener.runtime.succession import may_be_recalled
 from evener.runtime.verdict import complaint, left_words, may_look, verdict
@@ -94,41 +94,6 @@ def backstop(timeout_seconds: float) -> float:
     return timeout_seconds if current_watchdog() is None else timeout_seconds + BACKSTOP_SECONDS
 
 
-class _Place(NamedTuple):
-    phase: str | None
-    step: int | None
-    waits: bool
-    since: float
-    together: str = ""
-
-
-class Phase:
-    """Marks where the rank is while the block runs; made by `Watchdog.phase` and `Watchdog.wait`."""
-
-    __slots__ = ("_before", "_place", "_watchdog")
-
-    def __init__(self, watchdog: Watchdog, place: _Place) -> None:
-        self._watchdog, self._place = watchdog, place
-
-    def __enter__(self) -> None:
-        self._before = self._watchdog._place
-        self._watchdog._place = self._place
-        self._watchdog.moved()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            explains = self._place.waits and asked() is None  # a run that was asked to stop has no time to
-            if error is not None and explains and is_communication_error(error):
-                explained = self._watchdog.explain(error)
-                if explained is not error:
-                    raise explained from error
-        finally:
-            self._watchdog._place = self._before
-            self._watchdog.moved()
-
-
 class Watchdog:
     """The heartbeat of this rank, and its view of all others.
 
@@ -152,13 +117,14 @@ class Watchdog:
         self._keeper = Keeper()
         self._run_dir = run_dir
         self._host = socket.gethostname()
-        self._place = _Place(None, None, False, time.monotonic())
+        self.place = Place(None, None, False, time.monotonic())
         self._progress = ""
         self._main = MainThread()
         self._activity = Activity()
         self._marks = 0
         self._count = itertools.count(1)
         self._told = False
+        self._stall = Stall()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evener-watchdog", daemon=True)
 
@@ -169,14 +135,23 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def close(self, status: int | None = None) -> None:
-        """Says that this rank has ended on its own, its process with ``status`` if it does too; stops the thread."""
+    def close(self, status: int | None = None, works_on: bool = False) -> None:
+        """Says that this rank has ended on its own, its process with ``status`` if it does too; stops the thread.
+
+        Args:
+            works_on: Threads that it leaves may be part of its work.
+        """
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _INTERVAL_SECONDS)
         with suppress(RuntimeError, OSError):
-            self._publish(replace(self._beat(), ended=True, status=status))
+            last = replace(self._beat(), threads=awaited_threads(), works_on=works_on)
+            self._publish(replace(last, ended=True, status=status))
         self._roster.close()
+
+    def show(self, line: Callable[[str], None] | None) -> None:
+        """Has ``line`` called about once a second with who waits for whom while nothing moves, then with ``""``."""
+        self._stall.show = line
 
     def hush(self) -> None:
         """This rank is called away from those that it watches: whatever they do, it ends nothing for it."""
@@ -213,19 +188,19 @@ class Watchdog:
         place = self._at(name, step, False)
         return Phase(self, place._replace(together=in_words(name, place.step)))
 
-    def _at(self, name: str, step: int | None, waits: bool) -> _Place:
+    def _at(self, name: str, step: int | None, waits: bool) -> Place:
         """A place within a step, where none is named, belongs to the step around it."""
-        around = self._place
-        return _Place(name, around.step if step is None else step, waits, time.monotonic(), around.together)
+        around = self.place
+        return Place(name, around.step if step is None else step, waits, time.monotonic(), around.together)
 
     def explained(self) -> Phase:
         """Communication errors leave the block explained, under the mark of the phase around it."""
-        return Phase(self, self._place._replace(waits=True, since=time.monotonic()))
+        return Phase(self, self.place._replace(waits=True, since=time.monotonic()))
 
     @property
     def is_waiting(self) -> bool:
         """Whether the innermost mark is that of a wait."""
-        return self._place.waits
+        return self.place.waits
 
     def progress(self, text: str) -> None:
         """Says where the run stands, as an interrupted run will: ``step 41 of 400, epoch 2 of 5``."""
@@ -283,7 +258,7 @@ class Watchdog:
         return f"{words}\n{self.report()}" if words else ""
 
     def _beat(self) -> Heartbeat:
-        place, sample, now = self._place, self._main.look(), time.monotonic()
+        place, sample, now = self.place, self._main.look(), time.monotonic()
         waits = place.waits or sample.call is not None
         return Heartbeat(
             rank=self.rank,
@@ -302,6 +277,7 @@ class Watchdog:
             idle=0.0 if place.together else self._activity.idle_seconds(place.phase is not None),
             payload="" if place.waits else sample.payload,
             limit=self.timeout_seconds,
+            still=sample.still_seconds,
         )
 
     def _publish(self, beat: Heartbeat) -> None:
@@ -372,8 +348,12 @@ class Watchdog:
         self._publish(beat)
         self._keeper.heard()
         self._roster.answer()
-        if may_look(beat, self.timeout_seconds) and self._roster.looks(beat, self._interval):
+        looks = may_look(beat, self.timeout_seconds) and self._roster.looks(beat, self._interval)
+        if looks:
             self._look_after_others(beat)
+        elif self._stall.show is not None and is_stalled(beat) and self._roster.others:
+            self._roster.refresh()
+        self._stall.tell(beat, self._roster.others, looks)
 
     def _look_after_others(self, beat: Heartbeat) -> None:
         limits = self.timeout_seconds, self._interval

@@ -8,7 +8,6 @@ now and then aborts a rank that has done all its work.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -21,9 +20,10 @@ import cloudpickle
 
 from evener.borrowed import interpreter
 from evener.errors import InterruptedRunError, RankError
+from evener.runtime.descriptors import reserve
 from evener.runtime.environment import detect
 from evener.runtime.failure import is_communication_error, record_failure
-from evener.runtime.interrupt import GRACE_SECONDS, die_with, enforce, interruption, raising
+from evener.runtime.interrupt import GRACE_SECONDS, die_with, enforce, interruption, raising, stop_signals
 from evener.runtime.keeper import LAUNCHER_PID
 from evener.runtime.session import agent_watchdog
 from evener.runtime.stacks import record_crash
@@ -31,14 +31,20 @@ from evener.runtime.watchdog import current_watchdog
 from evener.streams import guard
 
 BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); "
-    "from evener.runtime.worker import main; main(sys.argv[1])"
+    "import json, signal, sys; plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler; "
+    "plain and signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); from evener.runtime.worker import main; "
+    "plain and signal.signal(signal.SIGINT, signal.default_int_handler); main(sys.argv[1])"
 )
-"""A rank looks for modules where its launcher did, also for Evener itself."""
+"""A rank looks for modules where its launcher did, also for Evener itself. Ctrl-C ends it without a traceback while it
+imports them."""
 
 
 class Job(ABC):
     """What a rank is launched to do; travels to it by cloudpickle."""
+
+    works_on = False
+    """Whether threads that it leaves may be part of its work."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
@@ -48,7 +54,7 @@ class Job(ABC):
         """Does it, and returns the rank's result."""
 
     def signals(self) -> AbstractContextManager[None]:
-        """How the job hears of SIGINT and SIGTERM."""
+        """How the job hears of signals that ask it to stop."""
         return nullcontext()
 
 
@@ -69,7 +75,7 @@ class Call(Job):
         return self.function(*self._args, **self._kwargs)
 
     def signals(self) -> AbstractContextManager[None]:
-        return raising([signal.SIGINT, signal.SIGTERM], progress)
+        return raising(stop_signals(), progress)
 
 
 def progress() -> str:
@@ -81,10 +87,11 @@ def progress() -> str:
 def main(run_dir: str) -> None:
     """Runs the job in ``run_dir`` as the rank that the environment says, and ends the process."""
     die_with(int(os.environ[LAUNCHER_PID]))
+    reserve()
     environment = detect()
     record_crash(Path(run_dir) / f"crash-{environment.rank}")
     enforce(lambda number: _record_interruption(number, environment.rank))
-    status = 1
+    status, works_on = 1, False
     try:
         job = job_in(Path(run_dir))
         agent_watchdog(environment, job.timeout_seconds)
@@ -93,10 +100,10 @@ def main(run_dir: str) -> None:
         with job.signals():
             result = job.run()
         _write_result(Path(run_dir) / f"result-{environment.local_rank}", result)
-        status = 0
+        status, works_on = 0, job.works_on
     except BaseException as error:
         status = _status_of(error, environment.rank)
-    _leave(status)
+    _leave(status, works_on)
 
 
 def job_in(run_dir: Path) -> Job:
@@ -144,7 +151,7 @@ def _write_result(path: Path, result: Any) -> None:
         ) from error
 
 
-def _leave(status: int) -> None:
+def _leave(status: int, works_on: bool) -> None:
     """Ends the process as Python would, but for the destruction of C++ objects.
 
     After a failure in bounded time, whatever Python's own end would wait for.
@@ -155,7 +162,7 @@ def _leave(status: int) -> None:
         timer.start()
     watchdog = current_watchdog()
     if watchdog is not None:
-        watchdog.close(status)
+        watchdog.close(status, works_on)
     with suppress(BaseException):
         interpreter.join_threads()
     with suppress(BaseException):

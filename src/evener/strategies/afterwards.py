@@ -7,7 +7,7 @@ model, now forward, now backward, has no such thing, and neither has a loop of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.parts import Synchronizer
 from evener.strategies.single import Alone
 from evener.strategies.slices import slice_of
+from evener.strategies.trained import check_trained_alike
 
 
 def summing_afterwards(learner: Learner) -> Synchronizer:
@@ -43,6 +44,7 @@ class Afterwards(Synchronizer):
     """
 
     exchanges_in_passes = False
+    follows = True
 
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         self._learner, self._group = learner, group
@@ -78,11 +80,26 @@ class Afterwards(Synchronizer):
 
     def complete(self) -> tuple[str, ...]:
         trained = self._trained()
-        missing = tuple(self._learner.names[p] for p in trained if p.grad is None and p.numel())
+        missing = self._without_gradient([*trained, *self._thawed()])
         self._own = self._learner.look_at(self._learner.names)
         self._learner.pace.work_done()
         self._sum(trained)
+        self._forget_frozen()
         return missing
+
+    def _without_gradient(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        names = self._learner.names
+        return tuple(names[p] for p in parameters if p.grad is None and p.numel() and p.requires_grad)
+
+    def _thawed(self) -> list[nn.Parameter]:
+        return [p for p in self._learner.trained.thawed if not is_apart(p)]
+
+    def _forget_frozen(self) -> None:
+        for parameter in self._learner.trained.frozen:
+            parameter.grad = None
+
+    def sum_thawed(self, without: Collection[str]) -> None:
+        self._sum(p for p in self._thawed() if self._learner.names[p] not in without)
 
     def soundness(self) -> tuple[Readout, ...]:
         return () if self._own is None else (self._own,)
@@ -93,10 +110,13 @@ class Afterwards(Synchronizer):
         named = [(names[p], p) for p in parameters if p.requires_grad and not is_apart(p)]
         absent = [name for name, p in named if p.grad is None]
         self._learner.look_at(p for _, p in named)
-        said = self._learner.session.control.gather_objects((absent, self._learner.unsound.name()))
-        gradients.check_sound([unsound for _, unsound in said])
+        self._learner.trained.look(self._learner.name, self.follows)
+        own = absent, self._learner.unsound.name(), self._learner.trained.changes
+        said = self._learner.session.control.gather_objects(own)
+        check_trained_alike([changes for *_, changes in said])
+        gradients.check_sound([unsound for _, unsound, _ in said])
         same = [said[rank] for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
-        everywhere = set.intersection(*(set(absent) for absent, _ in same))
+        everywhere = set.intersection(*(set(absent) for absent, *_ in same))
         self._sum([p for name, p in named if name not in everywhere])
 
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
@@ -106,7 +126,7 @@ class Afterwards(Synchronizer):
         self._all_reduce.close()
 
     def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._learner.names if p.requires_grad and not is_apart(p)]
+        return [p for p in self._learner.trained.first if not is_apart(p)]
 
     def _present(self) -> list[nn.Parameter]:
         """Those with a gradient now."""

@@ -38,6 +38,7 @@ from evener.short_names import STRATEGIES
 from evener.strategies import model
 from evener.strategies.agreed_pieces import fitted
 from evener.strategies.build import build_optimizer, check_trainable
+from evener.strategies.compared.graph import watched
 from evener.strategies.fused import fuse
 from evener.strategies.holdings import name_model, updates_named
 from evener.strategies.hooks import refuse_hooks
@@ -53,6 +54,7 @@ from evener.strategies.quantized import check_state, in_eight_bits
 from evener.strategies.recomputed.forward import recompute_blocks
 from evener.strategies.room import check_room
 from evener.strategies.slices import divided
+from evener.strategies.trained import Trained
 from evener.strategies.watching import watching
 from evener.task import Task
 
@@ -207,6 +209,8 @@ def set_up(
         learner.graphs = settings.compiling.apply(
             placed, session.device.type, learner.mesh.degree("pipeline") > 1
         )
+        if settings.compiling.check != "no":
+            owned.enter_context(watched(placed, learner.graphs.findings))
         learner.recomputed = recompute_blocks(settings.recompute, placed)
         learner.offloaded = Offloaded(settings.offload, session.device)
         owned.callback(learner.offloaded.close)
@@ -222,6 +226,7 @@ def set_up(
         strategy.check_optimizer(learner.optimizer)
         learner.offloaded.take(learner.optimizer)
         owned.enter_context(_memory_watched(learner, strategy))
+        learner.trained = Trained(learner.names)
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = fitted(strategy.stepper(learner), learner, strategy.one_process)
         if settings.update_in_backward:

@@ -4,6 +4,9 @@ What a model repeats is compiled once for all its blocks: they have the same cod
 change, so that graphs are made for any number of samples; only 1 has one of its own. A graph that is made in mid-run
 all the same takes seconds, which are no part of a rank's speed: the balancer does not learn from such a step.
 
+Compiled code is compared with the code that it was made of, and a block of which it computes something else runs
+uncompiled: see :mod:`evener.strategies.compared.graph`.
+
 Compiled functions take the place of ``forward`` of single modules, inside of all that strategies and policies put
 around them: no hook, no exchange of gradients and no autocast is part of a graph.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -23,9 +27,11 @@ from torch import Tensor, nn
 
 from evener.borrowed.compiling import compiled_so_far, with_any_size
 from evener.data.batch import map_leaves
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, DivergenceError
 from evener.nn.names import clean_name
+from evener.runtime.environment import detect
 from evener.strategies.blocks import repeated_blocks
+from evener.strategies.compared.graph import Caller, Compared, Findings, called, in_words
 
 BLOCKS, WHOLE, AUTO = "blocks", "whole", "auto"
 
@@ -39,6 +45,9 @@ class Compiling:
     mode: str | None = None
     """``torch.compile``'s: such as ``reduce-overhead``, which replays a CUDA graph for each number of samples."""
     backend: str = "inductor"
+    check: str = "replace"
+    """What becomes of compiled code that differs from the code it was made of: ``replace`` computes with that instead,
+    ``stop`` ends the run; ``no`` compares nothing."""
 
     def apply(self, model: nn.Module, kind: str, cut_open: bool = False) -> Graphs:
         """Compiles, when it is first called, what is to be compiled.
@@ -50,8 +59,9 @@ class Compiling:
         Raises:
             ConfigurationError: If there is nothing of the kind, or no compiler.
         """
+        findings, strict = Findings(), self.check == "stop"
         if self.how is None:
-            return Graphs(())
+            return Graphs((), findings, strict)
         if kind == "cpu" and self.backend == "inductor":
             _check_compiler()
         names = self._chosen(model)
@@ -63,8 +73,8 @@ class Compiling:
         _lend_globals(model)
         for name in names:
             module = model.get_submodule(name)
-            module.forward = Forward(module.forward, self)
-        return Graphs(names)
+            module.forward = Forward(module.forward, self, Caller(clean_name(name), module, findings))
+        return Graphs(tuple(map(clean_name, names)), findings, strict)
 
     def _chosen(self, model: nn.Module) -> tuple[str, ...]:
         blocks = tuple(repeated_blocks(model)) if self.how != WHOLE else ()
@@ -77,23 +87,28 @@ class Compiling:
 
     def function(self, forward: Any) -> Any:
         """``forward``, compiled when it is first called."""
-        return torch.compile(forward, mode=self.mode, backend=self.backend)
+        if self.check == "no":
+            return torch.compile(forward, mode=self.mode, backend=self.backend)
+        return torch.compile(forward, backend=Compared(self.backend, self.mode))
 
 
 class Forward:
     """In the place of the ``forward`` of a module."""
 
-    def __init__(self, inner: Any, compiling: Compiling) -> None:
-        self._inner, self._compiling = inner, compiling
+    def __init__(self, inner: Any, compiling: Compiling, caller: Caller) -> None:
+        self._inner, self._compiling, self._caller = inner, compiling, caller
         self._function = compiling.function(inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._caller.name in self._caller.findings.uncompiled:
+            return self._inner(*args, **kwargs)
         map_leaves(_mark, (args, kwargs))
-        return self._function(*args, **kwargs)
+        with called(self._caller):
+            return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         """A copy of the module compiles its own."""
-        return Forward, (self._inner, self._compiling)
+        return Forward, (self._inner, self._compiling, self._caller)
 
 
 def _lend_globals(model: nn.Module) -> None:
@@ -118,12 +133,18 @@ class Graphs:
 
     Args:
         names: Of the modules that are; none if nothing is to be compiled.
+        findings: Of code that computes something else.
+        strict: Whether that ends the run.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = tuple(clean_name(name) for name in names)
+    def __init__(
+        self, names: tuple[str, ...] = (), findings: Findings | None = None, strict: bool = False
+    ) -> None:
+        self.names = names
+        self.findings, self._strict = findings or Findings(), strict
         self._before = compiled_so_far() if names else None
         self._checked = False
+        self._told_with: set[int] = set()
 
     @property
     def made(self) -> int:
@@ -135,15 +156,30 @@ class Graphs:
         """Places so far at which code could not be compiled, so that a graph ends there."""
         return 0 if self._before is None else compiled_so_far().breaks - self._before.breaks
 
-    def check(self, gather: Callable[[int], list[int]]) -> None:
-        """After the first step: that nothing was compiled would be said by nobody.
+    @property
+    def untold(self) -> int:
+        """What this rank has found of compiled code, and other ranks do not know yet."""
+        return len(self.findings.untold)
+
+    @property
+    def uncompiled(self) -> list[str]:
+        """Blocks that are computed uncompiled on all ranks, for the compiled code of some rank was wrong."""
+        return sorted(name or "the model" for name in self.findings.uncompiled)
+
+    def heard(self, step: int) -> None:
+        """Some rank has told with ``step`` that it has found something; all hear it."""
+        self._told_with.add(step)
+
+    def check(self, step: int, gather: Callable[[Any], list[Any]]) -> None:
+        """In every update, when all ranks have heard what each told with the steps before.
 
         Args:
             gather: Brings together what all ranks tell; a collective call.
 
         Raises:
-            ConfigurationError: If no rank has compiled anything. One whose process has compiled before may have found
-                all its graphs there.
+            ConfigurationError: After the first step, if no rank has compiled anything: nobody else would say so. One
+                whose process has compiled before may have found all its graphs there.
+            DivergenceError: As :meth:`agree`.
         """
         if self.names and not self._checked and not any(gather(compiled_so_far().graphs)):
             raise ConfigurationError(
@@ -151,7 +187,43 @@ class Graphs:
                 f"{', '.join(name or 'the model' for name in self.names[:4])}. TORCH_LOGS=graph_breaks says why; "
                 "compile=blocks or compile=whole chooses other modules, or leave compile out"
             )
+        heard = {each for each in self._told_with if each < step}
+        self._told_with -= heard
+        if heard or (self.names and not self._checked):
+            self.agree(gather)
         self._checked = True
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """All ranks tell what they have found, and compute the same blocks uncompiled.
+
+        Args:
+            gather: Brings together what all ranks tell; a collective call.
+
+        Raises:
+            DivergenceError: If something is wrong, and that ends the run.
+        """
+        of_ranks = gather(self.findings.untold)
+        self.findings.untold = []
+        wrong, unknown = (in_words(of_ranks, is_wrong) for is_wrong in (True, False))
+        if wrong and self._strict:
+            raise DivergenceError(
+                f"compile: compiled code computes something else than the model. {wrong}. With compile_check=replace "
+                "the run goes on without that code, and compile_backend=aot_eager or no compile at all without any"
+            )
+        self.findings.uncompiled.update(each.block for found in of_ranks for each in found if each.is_wrong)
+        if wrong:
+            _warn(
+                f"compile: compiled code computes something else than the model. {wrong}. It has not been used, and "
+                "from here on all ranks compute these modules uncompiled"
+            )
+        if unknown:
+            _warn(f"compile: this was not compared with the uncompiled model. {unknown}")
+
+
+def _warn(words: str) -> None:
+    """On rank 0, for all."""
+    if detect().rank == 0:
+        warnings.warn(words, stacklevel=3)
 
 
 def _check_compiler() -> None:

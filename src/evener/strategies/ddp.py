@@ -36,7 +36,7 @@ from evener.collectives.base import AllReduce
 from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
-from evener.hardware.readout import Readout
+from evener.hardware.readout import Here, Readout
 from evener.hardware.stopwatch import waiting
 from evener.runtime.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
 from evener.strategies.afterwards import Afterwards, is_apart, summing_afterwards, zeros_of
@@ -84,6 +84,7 @@ class DdpSum(Afterwards):
         self._hook = GradientSum(_send(learner, group, self._all_reduce), learner)
         self._filled: set[Tensor] = set()
         self._ddp: DistributedDataParallel | None = None
+        self._of_thawed: Readout = Here(0.0)
 
     def _summed_by(self) -> AllReduce:
         settings, session = self._learner.settings, self._learner.session
@@ -98,10 +99,19 @@ class DdpSum(Afterwards):
         return "native, compressed: powersgd" if power_sgd else self._all_reduce.words
 
     def wrap(self, replica: nn.Module) -> nn.Module:
+        with self._learner.trained.as_at_first():
+            self._ddp = self._wrapped(replica)
+        # Without annotations, which DDP compares with the classes themselves and not with their names.
+        self._ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
+        return self._ddp
+
+    def _wrapped(self, replica: nn.Module) -> DistributedDataParallel:
         for parameter in self._trained():
             parameter.register_post_accumulate_grad_hook(self._filled.add)  # type: ignore[no-untyped-call]
-        leave_out(replica, [name for name, p in replica.named_parameters() if is_apart(p)])
-        self._ddp = DistributedDataParallel(
+        thawed = set(self._thawed())
+        apart = [name for name, p in replica.named_parameters() if is_apart(p) or p in thawed]
+        leave_out(replica, apart)
+        return DistributedDataParallel(
             replica,
             process_group=self._group,
             bucket_cap_mb=self.bucket_bytes / 2**20,
@@ -109,9 +119,6 @@ class DdpSum(Afterwards):
             init_sync=False,  # the weights are rank 0's already
             **no_buffer_broadcast(),
         )
-        # Without annotations, which DDP compares with the classes themselves and not with their names.
-        self._ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
-        return self._ddp
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -135,19 +142,23 @@ class DdpSum(Afterwards):
         """Where backward has left buckets unfilled, DDP still waits for them, and so do the other ranks. A second
         backward, of a scalar whose gradient is zero in just those parameters, fills them within the same iteration of
         the reducer: to it, the two are one backward that came in two parts. A gradient that an earlier micro-batch
-        left stays, for zero is added to it."""
+        left stays, for zero is added to it. Parameters that are frozen since get zeros too, which are forgotten."""
+        missing = self._without_gradient(self._thawed())
+        self._of_thawed = self._learner.look_at(self._thawed())
         if self._hook.saw_last_bucket:
-            return ()
-        names = self._learner.names
+            return missing
         unfilled = [p for p in self._trained() if p not in self._filled]
-        missing = tuple(names[p] for p in unfilled if p.grad is None)
-        zeros = _ZeroGradients.apply([p in self._sparse for p in unfilled], *unfilled)  # type: ignore[no-untyped-call]
-        zeros.backward()
+        missing += self._without_gradient(unfilled)
+        with self._learner.trained.as_at_first():
+            zeros = _ZeroGradients.apply([p in self._sparse for p in unfilled], *unfilled)  # type: ignore[no-untyped-call]
+            zeros.backward()
+        self._forget_frozen()
         return missing
 
     def soundness(self) -> tuple[Readout, ...]:
         apart = [p for p in self._learner.names if is_apart(p)]
-        return (*self._hook.soundness, *([self._learner.look_at(apart)] if apart else ()))
+        thawed = [self._of_thawed] if self._learner.trained.thawed else []
+        return (*self._hook.soundness, *thawed, *([self._learner.look_at(apart)] if apart else ()))
 
     def let_go(self) -> None:
         self._ddp = None

@@ -19,7 +19,7 @@ Buffers, too, are rank 0's. Only the sum in the first layer moves activations: s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -129,6 +129,10 @@ class SameBits(Synchronizer):
         return self._inner.keeps_equal
 
     @property
+    def follows(self) -> bool:  # type: ignore[override]
+        return self._inner.follows
+
+    @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
         return self._inner.bucket_nbytes
 
@@ -151,6 +155,10 @@ class SameBits(Synchronizer):
 
     def soundness(self) -> tuple[Readout, ...]:
         return self._inner.soundness()
+
+    def sum_thawed(self, without: Collection[str]) -> None:
+        self._inner.sum_thawed(without)
+        self._share_whole(self._learner.trained.thawed)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         self._inner.sum_gradients(parameters)

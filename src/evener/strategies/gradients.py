@@ -238,3 +238,13 @@ def _summed(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     with waiting():
         dist.all_reduce(total, group=group)
     return total[0]
+
+
+def first_bad_weight(parameters: Iterable[nn.Parameter]) -> int:
+    """Its place among them, from 1 on; 0 if all that is trained is finite."""
+    for place, parameter in enumerate(parameters, 1):
+        held = local(parameter.detach())
+        sound = not parameter.requires_grad or bool(torch.isfinite(held.sum()))
+        if not sound and not bool(torch.isfinite(held).all()):
+            return place
+    return 0

@@ -34,7 +34,6 @@ from evener.strategies import gradients, model, state
 from evener.strategies.compiling import Graphs
 from evener.strategies.fused import lay_out
 from evener.strategies.limits import Room
-from evener.strategies.local import local
 from evener.strategies.offloaded.offloaded import Offloaded
 from evener.strategies.pace import Pace
 from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
@@ -44,6 +43,7 @@ from evener.strategies.recomputed.forward import Blocks
 from evener.strategies.replica import Replica
 from evener.strategies.scale import LossScale
 from evener.strategies.slices import slice_of
+from evener.strategies.trained import Trained
 from evener.strategies.undivided import undivided
 from evener.task import Task
 from evener.types import Tree
@@ -74,6 +74,8 @@ class Learner:
     """Blocks of the model that are computed again in backward."""
     offloaded: Offloaded
     """What is outside of the device's memory, and the updates of what may be."""
+    trained: Trained
+    """Which parameters are, at first and now."""
     precision_of: Named
     """Modules with a precision of their own."""
 
@@ -189,8 +191,10 @@ class Learner:
         Args:
             passes: Asked when all gradients are there; if it says no, the update is left out.
         """
-        for name in forget:
+        for name in (without := tuple(forget)):
             self.parameter(name).grad = None
+        if self.trained.thawed:
+            self.synchronizer.sum_thawed(without)
         if self.scale is not None:
             gradients.scale(self.names, 1 / self.scale.value)
         self._add_penalty()
@@ -207,7 +211,7 @@ class Learner:
         self.room.over()
         self.precision_of.check(self.session.control.gather_objects)
         self.offloaded.check(self.session.control.gather_objects)
-        self.graphs.check(self.session.control.gather_objects)
+        self.graphs.check(step, self.session.control.gather_objects)
 
     def _remember_buffers(self, step: int) -> None:
         """As they are now is how they will be if the update of ``step`` is left out."""
@@ -279,6 +283,9 @@ class Learner:
         """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
         self.unsound.found.clear()
         self._step = step
+        has_changed = self.trained.look(
+            self.name, self.synchronizer.follows, self.settings.update_in_backward
+        )
         self.watch.begin(batch)
         if self.settings.limits is not None:
             self.room.allow(self.settings.limits.of(self.session.rank, step))
@@ -290,6 +297,7 @@ class Learner:
             self._clear_gradients()  # of whoever goes on, none would be of his own step
             raise
         outcome.unsound, outcome.memory = tuple(self.unsound.found), self.watch.end(batch)
+        outcome.changes, outcome.has_changed = self.trained.changes, has_changed
         return outcome
 
     def _scaled(self, divisor: Callable[[], float]) -> Callable[[], float]:
@@ -311,7 +319,7 @@ class Learner:
     def check_weights(self, steps: int) -> None:
         """Raises DivergenceError on all ranks alike if a trained weight of one is not finite: such weights are never
         saved or reported. A collective call."""
-        rows = self.session.control.exchange([self._first_bad_weight()]).wait()
+        rows = self.session.control.exchange([gradients.first_bad_weight(self.names)]).wait()
         for rank, (place,) in enumerate(rows):
             if place:
                 raise DivergenceError(
@@ -319,15 +327,6 @@ class Learner:
                     f"rank {rank}, though its gradient was: the update went too far. Nothing of it was saved. Try a "
                     "lower learning rate or clip_norm"
                 )
-
-    def _first_bad_weight(self) -> int:
-        """Its place among the names, from 1 on; 0 if all that is trained is finite."""
-        for place, parameter in enumerate(self.names, 1):
-            held = local(parameter.detach())
-            sound = not parameter.requires_grad or bool(torch.isfinite(held.sum()))
-            if not sound and not bool(torch.isfinite(held).all()):
-                return place
-        return 0
 
     # Buffers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,6 +96,11 @@ class StepOutcome:
     piece: int = 0
     """The most samples of a pass that there is room for; 0 if none is known."""
 
+    changes: tuple[str, ...] = ()
+    """How the set of trained parameters differs from that at the beginning, by name."""
+    has_changed: bool = False
+    """Whether that is new with this step."""
+
     @property
     def missing_code(self) -> float:
         """0 where nothing is missing, else a number that is equal only for equal sets of names."""
@@ -170,6 +175,9 @@ class Synchronizer:
     """Whether each rank holds all that the training goes on from, so that one that stays can give it to a new one.
     It then tells the learner before it gives its last gradients (`Learner.has_drawn`)."""
 
+    follows: bool = False
+    """Whether parameters may be frozen and thawed between steps (`Trained`)."""
+
     def alone(self) -> None:
         """From here on nobody but updates writes to weights, as in a whole run. A collective call."""
 
@@ -206,6 +214,9 @@ class Synchronizer:
     def soundness(self) -> tuple[Readout, ...]:
         """See :class:`StepOutcome`."""
         return ()
+
+    def sum_thawed(self, without: Collection[str]) -> None:
+        """Before an update, sums the gradients of thawed parameters, ``without`` those that no rank gave one."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sums gradients that a loop of the user's own left in ``parameters``, over the ranks."""

@@ -45,13 +45,15 @@ from evener.strategies.staged.best import (
     seconds_and_speeds,
     seconds_per_byte,
 )
-from evener.strategies.staged.cutting import Stages, layers_of, words_of
+from evener.strategies.staged.cutting import NOTHING, Stages, layers_of, words_of
 from evener.strategies.staged.drawing import Drawing
+from evener.strategies.staged.reading import calls_of
 from evener.strategies.staged.running import StagedForward, called_with
 from evener.strategies.staged.schedule import order_of
 from evener.strategies.staged.stepper import PipelineStepper
 from evener.strategies.staged.synchronizer import AroundStages
-from evener.strategies.staged.tracing import Arguments, read_both
+from evener.strategies.staged.tracing import Arguments
+from evener.strategies.staged.tried import Tried
 
 AXIS = "pipeline"
 _LOOKS_AT_SAMPLES = (AnyBatchNorm, Experts)
@@ -72,6 +74,8 @@ class Pipeline(Strategy):
     """Into how many micro-batches a step is cut at least, if it has so many samples; None is two for each rank."""
     cut: str | None = None
     """Modules at which the second and each further stage begins, ``blocks.2,blocks.5``; None for the best."""
+    blocks: str | None = None
+    """The list of blocks between which the model is cut, ``transformer.h``; None for those that are found."""
     stages_per_rank: int = 1
     """For ``interleaved`` and ``zero-bubble``."""
     balance: str = "time"
@@ -86,6 +90,8 @@ class Pipeline(Strategy):
     sums_in_backward: ClassVar[bool] = False
     example: ClassVar[Arguments | None] = None
     """What the model's ``forward`` gets, of a few samples; of an object that is prepared."""
+    tried: ClassVar[dict[bool, fx.Graph] | None] = None
+    """The calls of a model whose code cannot be read; of an object that is prepared."""
 
     def __post_init__(self) -> None:
         if self.stages_per_rank < 1:
@@ -105,12 +111,12 @@ class Pipeline(Strategy):
     def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
         ranks = learner.mesh.degree(AXIS)
         example = _example(model, learner, self._wanted(ranks))
-        cut = self.cut
-        if cut is None:
-            graph = read_both(model, example, ())[True]
-            cut = self._best_cut(model, graph, example, learner)
+        graphs = calls_of(model, example, learner, _named(self.cut), self.blocks)
+        cut = self.cut if self.cut is not None else self._best_cut(model, graphs[True], example, learner)
         found = replace(self, cut=cut)
         object.__setattr__(found, "example", example)
+        if isinstance(graphs[True], Tried):
+            object.__setattr__(found, "tried", graphs)
         return found
 
     def _wanted(self, ranks: int) -> int:
@@ -151,7 +157,7 @@ class Pipeline(Strategy):
         ranks = mesh.degree(AXIS)
         cut, count = self.cut, ranks * self.stages_per_rank
         assert cut is not None, "prepared() has found one"
-        stages = Stages(model, cut, count, self.example)
+        stages = Stages(model, cut, count, self.example, self.tried)
         rank_of = [stage % ranks for stage in range(count)]
         stages.check_apart(rank_of)
         owners = {name: {rank_of[stage] for stage in users} for name, users in stages.users().items()}
@@ -231,6 +237,10 @@ def _part(parameter: nn.Parameter, owner: int, degree: int, index: int) -> nn.Pa
     piece = Slice(AXIS, 0, pieces, index, within=slice_of(parameter))
     own = parameter.detach().narrow(0, piece.own.start, len(piece.own)).clone()
     return mark(nn.Parameter(own, parameter.requires_grad), piece)
+
+
+def _named(cut: str | None) -> list[str]:
+    return [name for name in cut.split(",") if name != NOTHING] if cut else []
 
 
 def _limits(text: str | None) -> list[float]:

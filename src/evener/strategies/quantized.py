@@ -137,7 +137,7 @@ def in_eight_bits(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         )
     if importlib.util.find_spec("torchao") is None:
         raise ConfigurationError(
-            f"optimizer_state={EIGHT_BITS} needs torchao, which is not installed: pip install 'evener[eightbit]'"
+            f"optimizer_state={EIGHT_BITS} needs torchao, which is not installed: pip install torchao"
         )
     with warnings.catch_warnings(action="ignore"):  # of torchao's own, and nothing that a user can do
         optim = importlib.import_module("torchao.optim")

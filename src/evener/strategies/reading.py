@@ -20,10 +20,13 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from evener.data.loader import Loader
-from evener.data.order import Order
+from evener.data.order import ListedOrder, Order
 from evener.data.parts import Parts, gather_parts
 from evener.errors import ConfigurationError
 from evener.strategies.learner import Learner
+
+Listing = Callable[[int], Any]
+"""From the number of an epoch to the numbers of its samples."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,18 @@ class Reading:
     """Whether the ranks may take any shares of a batch."""
     agree: Callable[[int], list[int]]
     """Gathers an integer of each part of a batch."""
+    listed: ListedOrder | None = None
+    """The order of samples, where the task gives one."""
 
     @classmethod
-    def of(cls, learner: Learner, dataset: Any, name: str) -> Reading:
+    def of(cls, learner: Learner, dataset: Any, name: str, listed: Listing | None = None) -> Reading:
         """How the rank of ``learner`` reads ``dataset``. All ranks call it together.
 
+        Args:
+            listed: The task's own order of samples, if it has one.
+
         Raises:
-            ConfigurationError: If the partition cannot be.
+            ConfigurationError: If the partition cannot be, or the task's order lists no samples of the data set.
         """
         session, data = learner.session, learner.data
         portion, parts = learner.portion(dataset), None
@@ -62,17 +70,22 @@ class Reading:
             return [int(row[0]) for row in data.of_parts(rows)]
 
         balanced = parts is None and (data.is_whole or data.degree > 1)
-        return cls(portion, name, data.index, data.degree, parts, balanced, agree)
+        order = _order(listed, dataset, parts) if listed else None
+        return cls(portion, name, data.index, data.degree, parts, balanced, agree, order)
 
     @property
     def size(self) -> int | None:
         """Samples over all ranks; None if the data set does not tell."""
         if self.parts is not None:
             return self.parts.size
+        if self.listed is not None:
+            return self.listed.size
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     def shuffled(self, seed: int) -> Order | None:
-        """A shuffled order of what this rank reads; an iterable data set has none."""
+        """The task's order, or a shuffled one of what this rank reads; an iterable data set has none."""
+        if self.listed is not None:
+            return self.listed
         if self.parts is not None:
             return self.parts.order(seed)
         return None if isinstance(self.dataset, IterableDataset) else Order(len(self.dataset), seed=seed)
@@ -81,6 +94,15 @@ class Reading:
         """A loader of it."""
         place: dict[str, Any] = {"rank": self.rank, "world_size": self.ranks, "parts": self.parts}
         return Loader(self.dataset, order, name=self.name, agree=self.agree, **place, **options)
+
+
+def _order(listed: Listing, dataset: Any, parts: Parts | None) -> ListedOrder:
+    if parts is not None or not hasattr(dataset, "__len__"):
+        kind = "data that are partitioned by sample" if parts is not None else "an iterable data set"
+        raise ConfigurationError(
+            f"Task.order lists samples by their numbers, which {kind} has not: leave it out"
+        )
+    return ListedOrder.of_task(listed, len(dataset))
 
 
 def _check_whole(learner: Learner) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
-from evener.data.batch import MicroBatch
+from evener.data.batch import MicroBatch, map_leaves
 from evener.errors import LossError
 from evener.losses import Loss
 from evener.nn.attending import attending
@@ -31,13 +34,24 @@ class Replica(nn.Module):
 
 
 def term_of(loss: Loss, outputs: Tree, micro: MicroBatch) -> Tensor:
-    """The sum of the terms of a micro-batch, 0 times it for a placeholder.
+    """The sum of the terms of a micro-batch; for a placeholder 0, and so is the gradient of its outputs.
+
+    Both are zero also where the placeholder's own loss, or its gradient, is infinite or NaN, of which 0 times is NaN.
 
     Raises:
         LossError: If it is not one number.
     """
+    if not micro.weight:
+        outputs = map_leaves(_without_gradient, outputs)
     total = loss.total(outputs, micro.targets)
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise LossError(f"the loss's total is {shape}; it must be one number, the sum over the samples")
-    return total if micro.weight else total * 0
+    return total if micro.weight else torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0)
+
+
+def _without_gradient(leaf: Any) -> Any:
+    """Backward goes on behind it, through all modules, and brings nothing."""
+    if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+        leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    return leaf

@@ -21,6 +21,8 @@ class Alone(Synchronizer):
 
     exchanges_in_passes = False
 
+    follows = True
+
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
 

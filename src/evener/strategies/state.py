@@ -155,6 +155,7 @@ def take(
     """
     own = held(model, optimizer)
     _check_model(own, found["model"], cut)
+    check_kind(optimizer, found["optimizer"])
     _check_optimizer(own.optimizer, found["optimizer"])
 
     def piece(name: str, value: Any, like: Any) -> Any:
@@ -250,12 +251,16 @@ def _check_model(own: Held, saved: Mapping[str, Any], cut: Cut | None) -> None:
                 )
 
 
-def _check_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    if saved["class"] != own["class"]:
+def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError if the saved state is that of another kind of optimizer."""
+    if saved["class"] != name_of(optimizer):
         raise ConfigurationError(
-            f"the checkpoint is of a {saved['class']}, the task's optimizer is a {own['class']}: what one keeps the "
-            "other cannot use; go on with the same, or begin a new run"
+            f"the checkpoint is of a {saved['class']}, the task's optimizer is a {name_of(optimizer)}: what one keeps "
+            "the other cannot use; go on with the same, or begin a new run"
         )
+
+
+def _check_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     ours, theirs = ([group["params"] for group in state["groups"]] for state in (own, saved))
     if [sorted(names) for names in ours] != [sorted(names) for names in theirs]:
         raise ConfigurationError(

@@ -35,7 +35,7 @@ from evener.runtime.hosts import all_gather, destroy
 from evener.runtime.launch import launch
 from evener.runtime.session import Session
 from evener.runtime.watchdog import BACKSTOP_SECONDS
-from evener.testing.promises import broken, difference
+from evener.testing.promises import broken, difference, noting
 
 SIZES = (0, 1, 7, 33_333)
 LARGE = 1_500_007
@@ -217,7 +217,11 @@ def _told(rank: int, act: Callable[[], str | Digests | None]) -> Told:
     try:
         seen = act()
     except Exception as error:
-        refused, seen = isinstance(error, ConfigurationError), f"it raised {type(error).__name__}: {error}"
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        refused, seen = (
+            isinstance(error, ConfigurationError),
+            f"it raised {type(error).__name__}: {error}{notes}",
+        )
     seconds = time.monotonic() - start
     if isinstance(seen, Mapping):
         return Told(rank, seconds, digests=seen)
@@ -244,7 +248,8 @@ def _sums_wrongly(trial: Trial) -> str | None:
     all_reduce = trial.opened()
     for dtype, numel in cases:
         tensor, expected = trial.term(dtype, numel), trial.total(dtype, numel)
-        all_reduce(tensor).wait()
+        with noting(f"with {numel} x {dtype}"):
+            all_reduce(tensor).wait()
         if all_reduce.exact or not dtype.is_floating_point:
             seen = seen or difference(tensor, expected, f"{numel} x {dtype}")
     return seen

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from evener.errors import EvenerError
@@ -14,6 +17,16 @@ class ConformanceError(EvenerError, AssertionError):
 def broken(name: str, promise: str, seen: str) -> ConformanceError:
     """The error for the part ``name``."""
     return ConformanceError(f"{name} breaks its promise: {promise}. {seen}")
+
+
+@contextmanager
+def noting(what: str) -> Iterator[None]:
+    """Adds ``what`` to an error that is raised inside, such as the input that a part was given."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def difference(tensor: Tensor, expected: Tensor, what: str) -> str | None:

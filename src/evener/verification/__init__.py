@@ -16,6 +16,7 @@ optimizer, the type and the number of steps; it is *measured*, on runs that diff
 ``verdict``             the record of a comparison
 ``hints``               where two runs part, and what that tells of the cause
 ``proof``               runs it all
+``script``              the same for a script of the user's own
 ======================  ==================================================================
 """
 

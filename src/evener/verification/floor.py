@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evener.verification.recording import Trajectory
+from evener.verification.recording import Sketches, Trajectory
 
 NOISE = 0.5
 """A gradient that rounding changes by this part of its norm has no meaning."""
@@ -68,12 +68,14 @@ def differences(reference: Trajectory, other: Trajectory) -> Numbers:
     found: Numbers = {}
     steps = min(len(reference.losses), len(other.losses))
     for step in range(steps):
-        found[Place(step, Kind.LOSS)] = _apart(reference.losses[step], other.losses[step])
+        found[_of_loss(reference, step)] = _apart(reference.losses[step], other.losses[step])
         for name, value in reference.buffers.items() if step == 0 else ():
             found[Place(0, Kind.STATISTIC, name)] = distance(value, other.buffers.get(name, _NOTHING))
         for name in reference.shapes:
             pair = (run.gradients[step].get(name, _NOTHING) for run in (reference, other))
             found[Place(step, Kind.GRADIENT, name)] = distance(*pair)
+        for name, value in _updated(reference, step).items():
+            found[Place(step, Kind.WEIGHT, name)] = distance(value, _updated(other, step).get(name, _NOTHING))
     for name, value in reference.weights.items():
         kind = Kind.WEIGHT if name in reference.shapes else Kind.BUFFER
         found[Place(steps, kind, name)] = distance(value, other.weights[name])
@@ -96,9 +98,9 @@ def floor(reference: Trajectory, disturbed: Sequence[Numbers], noise: Sequence[s
         so_far = (highest.get((place.kind, place.name), 0.0), least.get(place, 0.0))
         found[place] = max(*so_far, *(run[place] for run in disturbed))
         highest[place.kind, place.name] = found[place]
-    for name in noise:
-        place = Place(len(reference.losses), Kind.WEIGHT, name)
-        found[place] = max(found[place], reference.moved[name])
+    for place in found:
+        if place.kind is Kind.WEIGHT and place.name in noise:
+            found[place] = max(found[place], reference.moved.get(place.name, math.inf))
     return found
 
 
@@ -137,6 +139,14 @@ def norm(tensor: Tensor) -> float:
 _NOTHING = torch.zeros(())  # in the place of an absent gradient: it broadcasts
 
 
+def _of_loss(run: Trajectory, step: int) -> Place:
+    return Place(step, Kind.LOSS, run.places[step] if run.places else "")
+
+
+def _updated(run: Trajectory, step: int) -> Sketches:
+    return run.updated[step] if run.updated else {}
+
+
 def _apart(a: float, b: float) -> float:
     return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b)
 
@@ -151,11 +161,13 @@ def _least(reference: Trajectory, eps: float) -> Numbers:
     """What the floor is at least."""
     found: Numbers = {}
     for step, loss in enumerate(reference.losses):
-        found[Place(step, Kind.LOSS)] = eps * abs(loss) if math.isfinite(loss) else 0.0
+        found[_of_loss(reference, step)] = eps * abs(loss) if math.isfinite(loss) else 0.0
         usual = _root_mean_square(reference, step)
         for name, shape in reference.shapes.items():
             own = norm(reference.gradients[step].get(name, _NOTHING))
             found[Place(step, Kind.GRADIENT, name)] = eps * max(own, usual * math.sqrt(math.prod(shape)))
+        for name, value in _updated(reference, step).items():
+            found[Place(step, Kind.WEIGHT, name)] = eps * norm(value)
     for name, value in reference.weights.items():
         kind = Kind.WEIGHT if name in reference.shapes else Kind.BUFFER
         if name in reference.buffers and value.is_floating_point():

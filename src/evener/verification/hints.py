@@ -143,7 +143,7 @@ def _of_penalty(evidence: Evidence, step: int) -> str:
     if step or not penalty:
         return ""
     reference, divided = evidence.reference.gradients[0], evidence.divided[0].gradients[0]
-    factor, rest = _fit([_minus(divided, reference, name) for name in penalty], list(penalty.values()))
+    factor, rest = fit([_minus(divided, reference, name) for name in penalty], list(penalty.values()))
     if rest > _ALIKE:
         return ""
     return (
@@ -158,7 +158,7 @@ def _of_factor(evidence: Evidence, step: int, names: list[str]) -> str:
     penalty = {} if step else evidence.reference.penalty
     sizes = {name: float(value.norm()) for name, value in reference.items()}
     told = [name for name in names if sizes.get(name) and name in divided]
-    fits = [_fit([_minus(divided, penalty, name)], [_minus(reference, penalty, name)]) for name in told]
+    fits = [fit([_minus(divided, penalty, name)], [_minus(reference, penalty, name)]) for name in told]
     if not fits or len(told) < len(names):
         return ""
     factor = median(factor for factor, _ in fits)
@@ -202,7 +202,7 @@ def _minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str) -> Tenso
     return a.get(name, nothing) - b.get(name, nothing)
 
 
-def _fit(values: list[Tensor], basis: list[Tensor]) -> tuple[float, float]:
+def fit(values: list[Tensor], basis: list[Tensor]) -> tuple[float, float]:
     """The factor by which ``basis`` comes nearest to ``values``, and which part of these is left."""
     target, unit = torch.cat([v.expand_as(b) for v, b in zip(values, basis, strict=True)]), torch.cat(basis)
     if not unit.norm() or not target.norm():

@@ -59,6 +59,10 @@ class Trajectory:
     """As the first step left them."""
     other_blocks: bool = False
     """Whether the optimizer keeps a scale for every so many numbers of what may be a piece of a weight."""
+    updated: list[Sketches] = field(default_factory=list)
+    """The weights after each step, of a run that remembers them."""
+    places: list[str] = field(default_factory=list)
+    """What the loss of each step is a loss of, where these are several; each has a floor of its own."""
 
 
 Batches = Callable[[Engine], Iterator[Batch]]
@@ -117,7 +121,7 @@ class Recorder:
         for number, step in enumerate(steps):
             if not number:
                 named = self._engine.model.named_buffers(remove_duplicate=False)
-                whole = {name: self._learner.whole(buffer, buffer) for name, buffer in named}
+                whole = {name: dense(self._learner.whole(buffer, buffer)) for name, buffer in named}
                 self._buffers = {
                     clean_name(name): self._sketch(name, buffer) for name, buffer in whole.items()
                 }
@@ -137,7 +141,7 @@ class Recorder:
         self._early.clear()
 
     def _whole(self, gradient: Tensor, parameter: Tensor) -> Tensor:
-        return self._learner.whole(gradient.to_dense() if gradient.is_sparse else gradient, parameter)
+        return self._learner.whole(dense(gradient), parameter)
 
     def _at_first_update(self) -> None:
         if self._engine.task.penalty is not None and self._engine.session.world_size == 1:
@@ -200,7 +204,12 @@ class Sketch:
 
 
 def _copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: as_real(value.detach()).cpu().clone() for name, value in named.items()}
+    return {name: as_real(dense(value.detach())).cpu().clone() for name, value in named.items()}
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """With all its numbers, which a sparse one (a graph's edges in a buffer) leaves out where they are zero."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -276,7 +276,7 @@ NOT_ASKED = Kind(
     "nvml-not-asked",
     "note",
     "NVIDIA's management library said nothing, so heat, other processes, slots and NVLink are not known",
-    "pip install 'evener[gpu]'",
+    "pip install nvidia-ml-py",
 )
 
 KINDS = tuple(value for value in dict(globals()).values() if isinstance(value, Kind))

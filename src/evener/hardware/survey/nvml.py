@@ -1,6 +1,6 @@
 """Cards as NVIDIA's management library tells of them: what torch cannot know, such as heat and other processes.
 
-``nvidia-ml-py`` is asked where it is installed (``pip install 'evener[gpu]'``), and never needed. A card answers some
+``nvidia-ml-py`` is asked where it is installed (``pip install nvidia-ml-py``), and never needed. A card answers some
 questions and not others, by its kind, the driver and the rights of the user: what is not answered is left open.
 """
 

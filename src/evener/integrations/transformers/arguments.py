@@ -30,6 +30,10 @@ _HONOURED = {
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "prediction_loss_only"),
     *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("label_smoothing_factor", "train_sampling_strategy", "group_by_length", "dataloader_drop_last"),
+    *("data_seed", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32"),
+    *("full_determinism", "include_for_metrics", "bf16_full_eval", "fp16_full_eval", "optim_args"),
+    *("fsdp", "fsdp_config"),
 }
 _CHANGE_NOTHING = {
     *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "use_cache"),
@@ -44,25 +48,46 @@ _CHANGE_NOTHING = {
 }
 """Where results go, and how others than Evener run: whatever these are, the training is the same."""
 _INSTEAD = {
+    "accelerator_config": "Evener reads, divides and accumulates batches itself",
     "auto_find_batch_size": "settings={'micro_batch': 'auto'} finds room for a batch",
-    "compute_loss_func": "give loss=",
-    "dataloader_drop_last": "every sample counts in every epoch",
-    "deepspeed": "settings={'strategy': 'sharded'} divides the state",
-    "fsdp": "settings={'strategy': 'sharded'} divides the state",
-    "label_smoothing_factor": "give Trainer(loss=...), which smooths",
-    "parallelism_config": "settings={'strategy': ...} divides the model",
+    "batch_eval_metrics": "compute_metrics gets the predictions of the whole dataset at once",
+    "dataloader_in_order": "batches come in the order of the run on any number of ranks",
+    "dataloader_multiprocessing_context": "workers are forked; set multiprocessing's start method in the script",
+    "debug": "the run watches for hangs, faults and numbers that are not finite by itself",
+    "deepspeed": "fsdp=True, or settings={'strategy': 'sharded'}, divides the state",
+    "enable_jit_checkpoint": "a run with settings={'run_dir': ...} saves when it is asked to stop",
+    "eval_do_concat_batches": "predictions are those of the whole dataset in its order",
+    "ignore_data_skip": "a resumed run goes on with the samples that would have followed",
+    "include_num_input_tokens_seen": "count them in a callback, or in the collator",
+    "liger_kernel_config": "apply Liger's kernels to the model before you give it to Trainer",
+    "neftune_noise_alpha": "add the noise in a forward hook of the model's embedding",
+    "optim_target_modules": "give optimizers=, or optimizer_cls_and_kwargs=",
+    "parallelism_config": "settings={'strategy': ...} or settings={'mesh': ...} divides the model",
     "push_to_hub": "call trainer.model.push_to_hub() after the training",
-    "tf32": "settings={'precision': 'tf32'}",
-    "torch_compile": "settings={'compile': 'auto'}",
+    "restore_callback_states_from_checkpoint": "load what the callback needs in its on_train_begin",
+    "save_on_each_node": "rank 0 saves; give an output_dir that all nodes see, or copy it",
+    "use_liger_kernel": "apply Liger's kernels to the model before you give it to Trainer",
 }
 _CHOICES = {
-    "optim": ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),
+    "optim": ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"),
     "lr_scheduler_type": (
         *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
         *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
     ),
     "save_strategy": ("no", "steps", "epoch", "best"),
 }
+_OTHER_CHOICES = {
+    "optim": "; settings={'optimizer_state': '8bit'} keeps AdamW's state in 8 bits, and optimizers= or "
+    "optimizer_cls_and_kwargs= take any optimizer of torch.optim's kind",
+    "lr_scheduler_type": "; optimizers=(optimizer, scheduler) takes any scheduler of steps",
+}
+_FSDP_CHANGES_NOTHING = {
+    *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type", "version"),
+    *("cpu_ram_efficient_loading", "use_orig_params", "sync_module_states", "forward_prefetch"),
+    *("backward_prefetch", "limit_all_gathers", "activation_checkpointing", "cpu_offload"),
+    "reshard_after_forward",
+}
+"""How the weights are wrapped and fetched, which Evener decides; the last three are read."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -85,7 +110,7 @@ def check_arguments(args: TrainingArguments) -> None:
         if value not in allowed:
             raise ConfigurationError(
                 f"TrainingArguments({name}={str(getattr(value, 'value', value))!r}) is not honoured by Evener's "
-                f"Trainer; give one of {', '.join(allowed)}"
+                f"Trainer; give one of {', '.join(allowed)}{_OTHER_CHOICES.get(name, '')}"
             )
     if args.label_names not in (None, ["labels"]):
         raise ConfigurationError(
@@ -93,6 +118,21 @@ def check_arguments(args: TrainingArguments) -> None:
             "let the collator call them so"
         )
     _check_checkpointing(args)
+    _check_fsdp(args)
+    unknown = sorted(set(args.include_for_metrics or ()) - {"inputs", "loss"})
+    if unknown:
+        raise ConfigurationError(f"include_for_metrics names {', '.join(unknown)}; it takes inputs and loss")
+
+
+def _check_fsdp(args: TrainingArguments) -> None:
+    said = args.fsdp_config if args.fsdp and isinstance(args.fsdp_config, dict) else {}
+    strange = sorted(name for name, value in said.items() if value and name not in _FSDP_CHANGES_NOTHING)
+    if strange or str(said.get("reshard_after_forward")).startswith(("hybrid", "no_shard")):
+        words = ", ".join(strange) or f"reshard_after_forward={said['reshard_after_forward']!r}"
+        raise ConfigurationError(
+            f"fsdp_config with {words} is not honoured by Evener's Trainer; leave it out, or give settings={{'mesh': "
+            "'data=2,sharded=4'}} for a hybrid of both"
+        )
 
 
 def _check_checkpointing(args: TrainingArguments) -> None:
@@ -116,9 +156,26 @@ def settings_in(args: TrainingArguments) -> dict[str, Any]:
     }
     if args.bf16 or args.fp16:
         said["precision"] = "bf16" if args.bf16 else "fp16"
+    elif args.tf32 is not None:
+        said["precision"] = "tf32" if args.tf32 else "fp32"
     if getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing:
         said["recompute"] = "blocks"
-    return said
+    if args.torch_compile:
+        said |= {"compile": "auto", "compile_backend": args.torch_compile_backend}
+        said |= {"compile_mode": args.torch_compile_mode} if args.torch_compile_mode else {}
+    return said | (_sharded(args) if args.fsdp else {})
+
+
+def _sharded(args: TrainingArguments) -> dict[str, Any]:
+    """FSDP as ``sharded``: weights, gradients and state divided, or all but the weights."""
+    said = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    keeps_weights = str(said.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op")
+    found: dict[str, Any] = {"strategy": "sharded", "strategy_option": (f"zero={2 if keeps_weights else 3}",)}
+    if str(said.get("cpu_offload", False)).lower() == "true" and not args.use_cpu:
+        found["offload"] = "optimizer"
+    if str(said.get("activation_checkpointing", False)).lower() == "true":
+        found["recompute"] = "blocks"
+    return found
 
 
 SAID_OTHERWISE = ("batch_size", "epochs", "steps", "evaluate_every", "keep_best")

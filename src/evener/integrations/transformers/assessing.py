@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
@@ -17,6 +18,7 @@ from evener.engine import Engine
 from evener.errors import ConfigurationError
 from evener.evaluation import Examined, examine
 from evener.integrations.transformers.batches import Collation, Unlabelled
+from evener.losses import Loss
 from evener.records import EvaluationRecord
 from evener.runtime.session import Session
 from evener.task import Task
@@ -35,6 +37,10 @@ class Assessment:
     preprocess: Callable[[Any, Any], Any] | None
     """From logits and labels of a pass to what is kept of them."""
     loss_only: bool
+    included: tuple[str, ...] = ()
+    """What ``compute_metrics`` gets besides predictions and labels: ``inputs``, ``loss``."""
+    loss: Loss | None = None
+    """By which the loss of a sample is computed."""
 
     def of(self, engine: Engine, dataset: Any, prefix: str, predicts: bool) -> EvalLoopOutput:
         """Predictions and labels on rank 0, None on others; metrics and the number of samples, the same on all.
@@ -59,7 +65,8 @@ class Assessment:
             predictions, labels = kept["predictions"], kept["labels"] if labelled else None
         if engine.session.rank == 0:
             if predictions is not None and labelled and self.compute_metrics is not None:
-                metrics = self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+                further = self._further(engine, dataset, kept)
+                metrics = self.compute_metrics(EvalPrediction(predictions, labels, **further))
             metrics = _named(prefix, {**denumpify_detensorize(metrics), **_loss_in(examined)})
             rounds = -(-examined.samples // (self.batch_size * engine.session.world_size))
             metrics |= speed_metrics(prefix, began, num_samples=examined.samples, num_steps=rounds)
@@ -80,8 +87,31 @@ class Assessment:
             return examine(engine.learner, chosen, options, self._kept if wanted else None, labelled)
 
     def _kept(self, outputs: Any, labels: Any) -> dict[str, Any]:
-        chosen = outputs if self.preprocess is None else self.preprocess(outputs, labels)
-        return {"predictions": chosen, "labels": labels}
+        scores = outputs["logits"] if isinstance(outputs, dict) else outputs
+        chosen = scores if self.preprocess is None else self.preprocess(scores, labels)
+        kept = {"predictions": chosen, "labels": labels}
+        return kept | ({"losses": self._losses(scores, labels)} if "loss" in self.included else {})
+
+    def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The mean over each sample's own labels; NaN for a sample without any."""
+        assert self.loss is not None
+        loss = getattr(self.loss, "tokens", self.loss)
+        pairs = [(scores[i : i + 1], labels[i : i + 1]) for i in range(len(labels))]
+        means = [loss.total(*pair) / torch.as_tensor(float(loss.count(pair[1]))) for pair in pairs]
+        return torch.stack([mean.detach().cpu() for mean in means])
+
+    def _further(self, engine: Engine, dataset: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        """What `included` names, of all samples in the order of the dataset; on rank 0."""
+        found: dict[str, Any] = {"losses": kept["losses"]} if "loss" in self.included else {}
+        if "inputs" in self.included:
+            name = getattr(engine.model, "main_input_name", "input_ids")
+            indices = [
+                range(i, min(i + self.batch_size, len(dataset)))
+                for i in range(0, len(dataset), self.batch_size)
+            ]
+            batches = [self.collation([dataset[index] for index in batch])[0] for batch in indices]
+            found["inputs"] = joined([batch[name] for batch in batches])
+        return found
 
 
 @dataclass(frozen=True)

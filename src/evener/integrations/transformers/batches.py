@@ -24,7 +24,9 @@ class Collation:
         self._collate, self._removes = collate, removes
         of_peft: Any = getattr(model, "get_base_model", None)
         base = model if of_peft is None else of_peft()
-        self._taken = set(inspect.signature(base.forward).parameters)
+        parameters = inspect.signature(base.forward).parameters
+        self._taken = set(parameters)
+        self._takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         self._columns = self._taken | {"label", "label_ids", "labels"}
 
     def __call__(self, items: list[Any]) -> tuple[dict[str, Any], Any]:
@@ -55,7 +57,8 @@ class Collation:
         return made
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in batch.items() if name in self._taken and name != "labels"}
+        taken = batch if self._takes_any else self._taken
+        return {name: value for name, value in batch.items() if name in taken and name != "labels"}
 
     def labelled(self, dataset: Any) -> bool:
         """Whether the samples of a dataset have labels, by its first one."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError, LossError
 from evener.integrations.dictionaries import token_loss
+from evener.integrations.transformers.routers import balanced
 from evener.losses import Loss
 
 _OF_TOKENS = {
@@ -19,6 +23,8 @@ _OF_TOKENS = {
     "ForConditionalGeneration": False,
 }
 """Endings of the names of models, and whether each place is compared with the next label."""
+_ROUNDING = 1e-5
+"""Relative, of float32 sums over the labels of a batch: about 1e-7 was seen."""
 _OF_SAMPLES = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
 _REGRESSION, _ONE_LABEL, _MANY_LABELS = (
     "regression",
@@ -27,21 +33,28 @@ _REGRESSION, _ONE_LABEL, _MANY_LABELS = (
 )
 
 
-def loss_of(model: nn.Module) -> Loss:
-    """The model's own loss as a sum over terms.
+def loss_of(model: nn.Module, label_smoothing: float = 0.0) -> Loss:
+    """The model's own loss as a sum over terms, with the labels smoothed as ``transformers.Trainer`` does.
 
     Raises:
-        ConfigurationError: If the kind of the model does not tell it.
+        ConfigurationError: If the kind of the model does not tell it, or its labels cannot be smoothed.
     """
     kind = type(model).__name__
     for ending, causal in _OF_TOKENS.items():
         if kind.endswith(ending):
-            return token_loss(causal=causal)
+            tokens = token_loss(causal=causal, label_smoothing=label_smoothing)
+            return balanced(model, tokens, smoothed=bool(label_smoothing))
     config: Any = getattr(model, "config", None)
     if kind.endswith("ForMultipleChoice"):
-        return SampleLoss(_ONE_LABEL)
+        return SampleLoss(_ONE_LABEL, label_smoothing)
     if kind.endswith(_OF_SAMPLES):
-        return SampleLoss(config.problem_type or (_REGRESSION if config.num_labels == 1 else None))
+        problem = config.problem_type or (_REGRESSION if config.num_labels == 1 else None)
+        if label_smoothing and problem in (_REGRESSION, _MANY_LABELS):
+            raise ConfigurationError(
+                f"label_smoothing_factor={label_smoothing} smooths labels that are classes, and those of {kind} are "
+                f"for {problem}: leave it out"
+            )
+        return SampleLoss(problem, label_smoothing)
     raise ConfigurationError(
         f"what {kind}'s loss is a mean over is not known: give Trainer(loss=...) from logits and labels, such as "
         "nn.CrossEntropyLoss() for one label for each sample"
@@ -55,10 +68,11 @@ class SampleLoss(Loss):
         problem: As ``config.problem_type`` says: ``regression`` is the mean of squares, ``single_label_classification``
             cross entropy, ``multi_label_classification`` binary cross entropy of each label; None tells the last two
             apart by the type of the labels.
+        label_smoothing: Part of each class that goes to all classes alike.
     """
 
-    def __init__(self, problem: str | None) -> None:
-        self._problem = problem
+    def __init__(self, problem: str | None, label_smoothing: float = 0.0) -> None:
+        self._problem, self._label_smoothing = problem, label_smoothing
 
     def count(self, targets: Any) -> Tensor | float:
         labels = _labels(targets)
@@ -68,7 +82,13 @@ class SampleLoss(Loss):
         labels = _labels(targets)
         problem = self._of(labels)
         if problem == _ONE_LABEL:
-            return F.cross_entropy(outputs, labels.flatten(), ignore_index=-100, reduction="sum")
+            return F.cross_entropy(
+                outputs,
+                labels.flatten(),
+                ignore_index=-100,
+                reduction="sum",
+                label_smoothing=self._label_smoothing,
+            )
         if outputs.numel() != labels.numel():
             raise LossError(
                 f"logits of shape {tuple(outputs.shape)} do not go with labels of shape {tuple(labels.shape)}: the "
@@ -89,3 +109,48 @@ def _labels(targets: Any) -> Tensor:
             f"labels are {type(targets).__name__}, not a tensor; let the collator make one of them"
         )
     return targets
+
+
+def check_own_loss(
+    model: nn.Module, loss: Loss, forward: Callable[[nn.Module, Any], Any], inputs: Any, labels: Tensor
+) -> None:
+    """Compares the model's own loss of a batch with the one that is trained on, in evaluation and in training.
+
+    Both are computed by the same operations up to the last sum, so that only rounding may differ. Random numbers are
+    the same for both, and what the model counts in training is as before.
+
+    Raises:
+        ConfigurationError: If the model's own loss has other terms, which would be left out.
+    """
+    device = next(model.parameters()).device
+    inputs, labels = {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
+    terms, mode = float(loss.count(labels)), model.training
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        for training in (False, True) if terms else ():
+            model.train(training)
+            own = _drawn_alike(lambda: model(**inputs, labels=labels).loss)
+            total = _drawn_alike(lambda: loss.total(_widened(forward(model, inputs)), labels))
+            if not math.isclose(own, total / terms, rel_tol=_ROUNDING):
+                raise ConfigurationError(
+                    f"{type(model).__name__}'s own loss of the first {len(labels)} samples is {own:.8g}"
+                    f"{' in training' * training}, and the mean over their labels is {total / terms:.8g}: it has other "
+                    "terms; give Trainer(loss=...)"
+                )
+    finally:
+        model.train(mode)
+        for name, buffer in model.named_buffers():
+            buffer.data.copy_(buffers[name])
+
+
+def _drawn_alike(compute: Callable[[], Tensor]) -> float:
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return float(compute())
+
+
+def _widened(outputs: Any) -> Any:
+    """Models compute their loss of half precision in float32."""
+    if isinstance(outputs, dict):
+        return {**outputs, "logits": _widened(outputs["logits"])}
+    return outputs.float() if outputs.itemsize == 2 else outputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,14 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     TrainerCallback,
     TrainingArguments,
-    default_data_collator,
-    set_seed,
+    enable_full_determinism,
 )
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, get_last_checkpoint
 
@@ -39,8 +35,11 @@ from evener.integrations.transformers.arguments import (
 from evener.integrations.transformers.assessing import Applied, Assessment, tell
 from evener.integrations.transformers.batches import Collation
 from evener.integrations.transformers.following import ENGINE, Followed, Following
-from evener.integrations.transformers.losses import loss_of
+from evener.integrations.transformers.given import copied, model_of, usual_collator
+from evener.integrations.transformers.losses import check_own_loss, loss_of
 from evener.integrations.transformers.optimizing import bound_again, made_again, optimizer_of, scheduler_of
+from evener.integrations.transformers.routers import BalancedLoss, with_routers
+from evener.integrations.transformers.sampling import Sampling, sampling_of
 from evener.integrations.transformers.told import Told
 from evener.losses import Loss
 from evener.nn import exact_dropout
@@ -93,18 +92,23 @@ class Trainer(Told):
                 "Trainer does not take compute_loss_func, a mean over what one rank has; give loss=, whose sum and "
                 "count add up over the ranks"
             )
-        self.model: Any = _model(model, model_init, args.seed)  # save_pretrained is not of every Module
+        if args.full_determinism:
+            enable_full_determinism(args.seed)  # ranks inherit its environment variables
+        self.model: Any = model_of(model, model_init, args.seed)  # save_pretrained is not of every Module
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.data_collator = data_collator or _usual_collator(processing_class)
+        self.data_collator = data_collator or usual_collator(processing_class)
         self.collation = Collation(self.data_collator, self.model, args.remove_unused_columns)
         self._given_loss = loss
-        self._loss = loss or loss_of(self.model)
-        self._settings = dict(settings or {})
-        if "strategy" not in self._settings:  # others than the usual one may have no shares
+        if loss is not None and args.label_smoothing_factor:
+            raise ConfigurationError(
+                "label_smoothing_factor goes with the model's own loss; smooth in loss=, or leave one of them out"
+            )
+        self._loss = loss or loss_of(self.model, args.label_smoothing_factor)
+        self._said, self._settings = settings_in(args), dict(settings or {})
+        if "strategy" not in {*self._said, *self._settings}:  # others than the usual one may have no shares
             self._settings.setdefault("balance", "auto")
-        self._said = settings_in(args)
         micro = {"micro_batch"} if args.gradient_accumulation_steps > 1 else set()
         clashing = sorted(self._settings.keys() & {*self._said, *SAID_OTHERWISE, *micro})
         if clashing:
@@ -229,20 +233,8 @@ class Trainer(Told):
             return
         count = min(self.args.per_device_train_batch_size, len(self.train_dataset))
         inputs, labels = self.collation([self.train_dataset[index] for index in range(count)])
-        device = next(self.model.parameters()).device
-        inputs, labels = {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
-        training = self.model.training
-        with torch.no_grad():
-            self.model.eval()
-            own = float(self.model(**inputs, labels=labels).loss)
-            total = float(self._loss.total(logits(self.model, inputs), labels))
-        self.model.train(training)
-        terms = float(self._loss.count(labels))
-        if terms and not math.isclose(own, total / terms, rel_tol=1e-2):
-            raise ConfigurationError(
-                f"{type(self.model).__name__}'s own loss of the first {count} samples is {own:.6g}, and the mean over "
-                f"their labels is {total / terms:.6g}: it has other terms; give Trainer(loss=...)"
-            )
+        own = loss_of(self.model) if self.args.label_smoothing_factor else self._loss
+        check_own_loss(self.model, own, self._forward, inputs, labels)
 
     # Evaluation
 
@@ -298,10 +290,12 @@ class Trainer(Told):
             self.compute_metrics,
             self.preprocess_logits_for_metrics,
             self.args.prediction_loss_only,
+            tuple(self.args.include_for_metrics or ()),
+            self._loss,
         )
         if self.engine is not None:
             return assessment.of(self.engine, dataset, prefix, predicts)
-        config = self.config().replace(run_dir=None, weights=None, resume=None)
+        config = self.config().replace(run_dir=None, weights=None, resume=None, **self._dtype_of_evaluation())
         job = Applied(
             self.task(config, dataset), config, assessment, dataset, prefix, predicts, is_launched()
         )
@@ -311,6 +305,12 @@ class Trainer(Told):
             timeout_seconds=config.timeout_seconds,
             device=config.device,
         )[0]
+
+    def _dtype_of_evaluation(self) -> dict[str, Any]:
+        """Outside of a training the model is cast if that is asked for."""
+        asked = {"bf16_full_eval": "bfloat16", "fp16_full_eval": "float16"}
+        named = next((dtype for name, dtype in asked.items() if getattr(self.args, name)), None)
+        return {} if named is None else {"dtype": named, "precision": None}
 
     # What is trained
 
@@ -340,7 +340,19 @@ class Trainer(Told):
                 f"a {type(self.train_dataset).__name__} cannot be trained on by Trainer; give a dataset with __len__ "
                 "and __getitem__"
             )
-        return math.ceil(len(self.train_dataset) / (config.batch_size or 1))
+        sampling = self._sampling(config)
+        listed = len(self.train_dataset) if sampling is None else sampling.listed
+        return math.ceil(listed / (config.batch_size or 1))
+
+    def _sampling(self, config: RunConfig) -> Sampling | None:
+        size = config.batch_size or 1
+        return sampling_of(
+            self.args, self.train_dataset, config.samples_at_once or size, size, self.processing_class
+        )
+
+    @property
+    def _forward(self) -> Callable[[nn.Module, Any], Any]:
+        return with_routers if isinstance(self._loss, BalancedLoss) else logits
 
     def _steps(self, config: RunConfig) -> int:
         return config.steps or self._steps_an_epoch(config) * (config.epochs or 1)
@@ -351,9 +363,10 @@ class Trainer(Told):
         dataset = self.train_dataset if applied_to is None else applied_to
         steps = 1 if applied_to is not None else self._steps(config)
         return Task(
-            model=lambda: exact_dropout(copy.deepcopy(model)),
-            forward=logits,
+            model=lambda: exact_dropout(copied(model, args.full_determinism)),
+            forward=self._forward,
             loss=self._loss,
+            order=None if applied_to is not None else self._sampling(config),
             optimizer=self._make_optimizer,
             scheduler=self._make_scheduler or scheduler_of(args, steps),
             scheduler_interval="step",
@@ -361,25 +374,6 @@ class Trainer(Told):
             collate=self.collation,
             name=type(model).__name__,
         )
-
-
-def _model(model: nn.Module | None, model_init: Callable[[], nn.Module] | None, seed: int) -> nn.Module:
-    if (model is None) == (model_init is None):
-        raise ConfigurationError("Trainer takes either a model or model_init, which makes one")
-    if model is None:
-        assert model_init is not None
-        set_seed(seed)
-        model = model_init()
-    config: Any = getattr(model, "config", None)
-    if config is not None and hasattr(config, "use_cache"):
-        config.use_cache = False  # of keys and values, which training has no use for
-    return model
-
-
-def _usual_collator(processing_class: Any) -> Any:
-    if isinstance(processing_class, PreTrainedTokenizerBase):
-        return DataCollatorWithPadding(processing_class)
-    return default_data_collator
 
 
 def _ranks(config: RunConfig) -> int:

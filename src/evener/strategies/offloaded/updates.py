@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.borrowed.step_hooks import has_step_hooks
+from evener.borrowed.optimizer_hooks import has_step_hooks
 from evener.errors import ConfigurationError
 from evener.memory import made_as
 from evener.memory.tally import OPTIMIZER

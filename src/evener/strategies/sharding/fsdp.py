@@ -203,7 +203,7 @@ def _whole(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
 class FsdpSum(Afterwards):
     """What FSDP2 gathers and sums, noted; and parameters that are whole, summed after backward."""
 
-    words, exchanges_in_passes = "reduce-scatter of FSDP2", True
+    words, exchanges_in_passes, follows = "reduce-scatter of FSDP2", True, False
 
     def __init__(self, learner: Learner) -> None:
         mesh = learner.mesh

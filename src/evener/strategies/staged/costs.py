@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from evener.strategies.model import in_type, settle_on
 from evener.strategies.staged.cutting import crossings
 from evener.strategies.staged.parcel import taken_apart
 from evener.strategies.staged.tracing import inputs_of
+from evener.strategies.staged.tried import Rehearsal, Tried
 
 _PASSES, _TURNS = 3, 3
 """Through the model, and of each layer in each pass; the fastest counts, for others were disturbed."""
@@ -68,9 +70,9 @@ class Measuring(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._made(self.fetch_attr(target))
-        took, found = zip(*(self._timed(layer, args, kwargs) for _ in range(_TURNS)), strict=True)
-        self.seconds[str(target)] += min(took)
-        return found[-1]
+        took, found = _timed(layer, args, kwargs, self._device)
+        self.seconds[str(target)] += took
+        return found
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -88,14 +90,43 @@ class Measuring(fx.Interpreter):
         made = torch.empty_like(tensor, device=self._device, dtype=dtype)
         return _fill(made) if tensor.is_meta else made.copy_(tensor.detach())
 
-    def _timed(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[float, Any]:
-        args, kwargs = map_leaves(_as_input, (args, kwargs))
-        with _clock(self._device) as elapsed:
-            found = layer(*args, **kwargs)
-            outputs = [tensor for tensor in taken_apart(found)[1] if tensor.requires_grad]
-            if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        return elapsed(), map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
+
+class Rehearsed:
+    """The same of a model that was tried, whose own code makes the calls."""
+
+    def __init__(self, graph: Tried, rehearsal: Rehearsal) -> None:
+        self._nodes = [node for node in graph.nodes if node.op == "call_module"]
+        self._rehearsal = rehearsal
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.nbytes: dict[fx.Node, int] = {}
+
+    def run(self) -> None:
+        """Makes the calls once."""
+        with self._rehearsal.stage() as run:
+            run(self._called, self._rehearsal.inputs())
+
+    def _called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Once, for the call may write into what it is given, such as a cache of keys.
+        took, found = _timed_once(forward, args, kwargs, self._rehearsal.device)
+        self.seconds[name] += took
+        self.nbytes[self._nodes[len(self.nbytes)]] = sum(tensor.nbytes for tensor in taken_apart(found)[1])
+        return found
+
+
+def _timed(layer: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> tuple[float, Any]:
+    """Seconds of forward and backward, the least of some, and what the layer returns."""
+    took, found = zip(*(_timed_once(layer, args, kwargs, device) for _ in range(_TURNS)), strict=True)
+    return min(took), found[-1]
+
+
+def _timed_once(layer: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> tuple[float, Any]:
+    args, kwargs = map_leaves(_as_input, (args, kwargs))
+    with _clock(device) as elapsed:
+        found = layer(*args, **kwargs)
+        outputs = [tensor for tensor in taken_apart(found)[1] if tensor.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    return elapsed(), map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -139,14 +170,35 @@ def measure(
     dtype: torch.dtype | None,
 ) -> Costs:
     """Seconds of each layer and bytes between them, for the example ``arguments`` of the model."""
+    if isinstance(graph, Tried):
+        rehearsal = Rehearsal(model, graph.leaves, arguments, device, dtype)
+        return _costs(graph, device, partial(_rehearsed, graph, rehearsal), _PASSES * _TURNS)
     names = inputs_of(graph, inspect.signature(model.forward))
     inputs = [arguments[name] for name in names.values()]
-    passes: list[Measuring] = []
+
+    def interpreted() -> Measuring:
+        made = Measuring(model, graph, device, dtype)
+        made.run(*map_leaves(_kept, inputs))
+        return made
+
+    return _costs(graph, device, interpreted, _PASSES)
+
+
+def _rehearsed(graph: Tried, rehearsal: Rehearsal) -> Rehearsed:
+    made = Rehearsed(graph, rehearsal)
+    made.run()
+    return made
+
+
+def _costs(
+    graph: fx.Graph, device: torch.device, measured: Callable[[], Measuring | Rehearsed], most: int
+) -> Costs:
+    """Of the fastest of so many passes at most."""
+    passes: list[Measuring | Rehearsed] = []
     began = time.perf_counter()
     with outside(), accelerators.generators_kept(device):
-        while len(passes) < _PASSES and (not passes or time.perf_counter() - began < _PATIENCE):
-            passes.append(Measuring(model, graph, device, dtype))
-            passes[-1].run(*map_leaves(_kept, inputs))
+        while len(passes) < most and (not passes or time.perf_counter() - began < _PATIENCE):
+            passes.append(measured())
     seconds = {layer: min(one.seconds[layer] for one in passes) for layer in passes[0].seconds}
     nbytes = passes[0].nbytes
     return Costs(seconds, tuple(sum(nbytes[node] for node in crossing) for crossing in crossings(graph)))

@@ -21,15 +21,14 @@ from torch import Tensor, fx, nn
 
 from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError, TaskError
-from evener.nn.dropout import Dropout
 from evener.strategies.staged.tracing import Arguments, read_both
 
 NOTHING = "-"
 """In a cut: a stage without layers, which hands on what it gets."""
 _FREE = ("placeholder", "get_attr")
 """Kinds of calls that every stage can make for itself."""
-_ONCE = (AnyBatchNorm, Dropout)
-"""Modules that remember how they were called, and must not be called on two ranks."""
+_ONCE = AnyBatchNorm
+"""Modules that remember what they were called with, and must not be called on two ranks."""
 
 
 def layers_of(graph: fx.Graph) -> list[str]:
@@ -77,13 +76,21 @@ class Stages:
             without layers.
         stages: How many there are.
         arguments: See :func:`evener.strategies.staged.tracing.read_both`.
+        tried: The calls of a model whose code cannot be read (:mod:`evener.strategies.staged.tried`).
 
     Raises:
         ConfigurationError: If the cut is of other modules, or of another number of stages.
         TaskError: If the model's code cannot be read, or a module would be called on two ranks that may not be.
     """
 
-    def __init__(self, model: nn.Module, cut: str, stages: int, arguments: Arguments | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: str,
+        stages: int,
+        arguments: Arguments | None,
+        tried: Mapping[bool, fx.Graph] | None = None,
+    ) -> None:
         self.model, self.cut = model, cut
         names = cut.split(",") if cut else []
         if len(names) != stages - 1:
@@ -91,9 +98,9 @@ class Stages:
                 f"cut {cut!r} begins {len(names)} stages besides the first, and there are {stages} in all: name "
                 f"{stages - 1} modules, with commas between them"
             )
-        graphs = read_both(model, arguments, [name for name in names if name != NOTHING])
+        graphs = tried or read_both(model, arguments, [name for name in names if name != NOTHING])
         self._modes = {training: _divided(graph, names, model) for training, graph in graphs.items()}
-        self._graphs = graphs
+        self._graphs, self.is_tried = graphs, tried is not None
 
     def __len__(self) -> int:
         return len(self._modes[True])
@@ -155,8 +162,8 @@ class Stages:
             if len(names) > 1 and any(isinstance(inner, _ONCE) for inner in module.modules()):
                 raise TaskError(
                     f"{next(iter(names.values()))} is called on {len(names)} ranks of the pipeline, and holds "
-                    "BatchNorm or Dropout, which must know all of its calls: cut so that one stage has them all, or "
-                    "use several modules"
+                    "BatchNorm, which must know all of its calls: cut so that one stage has them all, or use several "
+                    "modules"
                 )
 
 

@@ -18,8 +18,10 @@ from torch import nn
 
 from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout
+from evener.nn.scope import current
 from evener.strategies.staged.code import function_of
 from evener.strategies.staged.cutting import Stages
+from evener.strategies.staged.replaying import Replay
 from evener.strategies.staged.tracing import inputs_of
 from evener.types import Forward, Tree
 
@@ -51,9 +53,7 @@ class StagedForward:
         self.totals: Sequence[Readout] = ()
         """Of the loss in a step, on the rank of the last stage."""
         self._signature = inspect.signature(stages.model.forward)
-        graphs = {training: stages.graph(training) for training in (True, False)}
-        self._inputs = {mode: inputs_of(graph, self._signature) for mode, graph in graphs.items()}
-        self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
+        self._run: Callable[..., Any] = (_Tried if stages.is_tried else _Read)(stages, self._signature)
         self._at_hand: tuple[int, tuple[Any, ...]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,19 +64,13 @@ class StagedForward:
                 "engine.evaluate; a loop that calls the model itself needs another strategy, such as 'ddp'"
             )
         (number, received), self._at_hand = self._at_hand, None
-        model, bound = self.stages.model, arguments_of(self._signature, args, kwargs)
-        inputs = [bound[name] for name in self._inputs[model.training].values()]
-        found = self._function(number, model.training)(model, *inputs, *received)
+        scope = current()
+        if received and scope is not None:
+            scope.follow(received[-1])
+        found = self._run(number, received[:-1], args, kwargs)
         if number < len(self.stages) - 1:
-            raise StageEndedError(found)
+            raise StageEndedError((*found, {} if scope is None else scope.calls()))
         return found
-
-    def _function(self, number: int, training: bool) -> Callable[..., Any]:
-        key = number, training
-        if key not in self._functions:
-            stage = self.stages.stage(number, training)
-            self._functions[key] = function_of(stage, list(self._inputs[training]))
-        return self._functions[key]
 
     def run(self, number: int, received: tuple[Any, ...], forward: Forward, inputs: Tree) -> Any:
         """What the stage hands on; from the last one the outputs that ``forward`` makes of the model's.
@@ -96,6 +90,40 @@ class StagedForward:
                 "Task.forward does not call the model, or not as one: a pipeline needs it called once for each batch"
             )
         return outputs
+
+
+class _Read:
+    """Stages of a model whose code was read."""
+
+    def __init__(self, stages: Stages, signature: inspect.Signature) -> None:
+        self._stages, self._signature = stages, signature
+        graphs = {training: stages.graph(training) for training in (True, False)}
+        self._inputs = {mode: inputs_of(graph, signature) for mode, graph in graphs.items()}
+        self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
+
+    def __call__(self, number: int, received: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        model, bound = self._stages.model, arguments_of(self._signature, args, kwargs)
+        inputs = [bound[name] for name in self._inputs[model.training].values()]
+        return self._function(number, model.training)(model, *inputs, *received)
+
+    def _function(self, number: int, training: bool) -> Callable[..., Any]:
+        key = number, training
+        if key not in self._functions:
+            stage = self._stages.stage(number, training)
+            self._functions[key] = function_of(stage, list(self._inputs[training]))
+        return self._functions[key]
+
+
+class _Tried:
+    """Stages of a model whose calls were tried."""
+
+    def __init__(self, stages: Stages, signature: inspect.Signature) -> None:
+        self._model = stages.model
+        own = stages.model.forward
+        self._replays = {training: Replay(stages, training, own) for training in (True, False)}
+
+    def __call__(self, number: int, received: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        return self._replays[self._model.training].run(number, received, args, kwargs)
 
 
 def arguments_of(

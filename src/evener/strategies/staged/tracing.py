@@ -50,13 +50,14 @@ def read_both(model: nn.Module, arguments: Arguments | None, named: Sequence[str
     """
     found = {}
     for training in (True, False):
-        with _mode(model, training):
+        with in_mode(model, training):
             found[training] = _read(model, arguments, named)
     return found
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """In the block the model trains, or does not."""
     before = {module: module.training for module in model.modules()}
     model.train(training)
     try:
@@ -67,11 +68,16 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -> fx.Graph:
-    opened = _opened(model, named)
+    opened = opened_in(model, named)
     while True:
         reader = _Reader(opened)
         try:
-            with _makers_recorded(), applied(_recorded_function), _nothing_changed(model, opened):
+            with (
+                _makers_recorded(),
+                applied(_recorded_function),
+                _nothing_drawn(model),
+                nothing_changed(model, opened),
+            ):
                 return reader.trace(model, _fixed(model, arguments))
         except TaskError:
             raise
@@ -116,8 +122,9 @@ class _Reader(fx.Tracer):
         return found
 
 
-def _opened(model: nn.Module, named: Sequence[str]) -> frozenset[str]:
-    return frozenset({"", *_lists_of(model, ""), *(above for name in named for above in _above(name))})
+def opened_in(model: nn.Module, named: Sequence[str]) -> frozenset[str]:
+    """The model itself, its lists of blocks and what is around them, and what is around the modules that are named."""
+    return frozenset({"", *_lists_of(model, ""), *(place for name in named for place in above(name))})
 
 
 def _lists_of(module: nn.Module, path: str) -> Iterator[str]:
@@ -135,7 +142,8 @@ def _is_around(child: nn.Module, parent: nn.Module) -> bool:
     return not isinstance(parent, nn.ModuleList) and any(isinstance(one, kinds) for one in child.modules())
 
 
-def _above(name: str) -> Iterator[str]:
+def above(name: str) -> Iterator[str]:
+    """The names of the modules that a module is in, but for the model."""
     parts = name.split(".")
     yield from (".".join(parts[:length]) for length in range(1, len(parts)))
 
@@ -191,11 +199,10 @@ def _stand_ins(arguments: Any) -> list[fx.Proxy]:
 
 
 @contextmanager
-def _nothing_changed(model: nn.Module, opened: frozenset[str]) -> Iterator[None]:
-    """Refuses what ``forward`` does besides calls of tensors: it would be done once, and not in every step."""
+def nothing_changed(model: nn.Module, opened: frozenset[str]) -> Iterator[None]:
+    """Refuses that ``forward`` keeps something in attributes: it would be done once, or by some of the stages."""
     modules = {name: module for name, module in model.named_modules() if name in opened}
     before = {name: dict(vars(module)) for name, module in modules.items()}
-    drawn = torch.get_rng_state()
     yield
     for name, module in modules.items():
         changed = [
@@ -208,6 +215,13 @@ def _nothing_changed(model: nn.Module, opened: frozenset[str]) -> Iterator[None]
                 f"{type(module).__name__}.forward changes its attribute {changed[0]!r}, which would happen once, when "
                 "the model is cut into stages, and not in every step: do it inside of a block, or keep it in a buffer"
             )
+
+
+@contextmanager
+def _nothing_drawn(model: nn.Module) -> Iterator[None]:
+    """Refuses random numbers, which stand-ins would make the same in every step."""
+    drawn = torch.get_rng_state()
+    yield
     if not torch.equal(drawn, torch.get_rng_state()):
         raise TaskError(
             f"{type(model).__name__}.forward draws random numbers outside of its blocks, which would be drawn once, "

@@ -1,0 +1,259 @@
+"""Which tensors a checkpoint holds, of which type and shape, and where in its files each piece lies: ``tensors.json``.
+
+PyTorch keeps that in a pickle, ``.metadata``, which it reads without asking what the pickle would run. Evener writes
+and reads JSON, and hands PyTorch the object that it would have read. The pickle stays beside it for PyTorch's tools; it
+is read, by `plain_pickle`, in checkpoints from before there was the JSON. Neither source is believed: types, shapes,
+names of files and lengths are checked against each other and against the files themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from evener.checkpoint.plain_pickle import Made, Named, read
+from evener.guarded_files import read_bytes, read_json
+
+INDEX = "tensors.json"
+PICKLE = ".metadata"
+_FILE = re.compile(r"__\d+_\d+\.distcp")
+_LONGEST_SIZE = 64
+"""Dimensions of a tensor, at most."""
+
+Rows = Mapping[str, Mapping[str, Any]]
+"""By key: ``dtype``, ``size``, and ``pieces``, each with ``offsets``, ``sizes``, ``file``, ``start`` and ``length``."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of a piece lie, with the attributes by which PyTorch's reader asks for them."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class IndexWriter(FileSystemWriter):
+    """Writes the pieces of this rank, and on the first rank the index."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        with (Path(self.path) / INDEX).open("w") as file:
+            json.dump(_rows(metadata), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class IndexReader(FileSystemReader):
+    """Reads pieces, by an index that was read and checked before."""
+
+    def __init__(self, place: Path, metadata: Metadata) -> None:
+        super().__init__(place)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def index_name(place: Path) -> str:
+    """The file of a checkpoint that says which tensors there are."""
+    return INDEX if os.path.lexists(place / INDEX) else PICKLE
+
+
+def index_in(place: Path) -> Metadata:
+    """The index of a checkpoint.
+
+    Raises:
+        OSError: If it, or a file that it names, cannot be read.
+        ValueError: If it is no index, or contradicts itself or the files.
+        pickle.UnpicklingError: If it is a pickle of something else.
+    """
+    is_json = index_name(place) == INDEX
+    rows = read_json(place / INDEX) if is_json else _pictured(read(read_bytes(place / PICKLE)))
+    return _metadata(rows, _Files(place))
+
+
+def files_of(metadata: Metadata) -> set[str]:
+    """The names of the files in which the tensors lie."""
+    return {place.relative_path for place in metadata.storage_data.values()}
+
+
+# Out
+
+
+def _rows(metadata: Metadata) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), "a checkpoint's state is of tensors alone"
+        pieces = [
+            {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **_place(metadata, key, chunk)}
+            for chunk in entry.chunks
+        ]
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        rows[key] = {"dtype": dtype, "size": list(entry.size), "pieces": pieces}
+    return rows
+
+
+def _place(metadata: Metadata, key: str, chunk: ChunkStorageMetadata) -> dict[str, Any]:
+    info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+    return {"file": info.relative_path, "start": info.offset, "length": info.length}
+
+
+# In
+
+
+class _Files:
+    """The files of a checkpoint, each looked at once."""
+
+    def __init__(self, place: Path) -> None:
+        self._place, self._known = place, dict[str, int]()
+
+    def nbytes(self, name: str) -> int:
+        if name not in self._known:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"it names the file {name!r}, which is none of a checkpoint's")
+            found = os.stat(self._place / name)
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{name} is no regular file")
+            self._known[name] = found.st_size
+        return self._known[name]
+
+
+def _metadata(rows: Any, files: _Files) -> Metadata:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places = {}
+    for key, row in _checked(rows, dict, "it").items():
+        dtype = _dtype(_at(row, "dtype", str))
+        size, pieces = _size(_at(row, "size", list)), _at(row, "pieces", list)
+        chunks = []
+        for piece in pieces:
+            chunk = ChunkStorageMetadata(_size(_at(piece, "offsets", list)), _size(_at(piece, "sizes", list)))
+            place = Place(_at(piece, "file", str), _at(piece, "start", int), _at(piece, "length", int))
+            _check_piece(key, chunk, size, dtype.itemsize, place, files)
+            chunks.append(chunk)
+            places[MetadataIndex(key, chunk.offsets)] = place
+        if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
+            raise ValueError(f"the pieces of {key!r} are not the {size.numel()} numbers that it has")
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+    return Metadata(entries, storage_data=places)
+
+
+def _check_piece(
+    key: str, chunk: ChunkStorageMetadata, size: torch.Size, itemsize: int, place: Place, files: _Files
+) -> None:
+    ends = [offset + length for offset, length in zip(chunk.offsets, chunk.sizes, strict=True)]
+    if len(ends) != len(size) or any(end > whole for end, whole in zip(ends, size, strict=True)):
+        raise ValueError(f"a piece of {key!r} lies outside of it")
+    end = place.offset + place.length
+    fits = 0 <= place.offset <= end <= files.nbytes(place.relative_path)
+    if not fits or chunk.sizes.numel() * itemsize > place.length:
+        raise ValueError(f"a piece of {key!r} has no room in {place.relative_path}")
+
+
+def _checked(value: Any, kind: type[Any], what: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def _at(row: Any, name: str, kind: type[Any]) -> Any:
+    if type(row) is not dict or name not in row:
+        raise ValueError(f"an entry has no {name}")
+    return _checked(row[name], kind, name)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of numbers")
+    return found
+
+
+def _size(numbers: list[Any]) -> torch.Size:
+    good = all(type(number) is int and number >= 0 for number in numbers) and len(numbers) <= _LONGEST_SIZE
+    if not good or math.prod(numbers) >= 1 << 60:
+        raise ValueError(f"{str(numbers)[:100]} is no shape")
+    return torch.Size(numbers)
+
+
+# From PyTorch's pickle
+
+
+_MODULE = "torch.distributed.checkpoint"
+
+
+def _pictured(found: Any) -> dict[str, Any]:
+    """The rows that a picture of PyTorch's pickle says."""
+    state = _state(found, f"{_MODULE}.metadata", "Metadata")
+    places = {}
+    for key, value in _at(state, "storage_data", dict).items():
+        at = _state(key, f"{_MODULE}.metadata", "MetadataIndex")
+        places[_at(at, "fqn", str), tuple(_numbers(at.get("offset")))] = _stored(value)
+    return {
+        _checked(key, str, "a key"): _row(key, value, places)
+        for key, value in _at(state, "state_dict_metadata", dict).items()
+    }
+
+
+def _stored(value: Any) -> dict[str, Any]:
+    info = _state(value, f"{_MODULE}.filesystem", "_StorageInfo")
+    if info.get("transform_descriptors"):
+        raise ValueError("its pieces are transformed, which Evener does not do")
+    return {
+        new: info.get(old)
+        for new, old in (("file", "relative_path"), ("start", "offset"), ("length", "length"))
+    }
+
+
+def _row(key: Any, value: Any, places: Mapping[Any, Any]) -> dict[str, Any]:
+    entry = _state(value, f"{_MODULE}.metadata", "TensorStorageMetadata")
+    properties = entry.get("properties")
+    held = properties.state if isinstance(properties, Made) else None
+    dtype = held[0] if isinstance(held, tuple) and held else None
+    if not isinstance(dtype, Named) or dtype.module != "torch":
+        raise ValueError(f"{key!r} has no type of numbers")
+    pieces = []
+    for chunk in _at(entry, "chunks", list):
+        at = _state(chunk, f"{_MODULE}.metadata", "ChunkStorageMetadata")
+        offsets, sizes = _numbers(at.get("offsets")), _numbers(at.get("sizes"))
+        pieces.append({"offsets": offsets, "sizes": sizes, **places.get((key, tuple(offsets)), {})})
+    return {"dtype": dtype.name, "size": _numbers(entry.get("size")), "pieces": pieces}
+
+
+def _kind(value: Any) -> Named | None:
+    return value.kind if isinstance(value, Made) else None
+
+
+def _state(value: Any, module: str, name: str) -> dict[str, Any]:
+    """The attributes of an object of that class."""
+    if _kind(value) != Named(module, name) or type(value.state) is not dict:
+        raise ValueError(f"it has no {name} where one is needed: it may run code")
+    state: dict[str, Any] = value.state
+    return state
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The numbers of a ``torch.Size``."""
+    if _kind(value) != Named("torch", "Size") or len(value.arguments) != 1:
+        raise ValueError("it has no torch.Size where one is needed")
+    return list(_checked(value.arguments[0], tuple, "torch.Size"))

@@ -1,0 +1,36 @@
+"""Checks short names on the command line before PyTorch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import argparse
+
+from evener.errors import ConfigurationError, ShareError, TaskError
+from evener.short_names import MEANINGS
+
+
+def check_names(arguments: argparse.Namespace) -> None:
+    """Checks task, strategies, all-reduce and balancer, as far as the command has them.
+
+    Raises:
+        ConfigurationError: For a short name that neither Evener nor an installed package has given.
+    """
+    from evener.plugins import check_name
+
+    takes_scripts = hasattr(arguments, "script_arguments")
+    for name in _given(arguments, "task"):
+        if takes_scripts and name.endswith(".py"):
+            continue
+        check_name(name, "task", MEANINGS["task"], TaskError)
+    for name in (_given(arguments, "strategy") or [""])[0].split(","):
+        check_name(name or "auto", "strategy", MEANINGS["strategy"], ConfigurationError)
+    for name in _given(arguments, "allreduce"):
+        check_name(name, "all-reduce", MEANINGS["all-reduce"], ConfigurationError)
+    for name in _given(arguments, "balance"):
+        if name[0].isalpha():
+            check_name(name, "balancer", [*MEANINGS["balancer"], "weights such as 3,1"], ShareError)
+
+
+def _given(arguments: argparse.Namespace, option: str) -> list[str]:
+    """The text that was given for the option, if there is one."""
+    value = getattr(arguments, option, None)
+    return [value] if isinstance(value, str) and value else []

@@ -1,0 +1,177 @@
+"""Describes losses, metrics, schedulers and functions by plain values, so that two of them can be compared.
+
+Two ranks, or a run and its checkpoint, may have losses of one class with other weights or another label smoothing.
+Nothing fails then: sums are formed of unequal things. So attributes, tensors, closures, defaults and constants are
+compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_MOST_ENTRIES = 100
+"""Of a list or dictionary."""
+_MOST_NUMBERS = 1 << 16
+"""Of a tensor."""
+_DEEPEST = 8
+_TOLERANCE = 1e-5
+_INTERNAL = frozenset(vars(nn.Module()))
+_SKIPPED = {"optimizer", "_step_count", "last_epoch", "_last_lr", "base_lrs", "_get_lr_called_within_step"}
+"""Attributes of schedulers that say where one stands, or follow from the optimizer."""
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, enum.Enum, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A tensor in a few numbers, which are equal if they differ by rounding alone: hosts may differ in last bits."""
+
+    form: str
+    numbers: tuple[float, ...]
+
+    @classmethod
+    def of_tensor(cls, tensor: Tensor) -> Sketch:
+        """Its values where they are few; of many some sums."""
+        form = f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return cls(form, ())
+        flat = tensor.detach().flatten()
+        flat = flat[:: 1 + flat.numel() // _MOST_NUMBERS].cpu()
+        numbers = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+        numbers = numbers.double()
+        if len(numbers) > 16:
+            waves = torch.arange(len(numbers), dtype=torch.float64)
+            numbers = torch.stack([*(numbers @ torch.cos(k * waves) for k in range(4)), numbers.abs().sum()])
+        return cls(form, tuple(numbers.tolist()))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sketch) or (self.form, len(self.numbers)) != (
+            other.form,
+            len(other.numbers),
+        ):
+            return False
+        scale = max((abs(number) for number in self.numbers if math.isfinite(number)), default=0.0)
+        return all(
+            a == b or (a != a and b != b) or abs(a - b) <= _TOLERANCE * scale
+            for a, b in zip(self.numbers, other.numbers, strict=True)
+        )
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{number:.6g}" for number in self.numbers[:4])
+        return f"{self.form}: {shown}{', ...' if len(self.numbers) > 4 else ''}"
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """Numbers, texts and names in the code of a function; other versions of Python compile it to others."""
+
+    values: tuple[str, ...]
+    python: tuple[int, int] = sys.version_info[:2]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and (self.python != other.python or self.values == other.values)
+
+    def __str__(self) -> str:
+        return ", ".join(self.values) or "none"
+
+
+def described(value: Any, name: str) -> dict[str, Any]:
+    """What ``value`` is, by the names of its parts."""
+    return dict(_parts(value, name, set(), 0))
+
+
+Parts = Iterator[tuple[str, Any]]
+
+
+def _parts(value: Any, name: str, seen: set[int], depth: int) -> Parts:
+    if isinstance(value, _PLAIN):
+        is_equal = isinstance(value, bool | int | float | str | None) and value == value  # not so of NaN
+        yield name, value if is_equal else str(value)
+    elif isinstance(value, Tensor):
+        yield name, Sketch.of_tensor(value)
+    elif isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
+        yield name, Sketch.of_tensor(torch.as_tensor(np.array(value)))
+    elif not isinstance(value, torch.device | torch.optim.Optimizer):
+        yield name, _kind(value)
+        if id(value) not in seen and depth < _DEEPEST:
+            seen.add(id(value))
+            yield from _inside(value, name, seen, depth + 1)
+
+
+def _kind(value: Any) -> str:
+    named = value if isinstance(value, type | types.FunctionType | types.MethodType) else type(value)
+    return str(named.__qualname__)
+
+
+def _inside(value: Any, name: str, seen: set[int], depth: int) -> Parts:
+    """The parts of what has any. Attributes of objects within others may be the machine's own, and are left out."""
+    parts: Mapping[str, Any] = {}
+    if isinstance(value, functools.partial):
+        keywords = {f"{key} of {name}": entry for key, entry in value.keywords.items()}
+        parts = {f"the function of {name}": value.func, f"the arguments of {name}": value.args, **keywords}
+    elif isinstance(value, types.MethodType):
+        parts = {f"the object of {name}": value.__self__}
+    elif isinstance(value, types.FunctionType):
+        yield f"constants in {name}", Constants(tuple(_constants(value.__code__)))
+        parts = _bound_to(value, name)
+    elif isinstance(value, Mapping):
+        parts = {
+            f"{name}[{key!r}]": value[key]
+            for key in list(value)[:_MOST_ENTRIES]
+            if isinstance(key, str | int)
+        }
+    elif isinstance(value, list | tuple):
+        yield f"the length of {name}", len(value)
+        parts = {f"{name}[{place}]": entry for place, entry in enumerate(value[:_MOST_ENTRIES])}
+    elif isinstance(value, set | frozenset):
+        yield f"the members of {name}", str(sorted(str(each) for each in value if isinstance(each, _PLAIN)))
+    elif _is_looked_into(value) or depth == 1:
+        parts = {f"{name}.{key}": entry for key, entry in _attributes(value).items()}
+    for part, entry in parts.items():
+        yield from _parts(entry, part, seen, depth)
+
+
+def _is_looked_into(value: Any) -> bool:
+    return isinstance(value, nn.Module | torch.optim.lr_scheduler.LRScheduler)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = {key: entry for key, entry in getattr(value, "__dict__", {}).items() if key not in _SKIPPED}
+    if isinstance(value, nn.Module):
+        found = {key: entry for key, entry in found.items() if key not in _INTERNAL}
+        tensors = {**dict(value.named_parameters(recurse=False)), **dict(value.named_buffers(recurse=False))}
+        found |= tensors | dict(value.named_children())
+    return found
+
+
+def _bound_to(function: types.FunctionType, name: str) -> dict[str, Any]:
+    """Values of a function's closure and its defaults."""
+    code, found = function.__code__, dict[str, Any]()
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[f"{variable} in {name}"] = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    defaults = function.__defaults__ or ()
+    arguments = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
+    both = {**dict(zip(arguments, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    return found | {f"the default of {argument} in {name}": default for argument, default in both.items()}
+
+
+def _constants(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _constants(constant)
+        elif isinstance(constant, bool | int | float | complex | str | bytes | tuple):
+            yield repr(constant)

@@ -1,0 +1,65 @@
+"""Calls of a model's modules, answered by somebody else while the model's own code runs around them.
+
+Only outermost calls are: what a module calls inside is its own affair::
+
+    model.forward ─▶ its code ─▶ blocks.0(x) ─▶ answer("blocks.0", forward, (x,), {}) ─▶ its code goes on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Given the name of the module, its own ``forward`` and the arguments, what the call returns."""
+
+
+def leaves_of(model: nn.Module, opened: Iterable[str]) -> tuple[str, ...]:
+    """The names of the modules that the opened ones hold and that are not open themselves."""
+    names = frozenset(opened)
+    held = [name for name, _ in model.named_modules() if name not in names]
+    return tuple(name for name in held if name.rpartition(".")[0] in names)
+
+
+@contextmanager
+def answered(leaves: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
+    """In the block, ``answer`` is asked in place of the ``forward`` of each of these modules."""
+    desk = _Desk(answer)
+    before = [(vars(leaf), vars(leaf).get("forward")) for leaf in leaves.values()]
+    for name, leaf in leaves.items():
+        vars(leaf)["forward"] = _Asking(desk, name, leaf.forward)
+    try:
+        yield
+    finally:
+        for held, forward in before:
+            if forward is None:
+                del held["forward"]
+            else:
+                held["forward"] = forward
+
+
+class _Desk:
+    """Where calls are answered, one at a time."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self.busy = answer, False
+
+
+class _Asking:
+    """In the place of the ``forward`` of a module."""
+
+    def __init__(self, desk: _Desk, name: str, forward: Callable[..., Any]) -> None:
+        self._desk, self._name, self._forward = desk, name, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        desk = self._desk
+        if desk.busy:
+            return self._forward(*args, **kwargs)
+        desk.busy = True
+        try:
+            return desk.answer(self._name, self._forward, args, kwargs)
+        finally:
+            desk.busy = False

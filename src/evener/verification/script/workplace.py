@@ -1,0 +1,78 @@
+"""The working directory of a run of the proof: it looks like the user's, and what is written there is gone afterwards.
+
+A script that is run several times would else find what it has written before: go on from its own checkpoint, or write
+over one of the user's. Files are copied, large ones linked; so are directories with many files, where what a script
+writes stays. The directories above look the same too, for names such as ``../data``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_MOST_FILES = 500
+"""In a directory that is copied."""
+_MOST_BYTES = 2**24
+"""Of a file that is copied."""
+_ABOVE = 3
+"""Directories above that look the same."""
+_PREFIX = "evener-proof-"
+_SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
+
+
+@contextmanager
+def workplace() -> Iterator[Path]:
+    """A directory that looks like the working directory, and is removed at the end."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+        above = list(reversed([here, *here.parents][: _ABOVE + 1]))
+        place = Path(name)
+        for directory, below in itertools.pairwise(above):
+            _link_all(directory, place, without=below.name)
+            place /= below.name
+            place.mkdir()
+        _copy_all(here, place)
+        yield place
+
+
+def _link_all(source: Path, place: Path, without: str) -> None:
+    with suppress(OSError):
+        for entry in _entries(source):
+            if entry.name != without:
+                (place / entry.name).symlink_to(entry.path)
+
+
+def _copy_all(source: Path, place: Path) -> None:
+    for entry in _entries(source):
+        with suppress(OSError):
+            _copy(entry, place / entry.name)
+
+
+def _entries(source: Path) -> list[os.DirEntry[str]]:
+    """What is in a directory, without such directories as this module makes."""
+    with os.scandir(source) as entries:
+        return [entry for entry in entries if not entry.name.startswith(_PREFIX)]
+
+
+def _copy(entry: os.DirEntry[str], place: Path) -> None:
+    if entry.is_dir(follow_symlinks=False) and entry.name not in _SKIPPED and _is_small(entry.path):
+        place.mkdir()
+        _copy_all(Path(entry.path), place)
+    elif entry.is_file(follow_symlinks=False) and entry.stat().st_size <= _MOST_BYTES:
+        shutil.copy2(entry.path, place)
+    else:
+        place.symlink_to(entry.path)
+
+
+def _is_small(directory: str) -> bool:
+    count = 0
+    for _, directories, files in os.walk(directory):
+        count += len(directories) + len(files)
+        if count > _MOST_FILES:
+            return False
+    return True

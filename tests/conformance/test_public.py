@@ -1,0 +1,52 @@
+"""Public models whose code cannot be read, cut between their blocks: the training of one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from evener.strategies.pipeline import Pipeline
+from evener.strategies.sharded import Sharded
+from tests.comparing import worst
+from tests.conformance import public
+from tests.conformance.runs import Outcome, run
+from tests.conformance.test_conformance import TOLERANCE, Row
+
+ROWS = {
+    "two stages": Row(2, {"strategy": "pipeline"}),
+    "four stages": Row(4, {"strategy": "pipeline"}),
+    "interleaved": Row(
+        2, {"strategy": "pipeline", "strategy_option": ("schedule=interleaved", "stages_per_rank=2")}
+    ),
+    "zero bubble": Row(2, {"strategy": "pipeline", "strategy_option": ("schedule=zero-bubble",)}),
+    "data x pipeline": Row(4, {"strategy": "pipeline", "mesh": "pipeline=2,data=2", "balance": "2,1"}),
+    "recomputed": Row(2, {"strategy": "pipeline", "recompute": "blocks"}),
+    "pipeline x sharded 2": Row(
+        4, {"strategy": (Pipeline(), Sharded(zero=2, owns="2,1")), "mesh": "pipeline=2,shard=2"}
+    ),
+}
+FAST = ("two stages", "four stages", "data x pipeline")
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(row, model, id=f"{row}-{model}", marks=[pytest.mark.slow] * (row not in FAST))
+        for row in ROWS
+        for model in public.MODELS
+    ]
+
+
+@functools.cache
+def reference(model: str) -> Outcome:
+    found = run(model, {"strategy": "single"}, alone=True)
+    assert not found.refused
+    return found
+
+
+@pytest.mark.parametrize(("row", "model"), cells())
+def test_it_is_the_training_of_one_device(ranks: Any, row: str, model: str) -> None:
+    for outcome in ranks(ROWS[row].ranks).run(run, model, ROWS[row].how):
+        assert not outcome.refused
+        assert worst(reference(model).numbers, outcome.numbers) <= TOLERANCE

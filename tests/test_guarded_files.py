@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from evener.guarded_files import open_regular, read_bytes, read_json, read_text
+
+
+def test_a_regular_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text('{"é": 1}', encoding="utf-8")
+    (tmp_path / "b").symlink_to(path)
+    assert read_json(path) == read_json(tmp_path / "b") == {"é": 1}
+    assert read_text(path, 9) == '{"é": 1}'
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "nothing"])
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    make = {"pipe": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero"), "directory": Path.mkdir}
+    make.get(kind, lambda at: None)(path)
+    with pytest.raises(OSError):  # noqa: PT011
+        open_regular(path)
+
+
+def test_a_link_is_refused_where_none_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(OSError):  # noqa: PT011
+        open_regular(tmp_path / "b", follow=False)
+
+
+def test_no_more_is_read_than_there_may_be(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 11)
+    assert len(read_bytes(tmp_path / "a", 11)) == 11
+    with pytest.raises(OSError, match="more than 10 bytes"):
+        read_bytes(tmp_path / "a", 10)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_what_is_no_json_is_a_value_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_json(tmp_path / "a")

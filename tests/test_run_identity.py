@@ -1,0 +1,341 @@
+"""What is not Evener's is never removed or replaced, and no checkpoint is taken for one of another run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener import checkpoint
+from evener.checkpoint import folder
+from evener.checkpoint.identity import Identity, identity_in, mark_in
+from evener.engine import Engine
+from evener.errors import CheckpointError, ConfigurationError, DataError, StorageError
+from evener.fitting import fit
+from evener.observer import Observer
+from evener.records import StepRecord
+from evener.running import Trained
+from evener.runtime.rendezvous import Rendezvous
+from tests import tasks
+
+
+def alone(run_dir: Path, steps: int, **settings: Any) -> Trained:
+    usual = {"processes": 1, "device": "cpu", "save_every": "2steps"}
+    return fit(tasks.plain, show=False, run_dir=run_dir, steps=steps, **(usual | settings))
+
+
+def kept(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def words_of(run_dir: Path) -> str:
+    lines = map(json.loads, (run_dir / "records.jsonl").read_text().splitlines())
+    return "\n".join(line["words"] for line in lines if line["kind"] == "note")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+class Interrupted(Observer):
+    """Ends the run as a death does: nothing is saved, and no summary is written."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def step(self, record: StepRecord) -> None:
+        if record.step + 1 == self.after:
+            raise RuntimeError("dies")
+
+
+def cut_short(run_dir: Path, after: int, **settings: Any) -> None:
+    with pytest.raises(RuntimeError, match="dies"):
+        alone(run_dir, 99, epochs=99, save_mode="blocking", observers=[Interrupted(after)], **settings)
+
+
+# What is not Evener's
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "task.json",
+        "records.jsonl",
+        "summary.json",
+        "evener.json",
+        "checkpoints/step-00000004/x",
+    ],
+)
+def test_a_directory_that_is_no_run_stays_as_it_is(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text('{"of": "another tool"}')
+    before = contents(tmp_path)
+    for resume in (None, "auto"):
+        with pytest.raises(
+            ConfigurationError, match=rf"has {name.partition('/')[0]}, which the run would replace"
+        ):
+            alone(tmp_path, 2, resume=resume)
+        assert contents(tmp_path) == before
+
+
+def test_other_files_are_no_hindrance_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".settings.json.bak").write_text("mine")
+    (tmp_path / "checkpoints").mkdir()
+    alone(tmp_path, 2)
+    assert (tmp_path / "notes.txt").read_text() == (tmp_path / ".settings.json.bak").read_text() == "mine"
+
+
+def test_even_when_asked_to_replace_a_run_removes_only_checkpoints_of_evener(tmp_path: Path) -> None:
+    alone(tmp_path, 2)
+    foreign = tmp_path / "checkpoints" / "epoch-3"
+    foreign.mkdir()
+    (foreign / "rest.pt").write_text("mine")
+    alone(tmp_path, 1, overwrite=True)
+    assert kept(tmp_path) == [1]
+    assert (foreign / "rest.pt").read_text() == "mine"
+    for name, path in (("step-00000007", "step-00000007/model.bin"), ("latest", "latest")):
+        other = tmp_path / f"with-{name}" / "checkpoints" / path
+        other.parent.mkdir(parents=True)
+        other.write_text("global_step100")
+        with pytest.raises(ConfigurationError, match=f"has {name}, which is not of Evener"):
+            alone(tmp_path / f"with-{name}", 2, overwrite=True)
+        assert other.read_text() == "global_step100"
+
+
+def test_copies_of_checkpoints_and_files_within_them_are_the_user_s(tmp_path: Path) -> None:
+    alone(tmp_path, 4)
+    place = tmp_path / "checkpoints"
+    for copy in ("backup-step-4", "step-00000099", "step-4", "my-step-00000004"):
+        shutil.copytree(place / "step-00000004", place / copy)
+    (place / "step-00000002" / "notes.txt").write_text("mine")
+    (place / "step-00000003").symlink_to(place / "step-00000004")
+    alone(tmp_path, 8, resume=tmp_path)
+    assert {path.name for path in place.iterdir() if path.name != "latest"} == {
+        *("backup-step-4", "step-00000099", "step-4", "my-step-00000004"),
+        *("step-00000002", "step-00000003", "step-00000006", "step-00000008"),
+    }
+    assert [path.name for path in (place / "step-00000002").iterdir()] == ["notes.txt"]
+    assert checkpoint.find(place / "backup-step-4").rest["progress"]["steps"] == 4
+
+
+def test_a_save_does_not_replace_what_is_not_of_evener(tmp_path: Path) -> None:
+    with Engine(tasks.plain(), device="cpu", steps=2) as engine:
+        for name in ("step-00000000", ".step-00000000"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "file").write_text("mine")
+            with pytest.raises(CheckpointError, match=f"{name} is there and is not of Evener: move it away"):
+                engine.save(tmp_path)
+            assert (tmp_path / name / "file").read_text() == "mine"
+            shutil.rmtree(tmp_path / name)
+        (tmp_path / "latest").write_text("global_step100")
+        with pytest.raises(CheckpointError, match="latest is there and is not of Evener"):
+            engine.save(tmp_path)
+        assert (tmp_path / "latest").read_text() == "global_step100"
+
+
+# Which run a checkpoint is of
+
+
+def test_a_latest_that_is_damaged_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    alone(tmp_path, 4)
+    for number, damage in enumerate(("", "garbage", "step-00000077", "\0")):
+        (tmp_path / "checkpoints" / "latest").write_text(damage)
+        assert alone(tmp_path, 6 + 2 * number, resume="auto").summary.steps == 6 + 2 * number
+        assert f"goes on after step {4 + 2 * number}" in words_of(tmp_path)
+        assert "and no such checkpoint is there: going on from" in words_of(tmp_path)
+
+
+def test_a_run_that_begins_anew_keeps_earlier_checkpoints_until_it_has_its_own(tmp_path: Path) -> None:
+    cut_short(tmp_path, 6)
+    assert kept(tmp_path) == [2, 4]
+    cut_short(tmp_path, 1)
+    assert kept(tmp_path) == [2, 4]
+    assert "begins anew: step-00000004, step-00000002" in words_of(tmp_path)
+    with pytest.raises(
+        ConfigurationError, match=r"saved none yet.*earlier run: .*step-00000004, step-00000002"
+    ):
+        alone(tmp_path, 3, resume=tmp_path)
+    assert alone(tmp_path, 3, resume="auto", save_every="3steps").summary.samples == 3 * 13
+    assert kept(tmp_path) == [3, 4], "as many as --keep says, its own first"
+    assert checkpoint.find(tmp_path).rest["progress"]["steps"] == 3
+    alone(tmp_path, 5, resume=tmp_path)
+    assert kept(tmp_path) == [4, 5], "of this run, in the place of the earlier one's"
+    found = identity_in(tmp_path / "checkpoints" / "step-00000004", 4)
+    assert found is not None
+    assert found.run == (mark_in(tmp_path) or {})["run"]
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_leaves_the_later_ones_behind(tmp_path: Path) -> None:
+    alone(tmp_path, 6)
+    first = mark_in(tmp_path)
+    cut_short(tmp_path, 5, resume=tmp_path / "checkpoints" / "step-00000004")
+    assert first is not None
+    assert mark_in(tmp_path) != first
+    with pytest.raises(ConfigurationError, match="saved none yet"):
+        checkpoint.find(tmp_path)
+    alone(tmp_path, 5, resume=tmp_path / "checkpoints" / "step-00000004")
+    assert kept(tmp_path) == [4, 5]
+    found = identity_in(tmp_path / "checkpoints" / "step-00000005", 5)
+    assert found is not None
+    assert found.history == ((first["run"], 4),)
+
+
+def test_the_name_of_a_run_stays_when_it_goes_on_and_differs_elsewhere(tmp_path: Path) -> None:
+    alone(tmp_path / "a", 2)
+    name = (mark_in(tmp_path / "a") or {})["run"]
+    alone(tmp_path / "a", 4, resume=tmp_path / "a")
+    assert (mark_in(tmp_path / "a") or {})["run"] == name
+    alone(tmp_path / "b", 6, resume=tmp_path / "a")
+    found = identity_in(tmp_path / "b" / "checkpoints" / "step-00000006", 6)
+    assert found is not None
+    assert found.run != name
+    assert found.history == ((name, 4),)
+
+
+def dies_once(home: str) -> Any:
+    """Another model's weights before the first save of the second run would be those of the first."""
+    note = Path(home) / "died"
+    if note.exists():
+        return tasks.plain()
+
+    def model() -> Any:
+        note.write_text("")
+        os._exit(9)
+
+    return tasks._task(model=model)
+
+
+def test_after_a_death_before_the_first_save_no_earlier_run_is_gone_on_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cut_short(run, 6)
+    again = fit(
+        dies_once,
+        options={"home": str(tmp_path)},
+        processes=2,
+        device="cpu",
+        steps=3,
+        run_dir=run,
+        show=False,
+        recover="file",
+        rendezvous=Rendezvous(max_restarts=1),
+    )
+    assert again.summary.samples == 3 * 13
+    assert "goes on after step" not in words_of(run)
+    fresh = fit(tasks.plain, processes=2, device="cpu", steps=3, show=False)
+    assert again.summary.weights_digest == fresh.summary.weights_digest
+
+
+def test_checkpoints_of_several_runs_without_a_latest_are_not_guessed_between(tmp_path: Path) -> None:
+    for steps, place in ((2, "a"), (3, "b")):
+        with Engine(tasks.plain(), device="cpu", steps=steps) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+            engine.save(tmp_path / place)
+    shutil.copytree(tmp_path / "a" / "step-00000002", tmp_path / "b" / "step-00000002")
+    assert folder.complete(tmp_path / "b") == [tmp_path / "b" / "step-00000003"]
+    (tmp_path / "b" / "latest").unlink()
+    with pytest.raises(ConfigurationError, match="checkpoints of several runs"):
+        checkpoint.find(tmp_path / "b")
+
+
+def test_a_checkpoint_belongs_to_its_run_and_to_those_that_continue_it() -> None:
+    first = Identity("a")
+    second = first.branch(6)
+    assert second.run not in ("", "a")
+    assert second.includes("a", 6)
+    assert not second.includes("a", 8)
+    assert second.knows("a")
+    assert not first.knows(second.run)
+    assert Identity.from_plain(json.loads(json.dumps(second.as_plain()))) == second
+
+
+# Places
+
+
+def test_checkpoints_may_lie_behind_a_symbolic_link(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(elsewhere)
+    with pytest.raises(
+        ConfigurationError, match=r"symbolic link to .*elsewhere, which is not there: make that directory"
+    ):
+        alone(run, 2)
+    elsewhere.mkdir()
+    alone(run, 2)
+    alone(run, 4, resume=run)
+    alone(run, 2, overwrite=True)
+    assert (run / "checkpoints").is_symlink()
+    assert [path.name for path in elsewhere.glob("step-*")] == ["step-00000002"]
+
+
+class Moves(Observer):
+    """Acts on the run directory after a step."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def step(self, record: StepRecord) -> None:
+        if record.step == 2:
+            self.act()
+
+
+def test_a_relative_run_directory_is_that_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    trained = alone(Path("run"), 4, observers=[Moves(lambda: os.chdir(tmp_path / "elsewhere"))])
+    assert kept(tmp_path / "run") == [2, 4]
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert trained.summary.run_dir == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "how", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))], ids=["rm", "mv"]
+)
+def test_a_run_directory_that_is_removed_is_noticed(tmp_path: Path, how: Any) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(StorageError, match="removed or moved while the run wrote it"):
+        alone(run, 6, observers=[Moves(lambda: how(run))], save_every="9steps")
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_run_may_go_on_without_its_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    trained = alone(run, 6, observers=[Moves(lambda: shutil.rmtree(run))], on_full_disk="go-on")
+    assert trained.summary.steps == 6
+    assert "removed or moved while the run wrote it" in capfd.readouterr().err
+    assert checkpoint.find(run).rest["progress"]["steps"] == 6, "the last one is written in any case"
+
+
+def test_a_checkpoint_may_be_moved_away_after_each_save(tmp_path: Path) -> None:
+    """As by a loop that writes to one name and then gives it another."""
+    with Engine(tasks.plain(), device="cpu", steps=2) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+            engine.save(tmp_path / "partial")
+            (tmp_path / "partial").rename(tmp_path / f"after-{engine.steps_done}")
+    for steps in (1, 2):
+        assert checkpoint.find(tmp_path / f"after-{steps}").rest["progress"]["steps"] == steps
+
+
+def test_tensors_that_are_torn_under_right_checksums_are_an_error_in_words(tmp_path: Path) -> None:
+    alone(tmp_path, 2)
+    place = tmp_path / "checkpoints" / "step-00000002"
+    (data,) = place.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-200])
+    sums = json.loads((place / "sums.json").read_text())
+    sums[data.name] = checkpoint.sums.sum_of(data)
+    (place / "sums.json").write_text(json.dumps(sums))
+    with (
+        Engine(tasks.plain(), device="cpu", steps=3) as engine,
+        pytest.raises(DataError, match="cannot be read as a"),
+    ):
+        engine.load(place)

@@ -1,0 +1,3 @@
+"""A script that fails wherever it runs."""
+
+raise ValueError("no such thing")
