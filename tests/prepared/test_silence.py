@@ -76,6 +76,28 @@ def two_calls(is_prepared: bool) -> Weights:
     return loop.weights() | {f"second.{name}": value.detach() for name, value in second.state_dict().items()}
 
 
+def something_else_between_two_calls(is_prepared: bool) -> Weights:
+    """A model that each rank trains for itself, after a loop and before another is prepared."""
+    loop = Loop(is_prepared)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+    mine = nn.Linear(2, 1)
+    optimizer = sgd(mine)
+    mine(torch.full((1, 2), 1.0 + evener.rank())).sum().backward()
+    optimizer.step()
+    torch.manual_seed(5)
+    second = model_of()
+    if is_prepared:
+        second = evener.prepare(second)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.loss(loop.model(x) + second(x), y).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
 # Gradients by other ways
 
 
@@ -231,7 +253,7 @@ def passes_of_common_noise(is_prepared: bool) -> Weights:
 
 
 LOOPS = (
-    *(thawed, with_another_head, two_calls, assigned, scaled_by_hand, with_clamping_hooks),
+    *(thawed, with_another_head, two_calls, something_else_between_two_calls, assigned, scaled_by_hand, with_clamping_hooks),
     *(with_clamped_activations, stepping_in_backward, against_an_adversary, weighing_by_uncertainty),
     *(seeded_in_the_loop, seeded_twice, one_batch_at_a_time, passes_of_common_noise),
 )

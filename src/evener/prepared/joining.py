@@ -69,7 +69,7 @@ def joined(
     number = float(count)
     counts = bool(turn.micro.weight) and bool(number or divisor(2.0) == 1.0)
     if not counts:
-        total, number = silent(total, place), 0.0
+        total, number = silent(total), 0.0
     value = float(total.detach()) if counts else 0.0
     rows = _told(place, code, value, number, _graph_of(total, place))
     graphs = [int(row[3] % 4) for row in rows]

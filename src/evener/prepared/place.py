@@ -296,6 +296,7 @@ class Place:
 
     def add(self, models: list[nn.Module], make: MakeLearner) -> None:
         """Goes on with ``models`` too, and with those of earlier calls that the loop still holds. A collective call."""
+        self.strangers = 0  # what was done before this call has to do with no batch of it
         self.exchange("evener.prepare")
         self._make = make
         self.renew([*self._still_held(), *models])

@@ -1,26 +1,28 @@
 """Nothing, as a loss: for a rank that has no term of it, and must go backward all the same.
 
-BatchNorm of the other ranks waits in the backward pass for its part. Zero times the loss would not do: zero times a
-loss or a derivative that is not finite is not zero. So the outputs that the loss came from get zeros themselves.
+BatchNorm of the other ranks waits in the backward pass for its part, and whoever asks for a gradient gets one: zeros.
+Zero times the loss would not do: zero times a loss or a derivative that is not finite is not zero. So each step of the
+backward pass that gets zeros alone is made to give zeros alone::
+
+    silent ── 0 ──▶ loss ── 0 ──▶ log ── 0 * inf, made 0 ──▶ model ── 0 ──▶ parameters, inputs
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evener.prepared.place import Place
 
-
-def silent(total: Tensor, place: Place) -> Tensor:
-    """Zero, with a graph through the model's outputs behind ``total`` if there is one."""
+def silent(total: Tensor) -> Tensor:
+    """Zero, with the graph behind ``total`` if there is one, which brings zeros."""
     if not total.requires_grad:
         return total.detach().new_zeros(())
-    found = _behind(total, place.outputs)
-    return silence_of(found) if found else torch.zeros_like(total).requires_grad_()
+    for node in _nodes_behind(total):
+        node.register_hook(_zeros_of_zeros)
+    return silence_of([total])
 
 
 def silence_of(outputs: Sequence[Tensor]) -> Tensor:
@@ -29,21 +31,25 @@ def silence_of(outputs: Sequence[Tensor]) -> Tensor:
     return made
 
 
-def _behind(total: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Those of ``outputs`` that ``total`` was computed from."""
-    nodes: dict[Any, Tensor] = {output.grad_fn: output for output in outputs}
-    found, seen = list[Tensor](), set[Any]()
+def _nodes_behind(total: Tensor) -> Iterator[Any]:
+    """The steps of the backward pass, without those that only keep the gradient of a leaf."""
+    seen = set[Any]()
     open_nodes: list[Any] = [total.grad_fn]
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node in nodes:
-            found.append(nodes[node])
-        else:
+        if node.next_functions:
+            yield node
             open_nodes.extend(each for each, _ in node.next_functions)
-    return found
+
+
+def _zeros_of_zeros(gradients: Sequence[Any], came: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What a step gives, if another loss has not come to it, too."""
+    if any(each is not None and bool(each.any()) for each in came):
+        return None
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
 class _Silent(torch.autograd.Function):
