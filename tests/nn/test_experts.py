@@ -87,6 +87,42 @@ def test_the_largest_weights_find_room_and_of_equal_ones_none() -> None:
     assert found.output.abs().sum(1).ne(0).tolist() == [False, False, False, True, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("top", "normalized"), [(1, False), (2, True)])
+def test_room_is_filled_where_all_are_nearly_certain(top: int, normalized: bool, dtype: torch.dtype) -> None:
+    """Twelve tokens, whose weights are all 1 to a few bits, ask an expert that has room for a third of their choices."""
+    mixture = layer(top=top, normalized=normalized, capacity=1.0).to(dtype)
+    with torch.no_grad():
+        mixture.router.weight.copy_(torch.eye(3, 4))
+    x = torch.zeros(12, 4, dtype=dtype)
+    x[:, 0] = 40 + 4 * torch.arange(12)
+    found = mixture(x)
+    assert found.output.abs().sum(1).ne(0).sum() >= 12 * top // 3
+    assert (found.output[:-8].abs().sum(1).eq(0).all() or top == 2) and found.output[-4:].abs().sum(1).ne(
+        0
+    ).all()
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_choices_do_not_turn_with_rounding(top: int) -> None:
+    """Equal tokens and equal experts, with scores that are as far apart as other orders of sums bring them."""
+    mixture = layer(top=top, normalized=top > 1, capacity=1.0).float()
+    with torch.no_grad():
+        mixture.router.weight[1] = mixture.router.weight[0]
+    x = draws(6, 4).float().repeat(2, 1)
+
+    def dropped_and_chosen(seed: int) -> tuple[list[int], Tensor]:
+        def rounded(module: Any, given: Any, scores: Tensor) -> Tensor:
+            noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+            return scores + noise * 3e-7
+
+        with mixture.router.register_forward_hook(rounded):
+            found = mixture(x)
+        return found.output.abs().sum(1).eq(0).tolist(), found.dropped
+
+    assert len({str(dropped_and_chosen(seed)) for seed in range(20)}) == 1
+
+
 def test_padding_goes_nowhere() -> None:
     mixture, x = layer(capacity=1.0), draws(3, 4, 4)
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)

@@ -14,7 +14,8 @@ experts, and gets them back (:func:`evener.nn.all_to_all`, whose adjoint brings 
 
 An expert sees the tokens of all ranks, so its gradient is whole where it is. What depends on the whole batch, how busy
 each expert is and which tokens find no room, is computed of the tokens of all ranks, divided or not: that is what makes
-the layer the same on any division. No choice depends on the order of tokens.
+the layer the same on any division. No choice depends on the order of tokens, nor on rounding where two are alike:
+scores that lie no further apart than rounding may bring them count as equal.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class _Choice(NamedTuple):
 
     weights: Tensor
     experts: Tensor
+    priorities: Tensor
+    """In the order of the weights, and as far apart for weights near 1 as for others: the score of the expert against
+    the others' together, ``log(weight / (1 - weight))``."""
+    roundings: Tensor
+    """Priorities that lie no further apart may be equal."""
 
 
 class _Route(NamedTuple):
@@ -183,10 +189,8 @@ class Experts(nn.Module):
         group = self._divided.value[0] if self._divided.value else data_group()
         scores = self.router(tokens)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, experts = probabilities.topk(self.top)
-        if self.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        choice = _Choice(weights, experts)
+        choice = self._choice(scores, probabilities)
+        weights, experts = choice.weights, choice.experts
         chosen = self._counts(experts, group)
         route = self._route(choice, chosen, group)
         sent = self._through(tokens[route.slots // self.top], route.counts, group)
@@ -198,6 +202,22 @@ class Experts(nn.Module):
             self._balance(probabilities, chosen.sum(0).double() / total, total.double() / self.top, group),
             1 - route.counts.sum() / total,
         )
+
+    def _choice(self, scores: Tensor, probabilities: Tensor) -> _Choice:
+        """The experts of the largest probabilities, of equal ones the first."""
+        known = scores.detach().to(probabilities.dtype)
+        largest = known.abs().amax(-1, keepdim=True) if len(known) else known[:, :1]
+        roundings = torch.finfo(scores.dtype).eps ** 0.75 * largest.clamp(min=1.0)
+        steps = ((known - known.amax(-1, keepdim=True)) / roundings).round() if len(known) else known
+        experts = steps.sort(dim=-1, descending=True, stable=True).indices[:, : self.top]
+        weights = probabilities.gather(-1, experts)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        compared = known.gather(-1, experts) if self.normalized else known
+        own = torch.arange(self.top, device=known.device).expand_as(experts) if self.normalized else experts
+        others = [compared.scatter(-1, each, -math.inf).logsumexp(-1) for each in own.split(1, -1)]
+        priorities = known.gather(-1, experts) - torch.stack(others, -1)
+        return _Choice(weights, experts, priorities, roundings.expand_as(experts))
 
     def _counts(self, experts: Tensor, group: ProcessGroup | None) -> Tensor:
         """(ranks, experts): how often each rank's tokens chose each expert."""
@@ -224,17 +244,17 @@ class Experts(nn.Module):
         assert self.capacity is not None
         lengths = chosen.sum(1).tolist()
         room = math.ceil(self.capacity * sum(lengths) / self.experts)
-        weights, experts = choice.weights.detach().reshape(-1), choice.experts.reshape(-1)
+        asked_for = torch.stack([choice.priorities.reshape(-1), choice.roundings.reshape(-1)], -1)
+        experts = choice.experts.reshape(-1)
         if group is not None:
-            weights, experts = (gathered(each, 0, lengths, group) for each in (weights, experts))
+            asked_for, experts = (gathered(each, 0, lengths, group) for each in (asked_for, experts))
         fits = torch.ones_like(experts, dtype=torch.bool)
         for expert in range(self.experts):
             asking = experts == expert
-            of_expert = weights[asking]
-            if len(of_expert) > room:
-                limit = of_expert.sort(descending=True).values[room]
-                # Equal tokens have weights that differ by rounding, which depends on who computes them.
-                fits[asking] = of_expert > limit * (1 + torch.finfo(limit.dtype).eps ** 0.75)
+            priorities, roundings = asked_for[asking].unbind(-1)
+            if len(priorities) > room:
+                # Those of equal tokens differ by rounding, which depends on who computes them.
+                fits[asking] = priorities > priorities.sort(descending=True).values[room] + roundings.max()
         of_ranks = list(zip(torch.split(fits, lengths), torch.split(experts, lengths), strict=True))
         counts = [torch.bincount(asked[fit], minlength=self.experts) for fit, asked in of_ranks]
         return of_ranks[group.rank() if group else 0][0], torch.stack(counts)
