@@ -13,6 +13,7 @@ import evener
 from evener.attendant import Attendant
 from evener.checkpoint import weights_digest
 from evener.config import RunConfig
+from evener.engine import Engine
 from evener.errors import ConfigurationError, DivergenceError, RankError, ShareError, TaskError
 from evener.fitting import FitJob, check_plan, fit
 from evener.observer import Observer
@@ -167,6 +168,31 @@ def test_a_run_in_which_no_target_counts_is_no_success(reduction: str) -> None:
     settings: Any = {"processes": 1, "device": "cpu", "epochs": 1}
     with pytest.raises(DivergenceError, match=r"no target of any batch counts, in all 4 steps"):
         fit(lambda: replace(some_ignored(16), loss=loss), show=False, **settings)
+
+
+def test_nor_is_its_second_part_and_one_with_targets_before_is(tmp_path: Path) -> None:
+    settings: Any = {"processes": 1, "device": "cpu", "show": False, "epochs": 1}
+    with pytest.raises(DivergenceError, match="in all 4 steps"):
+        fit(lambda: some_ignored(16), run_dir=tmp_path / "none", **settings)
+    with pytest.raises(DivergenceError, match="in all 8 steps"):
+        fit(lambda: some_ignored(16), resume=tmp_path / "none", **(settings | {"epochs": 2}))
+    some = {"batch_size": 1, "seed": 3, **settings}
+    assert fit(lambda: some_ignored(15), run_dir=tmp_path / "one", **some).summary.steps == 16
+    again = fit(lambda: some_ignored(15), resume=tmp_path / "one", **(some | {"epochs": None, "steps": 17}))
+    assert again.summary.steps == 17
+
+
+def test_a_loop_and_an_evaluation_without_a_term_say_so(tmp_path: Path) -> None:
+    with (
+        Engine(some_ignored(16), device="cpu", epochs=1) as engine,
+        pytest.warns(UserWarning, match="no target of the batch of step 0 counts"),
+    ):
+        for batch in engine.batches():
+            engine.step(batch)
+    task = replace(some_ignored(0), evaluate=some_ignored(16).train)
+    fit(lambda: task, show=False, processes=1, device="cpu", epochs=1, run_dir=tmp_path)
+    words = [line["words"] for line in lines(tmp_path) if line["kind"] == "note"]
+    assert any("the loss of the evaluation is not a number" in each for each in words)
 
 
 class Interrupts(torch.nn.Linear):

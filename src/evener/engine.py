@@ -92,7 +92,7 @@ class Engine:
             self.observers = Observers(list(observers), self.session.rank)
             self.scheduler = build_scheduler(task, self.learner.optimizer)
             agree_on_optimizer(self.learner.optimizer, self.scheduler, self.learner.names, self.session)
-            self.guard = Guard(self.config.non_finite, self.learner, self.observers.event)
+            self.guard = Guard(self.config.non_finite, self.learner, self.observers)
             control, mesh = undo.enter_context(lent(self.session)), self.learner.mesh
             telling = undo.enter_context(way_to_tell(self.session, mesh, control, lambda: self.feed))
             told = self._observe, self.guard.waits, self.learner.graphs, telling, self.session.mixed

@@ -20,11 +20,12 @@ has learned nothing, which is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 from evener.errors import DivergenceError
 from evener.hardware.readout import is_late
+from evener.observer import Observers
 from evener.records import Note, SkippedStep
 from evener.step import Step
 from evener.strategies.learner import Learner
@@ -38,11 +39,11 @@ class Guard:
 
     Args:
         policy: ``stop``, ``skip`` or ``restore``.
-        tell: Called with a record of every step that is left out.
+        observers: Told of every step that is left out.
     """
 
-    def __init__(self, policy: str, learner: Learner, tell: Callable[[Any], None]) -> None:
-        self._policy, self._learner, self._tell = policy, learner, tell
+    def __init__(self, policy: str, learner: Learner, observers: Observers) -> None:
+        self._policy, self._learner, self._observers = policy, learner, observers
         learner.may_leave_out |= policy == "skip" or learner.scale is not None
         self._late = is_late(learner.session.device) and not learner.session.mixed
         self.skipped = 0
@@ -83,13 +84,21 @@ class Guard:
         self._empty += not step.terms
         if not step.terms and self._empty_in != step.batch.epoch:
             self._empty_in = step.batch.epoch
-            self._tell(
-                Note(
-                    step.number,
-                    f"no target of the batch of step {step.number} counts: all are ignored, or have the weight 0. Its "
-                    "loss is not a number and it gives no gradient; others of this epoch are not told",
-                )
+            words = (
+                f"no target of the batch of step {step.number} counts: all are ignored, or have the weight 0. Its "
+                "loss is not a number and it gives no gradient; others of this epoch are not told"
             )
+            self._observers.event(Note(step.number, words))
+            if not self._observers.are_some and self._learner.session.rank == 0:
+                warnings.warn(words, stacklevel=6)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps without a term so far, for a run that goes on."""
+        return {"empty": self._empty}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state_dict` gave."""
+        self._empty = int(state["empty"])
 
     def check_terms(self, steps_done: int) -> None:
         """Raises DivergenceError, on all ranks alike, if none of the ``steps_done`` steps of a whole run had a term."""
@@ -113,7 +122,7 @@ class Guard:
         self.skipped += 1
         step.left_out = True
         words = f"{fault}, with a loss scale of {2 * scale.value:g}: its update is left out on all ranks, and the scale"
-        self._tell(SkippedStep(step.number, f"{words} is {scale.value:g} from here on"))
+        self._observers.event(SkippedStep(step.number, f"{words} is {scale.value:g} from here on"))
         return True
 
     def _leave_out(self, step: Step, fault: str) -> None:
@@ -125,4 +134,4 @@ class Guard:
             )
         self.skipped += 1
         step.left_out = True
-        self._tell(SkippedStep(step.number, f"{fault}; its update is left out, on all ranks"))
+        self._observers.event(SkippedStep(step.number, f"{fault}; its update is left out, on all ranks"))

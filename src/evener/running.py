@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -106,6 +107,7 @@ class Run:
             self._engine.observers.add(self._tally)
             self._best = Best(config.keep_best)
             self._engine.state.kept |= {"attendant": self._attendant, "best": self._best}
+            self._engine.state.kept["guard"] = self._engine.guard
             self._notes = list(filter(None, [head_line(session, config), words_of_earlier(earlier)]))
             self._succession = succession(self._engine)
             self._heir = self._taken_up(heir)
@@ -295,6 +297,9 @@ class Run:
         if self._task.evaluate is None or (epoch is not None and (not every or (epoch + 1) % every)):
             return
         metrics = self._engine.evaluate()
+        if math.isnan(metrics.get("loss", 0.0)):
+            words = "the loss of the evaluation is not a number: no target of it counts, or outputs are not finite"
+            self._engine.observers.event(Note(self._engine.steps_done, words))
         if saving is not None:
             saving.evaluated(metrics)
 
@@ -345,6 +350,7 @@ class Run:
             batch_size=engine.batch_size,
             seed=self._config.seed,
             ranks=[part["times"] for part in parts],
+            sample_seconds=tally.sample_seconds(),
             interrupted=interrupted,
             run_dir=str(self._config.run_dir) if self._config.run_dir else None,
             emulation=self._emulation,
