@@ -109,3 +109,25 @@ def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"model does not go on from .*good.pt: Error"):
             evener.load(tmp_path / "good.pt", model=smaller)
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_files_of_another_form_are_told(tmp_path: Path) -> None:
+    with with_settings():
+        loop = Loop(True)
+        evener.save(tmp_path / "good.pt", model=loop.model, best=0.5)
+        good = torch.load(tmp_path / "good.pt", weights_only=True)
+        short = good["random"][:-1]
+        for name, wrong in (
+            *(("states", wrong) for wrong in (3, {3: 4})),
+            ("values", 3),
+            *(("steps", wrong) for wrong in ("3", -1, None)),
+            *(("random", wrong) for wrong in (3, [3], short, torch.ones(3))),
+            *(("batches", wrong) for wrong in (3, {}, {"step": 1}, {"step": "1", "balancer": {}})),
+        ):
+            torch.save({**good, name: wrong}, tmp_path / "odd.pt")
+            with pytest.raises(DataError, match=rf"odd.pt is damaged, .*: its {name} are of another form"):
+                evener.load(tmp_path / "odd.pt", model=loop.model)
+        torch.save({**good, "states": {"\x1b[2J": 1}}, tmp_path / "odd.pt")
+        with pytest.raises(ConfigurationError, match=r"it has \\x1b\[2J, best") as caught:
+            evener.load(tmp_path / "odd.pt", model=loop.model)
+        assert "\x1b" not in str(caught.value)

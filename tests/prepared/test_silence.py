@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import re
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import evener
@@ -74,6 +77,22 @@ def two_calls(is_prepared: bool) -> Weights:
         loop.optimizer.step()
         optimizer.step()
     return loop.weights() | {f"second.{name}": value.detach() for name, value in second.state_dict().items()}
+
+
+def with_copies(is_prepared: bool) -> Weights:
+    """A moving average of a model whose BatchNorm is that of all ranks, and a file of the whole model."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    loop = Loop(is_prepared, model=model, drop_last=True)
+    average = AveragedModel(loop.model)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+        average.update_parameters(loop.model)
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(loop.model), file)
+    return {f"average.{name}": value.detach() for name, value in average.state_dict().items()}
 
 
 def something_else_between_two_calls(is_prepared: bool) -> Weights:
@@ -253,7 +272,16 @@ def passes_of_common_noise(is_prepared: bool) -> Weights:
 
 
 LOOPS = (
-    *(thawed, with_another_head, two_calls, something_else_between_two_calls, assigned, scaled_by_hand, with_clamping_hooks),
+    *(
+        thawed,
+        with_another_head,
+        two_calls,
+        something_else_between_two_calls,
+        with_copies,
+        assigned,
+        scaled_by_hand,
+        with_clamping_hooks,
+    ),
     *(with_clamped_activations, stepping_in_backward, against_an_adversary, weighing_by_uncertainty),
     *(seeded_in_the_loop, seeded_twice, one_batch_at_a_time, passes_of_common_noise),
 )
@@ -356,6 +384,40 @@ def a_layer_within_a_batch(_: bool) -> None:
         loop.backward(x, y)
 
 
+def by_hand(_: bool) -> None:
+    """No optimizer, and what it would be given is of this rank's own samples."""
+    loop = Loop(True)
+    for x, y in loop.loader:
+        with torch.no_grad():
+            own = F.cross_entropy(loop.model(x), y)
+            for p in loop.model.parameters():
+                p -= 0.1 * own
+
+
+def an_inner_step_of_a_plain_loss(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        weight = loop.model[0].weight
+        torch.autograd.grad(F.cross_entropy(loop.model(x), y), weight, create_graph=True)
+
+
+def batches_fetched_ahead(_: bool) -> None:
+    loop = Loop(True)
+    batches = iter(loop.loader)
+    x, y = next(batches)
+    for following in batches:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y.view(-1))
+        loop.optimizer.step()
+        x, y = following
+
+
+def a_batch_that_was_kept(_: bool) -> None:
+    loop = Loop(True)
+    kept = list(loop.loader)
+    loop.backward(*kept[0])
+
+
 def hooks_and_sums_put_off(_: bool) -> None:
     loop = Loop(True)
     loop.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
@@ -389,9 +451,19 @@ def a_generator(_: bool) -> None:
         ),
         (
             plain_gradients_assigned,
-            r"the gradient of 0.weight, one of 4, is of rank \d's samples alone at optimizer.st",
+            "gradient of 0.weight by a number that went through no prepared loss",
         ),
         (plain_gradients_before_others, r"the gradient of 2.bias, one of 1, is of rank \d's samples alone"),
+        (by_hand, "0.weight, one of 4 that differ, is not on rank 1 what it is on rank 0"),
+        (
+            an_inner_step_of_a_plain_loss,
+            "gradient of 0.weight by a number that went through no prepared loss",
+        ),
+        (
+            batches_fetched_ahead,
+            "samples of a batch that is no longer at hand, .* before the next is fetched",
+        ),
+        (a_batch_that_was_kept, "samples of a batch that is no longer at hand"),
         (an_inner_step, "torch.autograd.grad of a prepared loss was asked for a graph of its gradients"),
         (
             a_parameter_of_no_model,

@@ -22,6 +22,7 @@ from evener.config import RunConfig
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.fingerprint import digest_of
 from evener.errors import ConfigurationError, DataError
+from evener.prepared.handed import marked
 from evener.prepared.own import leaves_of
 from evener.prepared.place import Place, Turn
 from evener.prepared.preparing import current, settings
@@ -66,7 +67,7 @@ class Batches:
         turn, own = self._turn(size, mark, dim)
         step, self.step = self.step, self.step + 1
         with place.at(turn):
-            yield map_leaves(partial(self._part, own, dim), made)
+            yield marked(map_leaves(partial(self._part, own, dim), made), turn)
         self.balancer.observe(step, turn.batch.shares, place.finish(turn))
 
     def _turn(self, size: int, mark: float, dim: int) -> tuple[Turn, slice]:

@@ -21,20 +21,24 @@ class Replicas:
     """Those of one preparation."""
 
     def __init__(self) -> None:
-        self._next, self._last = 1, 0
+        self._batches, self._next, self._last = 0, 1, 0
+        self._last_steps = 0
+        """Updates before the last comparison."""
         self._last_time = time.perf_counter()
         self._own: dict[str, float] = {}
 
     def told(self, learner: Learner, steps: int) -> Told:
         """At the end of a batch, after so many updates, for all ranks: a number of what this one holds, and seconds
-        that it took and that an update takes; zeros where it is not time for it."""
+        that it took and that a batch takes; zeros where it is not time for it."""
         session = learner.session
-        if steps < self._next or session.mixed or session.world_size == 1:
+        self._batches += 1
+        is_due = self._batches >= self._next or (steps > 0 and not self._last_steps)
+        if not is_due or session.mixed or session.world_size == 1:
             return 0.0, 0.0, 0.0
         began = time.perf_counter()
         self._own = _held(learner)
         now = time.perf_counter()
-        usual = (began - self._last_time) / (steps - self._last)
+        usual = (began - self._last_time) / (self._batches - self._last)
         self._last_time = now
         return together(self._own), now - began, usual
 
@@ -46,9 +50,9 @@ class Replicas:
             return
         if len({row[0] for row in told}) > 1:
             everyone = session.control.gather_objects(self._own)
-            raise DivergenceError(_difference(everyone, steps, self._last))
-        self._last = steps
-        self._next = steps + steps_between(max(row[1] for row in told), min(row[2] for row in told))
+            raise DivergenceError(_difference(everyone, steps, self._last_steps))
+        self._last, self._last_steps = self._batches, steps
+        self._next = self._batches + steps_between(max(row[1] for row in told), min(row[2] for row in told))
 
 
 def _held(learner: Learner) -> dict[str, float]:
@@ -70,6 +74,6 @@ def _difference(everyone: Sequence[dict[str, float]], steps: int, last: int) -> 
     return (
         f"after {steps} updates {first}{more} is not on rank {others} what it is on rank 0, and must be the same on "
         f"all; ranks were last seen equal after {last}. What can do it: a weight that is written on one rank alone, an "
-        "update by hand with a gradient that is not yet summed, as in a hook; random numbers that are not the same on "
-        "all ranks; memory or a device at fault"
+        "update by hand with a gradient of a rank's own samples, as of a loss that evener.prepare did not get; random "
+        "numbers that are not the same on all ranks; memory or a device at fault"
     )

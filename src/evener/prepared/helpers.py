@@ -79,7 +79,7 @@ def gather(tree: T) -> T:
         ConfigurationError: Outside of a prepared loader's batch, or for a tensor of another number of rows.
     """
     place = current("evener.gather")
-    turn = place.turn("evener.gather was called")
+    turn = place.turn("evener.gather was called", tree)
     expected = len(turn.micro.samples)
 
     def of_all(leaf: Any) -> Any:

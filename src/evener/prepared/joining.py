@@ -16,7 +16,7 @@ from evener.prepared.own import Joint, Kind
 from evener.prepared.place import Place
 from evener.prepared.silence import silence_of, silent
 from evener.prepared.trial import Way
-from evener.prepared.whole import whole_of
+from evener.prepared.whole import Confused, whole_of
 from evener.step import not_finite
 
 _APART = 1e-3
@@ -82,9 +82,12 @@ def joined(
         made: Tensor = _Joined.apply(total, result, factor, place)  # type: ignore[no-untyped-call]
     else:
         made = total.detach().new_tensor(result)
+    if not made.requires_grad and result.is_integer():
+        turn.counted.add(int(result))
     if not is_marked:
         return made
-    return _marked(place, made, [*own, turn.samples, int(number)], sum(row[2] for row in rows), divisor)
+    terms = [int(number)] if len({row[2] for row in rows}) == 1 else []
+    return _marked(place, made, [*own, turn.samples, *terms], sum(row[2] for row in rows), divisor)
 
 
 _NONE, _BEHIND, _POSSIBLE = range(3)
@@ -129,12 +132,17 @@ def _with_graph(place: Place, total: Tensor, graphs: list[int]) -> Tensor:
 def _marked(
     place: Place, made: Tensor, own: Sequence[int], count: float, divisor: Callable[[float], float]
 ) -> Tensor:
-    """A number of all ranks, which knows the numbers of this one that it is not to be confused with."""
-    turn = place.turn("")
+    """A number of all ranks, which knows the numbers of this one that it is not to be confused with.
+
+    Where ranks have different numbers of samples they come to different values then, which is noticed anyway.
+    """
+    turn, is_sum = place.turn(""), divisor(2.0) == 1.0
     if turn.samples == turn.batch.size or not made.is_floating_point():
         return made
+    if is_sum and len(set(turn.batch.shares)) > 1:
+        return made
     confused = frozenset(number for number in own if number > 1) - {turn.batch.size, int(count)}
-    return whole_of(made, confused, divisor(2.0) == 1.0, place.rank)
+    return whole_of(made, Confused(confused, turn.counted, place.rank), is_sum)
 
 
 class _Joined(torch.autograd.Function):

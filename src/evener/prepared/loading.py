@@ -27,6 +27,7 @@ from evener.balance.shares import parse_caps
 from evener.config import RunConfig
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.errors import ConfigurationError
+from evener.prepared.handed import marked
 from evener.prepared.place import Place, Turn
 from evener.prepared.random import apart
 
@@ -182,7 +183,7 @@ class PreparedLoader:
             turn = self._turn = shares.drawn.popleft()
             self._handed_out += 1
             with place.at(turn):
-                yield map_leaves(lambda leaf: move(leaf, place.session.device, True), found)
+                yield marked(map_leaves(lambda leaf: move(leaf, place.session.device, True), found), turn)
             seconds = place.finish(turn)
             self.balancer.observe(shares.step - len(shares.drawn) - 1, turn.batch.shares, seconds)
         self._handed_out = 0

@@ -52,7 +52,7 @@ class OverAll:
             DivergenceError: If the loss of a rank is not finite, in training; on all ranks alike.
             ConfigurationError: Outside of a prepared loader's batch.
         """
-        turn = self._place.turn("the loss was called")
+        turn = self._place.turn("the loss was called", (args, kwargs))
         if self._exact is not None and len(args) == 2 and not kwargs and not self._is_by_samples():
             return self._of_known(self._exact, *args)
         if self._exact is not None and not self._is_trusted:

@@ -44,6 +44,9 @@ class Taker(Protocol):
     ) -> Gradients:
         """The same where gradients are returned."""
 
+    def plain(self, found: Gradients, inputs: Sequence[Tensor]) -> None:
+        """Is shown gradients of a pass that did not concern it."""
+
 
 def replaced(taker: Taker) -> Callable[[], None]:
     """Replaces both functions until what is returned is called."""
@@ -81,7 +84,9 @@ def replaced(taker: Taker) -> Callable[[], None]:
             return grad(outputs, inputs, given, retain_graph, create_graph, *args, **kwargs)
 
         if taker.concerns(roots, True) is None:
-            return run(1)
+            found = run(1)
+            taker.plain(found, several(inputs))
+            return found
         return taker.grad(roots, grad_outputs, several(inputs), create_graph, run)
 
     torch.autograd.backward, torch.autograd.grad = backward_of_all, grad_of_all
@@ -213,6 +218,23 @@ class Passes:
         with self._place.summing():
             self._mean.returned(found, inputs, value, tolerance)
         return found
+
+    def plain(self, found: Gradients, inputs: Sequence[Tensor]) -> None:
+        """Gradients of no prepared loss; a collective call where some are of parameters, and a batch is at hand.
+
+        Raises:
+            ConfigurationError: If those are not the same on all ranks.
+        """
+        place = self._place
+        if place.is_over or place.is_in_pass or self._mean.ranks == 1 or not place.rows:
+            return
+        self._mean.check_alike(
+            [
+                (tensor, each)
+                for tensor, each in zip(inputs, found, strict=False)
+                if each is not None and self._mean.owns(tensor)
+            ]
+        )
 
     def _is_known(self, tensor: Any) -> bool:
         """A parameter, or a leaf with a row for each of this rank's samples."""

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from evener.data.batch import Batch, MicroBatch, map_leaves
+from evener.data.batch import Batch, MicroBatch
 from evener.errors import ConfigurationError
 from evener.hardware.readout import Readout
 from evener.hardware.stopwatch import stopwatch, waiting
@@ -25,6 +24,8 @@ from evener.nn.batch_norm import BatchNorm, normalize_by_batches
 from evener.nn.scope import Scope
 from evener.prepared.agreeing import WAITS, check_calls, check_marks, check_strangers, check_updates
 from evener.prepared.comparing import Replicas
+from evener.prepared.handed import check_at_hand
+from evener.prepared.outputs import Outputs
 from evener.prepared.random import CommonRandom
 from evener.prepared.summing import MeanOfRanks
 from evener.replicas import digest, together
@@ -62,6 +63,8 @@ class Turn:
     versions: list[tuple[int, int]] = field(default_factory=list)
     is_counted: bool = False
     """Whether a mean was taken over as many terms as the rank has samples."""
+    counted: set[int] = field(default_factory=set)
+    """Whole numbers that were counted over all ranks."""
     dim: int = 0
     """Along which tensors have the samples."""
     is_crossed: bool = False
@@ -131,11 +134,9 @@ class Place:
         """Losses that were named in passing."""
         self.batches: Any = None
         """Those that the loop makes itself, if it does."""
-        self.outputs: list[Tensor] = []
-        """What models gave since the batch began, where ranks wait for each other in going backward through them."""
-        self._watched: list[RemovableHandle] = []
-        self._watch_outputs()
         self._turns: list[Turn] = []
+        self._outputs = Outputs(lambda: bool(self._turns))
+        self._watch_outputs()
         self._measured: Turn | None = None
 
     @property
@@ -156,12 +157,21 @@ class Place:
     def world_size(self) -> int:
         return self.session.world_size
 
-    def turn(self, what: str) -> Turn:
+    @property
+    def outputs(self) -> list[Tensor]:
+        """What models gave since the batch began, where ranks wait for each other in going backward through them."""
+        return self._outputs.found
+
+    def turn(self, what: str, of: Any = None) -> Turn:
         """The batch at hand.
 
+        Args:
+            of: Tensors that must be of it.
+
         Raises:
-            ConfigurationError: If there is none.
+            ConfigurationError: If there is none, or if they are not.
         """
+        check_at_hand(of, self._turns, what)
         if not self._turns:
             raise ConfigurationError(OUTSIDE.format(what=what))
         return self._turns[-1]
@@ -184,25 +194,11 @@ class Place:
         check_strangers([row[2] for row in rows])
         return [row[3:] for row in rows]
 
-    def _keep_outputs(self, module: nn.Module, args: Any, found: Any) -> None:
-        if self._turns:
-            map_leaves(self._keep, found)
-
     def _watch_outputs(self) -> None:
         """Ranks wait for each other in going backward through a BatchNorm, and none may go another way."""
-        self._unwatch_outputs()
         normalize_by_batches(self.learner.model)
         self.waits_in_backward = any(isinstance(part, BatchNorm) for part in self.learner.model.modules())
-        watched = self._models if self.world_size > 1 and self.waits_in_backward else []
-        self._watched = [model.register_forward_hook(self._keep_outputs) for model in watched]
-
-    def _unwatch_outputs(self) -> None:
-        while self._watched:
-            self._watched.pop().remove()
-
-    def _keep(self, leaf: Any) -> None:
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            self.outputs.append(leaf)
+        self._outputs.watch(self._models if self.world_size > 1 and self.waits_in_backward else [])
 
     @contextmanager
     def at(self, turn: Turn) -> Iterator[None]:
@@ -306,7 +302,7 @@ class Place:
         references = [weakref.ref(model) for model in self._models]
         if not self._turns:
             self._models, self._held = [], []
-            self._unwatch_outputs()
+            self._outputs.watch([])
             self.outputs.clear()
             self.mean.release()
             while self._learners:
@@ -376,7 +372,7 @@ class Place:
         """Gives everything back."""
         if not self.is_over:
             self.is_over = True
-            self._unwatch_outputs()
+            self._outputs.watch([])
             for turn in list(self._turns):
                 self.leave(turn)
             self.mean.close()

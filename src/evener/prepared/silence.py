@@ -2,9 +2,10 @@
 
 BatchNorm of the other ranks waits in the backward pass for its part, and whoever asks for a gradient gets one: zeros.
 Zero times the loss would not do: zero times a loss or a derivative that is not finite is not zero. So each step of the
-backward pass that gets zeros alone is made to give zeros alone::
+backward pass that gets zeros alone is made to give zeros alone; not a function of somebody's own, as a BatchNorm of all
+ranks, whose part of the other ranks' gradients is not zero::
 
-    silent ── 0 ──▶ loss ── 0 ──▶ log ── 0 * inf, made 0 ──▶ model ── 0 ──▶ parameters, inputs
+    silent ── 0 ──▶ loss ── 0 ──▶ log ── 0 * inf, made 0 ──▶ layers ── 0 ──▶ BatchNorm ──▶ layers, parameters, inputs
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 
 def silent(total: Tensor) -> Tensor:
@@ -21,7 +23,8 @@ def silent(total: Tensor) -> Tensor:
     if not total.requires_grad:
         return total.detach().new_zeros(())
     for node in _nodes_behind(total):
-        node.register_hook(_zeros_of_zeros)
+        if not isinstance(node, BackwardCFunction):
+            node.register_hook(_zeros_of_zeros)
     return silence_of([total])
 
 

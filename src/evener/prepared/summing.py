@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -314,6 +315,24 @@ class MeanOfRanks:
         for parameter in strange:
             _mark(parameter, _WHOLE)
 
+    def check_alike(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """A collective call if something was found.
+
+        Raises:
+            ConfigurationError: On all ranks alike, if gradients of parameters are not the same on all of them.
+        """
+        if not found or self._learner.session.mixed:
+            return
+        digests = {str(number): digest(each.detach()).item() for number, (_, each) in enumerate(found)}
+        rows = self._exchange("the comparison of gradients that were not summed", together(digests))
+        if len({row[0] for row in rows}) > 1:
+            raise ConfigurationError(
+                f"torch.autograd.grad was asked for the gradient of {self._name(found[0][0])} by a number that went "
+                f"through no prepared loss, and found another one on each rank, of its own samples. {WAY_OUT}. For an "
+                "inner step take samples that all ranks have. To look at this rank's gradients alone, take them of a "
+                "copy of the model (copy.deepcopy)"
+            )
+
     def check_none_put_off(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises:
         ConfigurationError: If the gradients of ``parameters`` wait for a backward pass that sums them.
@@ -326,7 +345,7 @@ class MeanOfRanks:
                 "step must be outside of"
             )
 
-    def _name(self, parameter: nn.Parameter) -> str:
+    def _name(self, parameter: Any) -> str:
         return self._learner.names.get(parameter, "a parameter")
 
     def check_sound(self, parameters: Iterable[nn.Parameter], step: int) -> None:

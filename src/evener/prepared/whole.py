@@ -7,6 +7,8 @@ agree on it where their shares are equal: nobody would notice.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,19 +26,33 @@ _MEAN = (
 )
 
 
+@dataclass(frozen=True)
+class Confused:
+    """Numbers of a rank that may be taken for those of all."""
+
+    own: frozenset[int]
+    """Of samples, elements and terms that this rank has, which are not those of all."""
+    counted: Set[int]
+    """What was counted over all ranks with this batch, also later: those may be the same by chance."""
+    rank: int
+
+    def has(self, number: int) -> bool:
+        """Whether it is this rank's own."""
+        return number in self.own and number not in self.counted
+
+
 class Whole(Tensor):
     """One number of all ranks' samples.
 
     Attributes:
         plain: The same as a plain tensor.
-        own: Numbers of samples, elements and terms that this rank has, which are not those of all.
+        confused: What it is not to be divided or multiplied by.
         is_sum: Whether it was divided by nothing.
     """
 
     plain: Tensor
-    own: frozenset[int]
+    confused: Confused
     is_sum: bool
-    rank: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +63,7 @@ class Whole(Tensor):
             whole.look_at(name, [part for part in args if part is not whole])
         made = func(*_plain(args), **_plain(kwargs or {}))
         stays = name in _STAYS and isinstance(made, Tensor) and not made.dim()
-        return whole_of(made, whole.own, whole.is_sum, whole.rank) if stays else made
+        return whole_of(made, whole.confused, whole.is_sum) if stays else made
 
     def look_at(self, name: str, others: list[Any]) -> None:
         """Raises:
@@ -56,18 +72,18 @@ class Whole(Tensor):
         Warns:
             UserWarning: If a mean of all is multiplied by one.
         """
-        if self.is_sum == name.startswith("mul") or _number(others) not in self.own:
+        if self.is_sum == name.startswith("mul") or not self.confused.has(number := _number(others)):
             return
-        words = (_SUM if self.is_sum else _MEAN).format(number=_number(others), rank=self.rank)
+        words = (_SUM if self.is_sum else _MEAN).format(number=number, rank=self.confused.rank)
         if self.is_sum:
             raise LossError(words)
         warnings.warn(words, stacklevel=4)
 
 
-def whole_of(value: Tensor, own: frozenset[int], is_sum: bool, rank: int) -> Tensor:
-    """``value`` as one number of all ranks; ``own`` are numbers of this rank's that it may be confused with."""
+def whole_of(value: Tensor, confused: Confused, is_sum: bool) -> Tensor:
+    """``value`` as one number of all ranks."""
     made = value.as_subclass(Whole)
-    made.plain, made.own, made.is_sum, made.rank = value, own, is_sum, rank
+    made.plain, made.confused, made.is_sum = value, confused, is_sum
     return made
 
 
