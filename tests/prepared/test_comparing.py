@@ -21,7 +21,7 @@ from tests.prepared.test_silence import steps
 def a_weight_written_on_one_rank(_: bool) -> None:
     loop = Loop(True)
     with patch.object(comparing, "steps_between", lambda *_: 4):  # not by the time that it takes
-        for _ in range(4):
+        for _ in range(6):
             steps(loop)
             if evener.is_main():
                 loop.model[2].bias.data[1] += 1e-9
