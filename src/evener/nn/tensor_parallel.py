@@ -33,6 +33,7 @@ from evener.nn.scope import current
 from evener.nn.seen_weight import seen
 from evener.nn.sequence_parallel import Stream
 from evener.nn.shared import Shared
+from evener.nn.tensor_region import Apart
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Divided(nn.Module):
     """Its qualified name in the model."""
     stream: Stream | None = None
     """The stream that it is in, if positions are divided where features are not."""
+    apart: Apart | None = None
+    """Where ranks draw random numbers of their own, if this layer begins such a region or ends it."""
     _parts = Shared[Parts]()
 
     def __getattr__(self, name: str) -> Any:
@@ -106,11 +109,19 @@ Compute = Callable[[Any, Tensor, Any, Any], Tensor]
 """From a layer, its input, weight and bias, the output."""
 
 
-class _Columns(Divided):
+class ColumnLayer(Divided):
+    """Makes some of its features."""
+
     held: ClassVar = {"weight": 0, "bias": 0}
     compute: ClassVar[Compute]
+    whole: Tensor | None = None
+    """What it reads in the place of a stand-in, until its next call."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.whole is not None:
+            input, self.whole = self.whole, None
+        if self.apart is not None and self.training:
+            self.apart.begin(input.device)
         weight, bias = self.own("weight"), self.own("bias")
         assert weight is not None
         if self.stream is not None:
@@ -118,14 +129,20 @@ class _Columns(Divided):
         return type(self).compute(self, enter(input, self.parts.group), weight, bias)
 
 
-class _Rows(Divided):
+class RowLayer(Divided):
+    """Reads some of its features."""
+
     held: ClassVar = {"weight": 1}
     features: ClassVar[int] = -1
     """The dimension of the features, or channels."""
+    between: tuple[tuple[nn.Module, str], ...] = ()
+    """Parameters of others in the region that this layer ends, of whose gradients each rank has a term."""
     compute: ClassVar[Compute]
 
     def forward(self, input: Tensor) -> Tensor:
         parts = self.parts
+        if self.apart is not None:
+            self.apart.end()
         if input.shape[self.features] == parts.whole:
             input = split(input, parts.group, self.features, parts.sizes)
         elif input.shape[self.features] != len(parts.own):
@@ -154,14 +171,14 @@ def _multiplied(layer: nn.Linear, input: Tensor, weight: Any, bias: Any) -> Tens
     return F.linear(input, weight, bias)
 
 
-class ColumnLinear(_Columns, nn.Linear):
+class ColumnLinear(ColumnLayer, nn.Linear):
     """``nn.Linear`` that makes some of its output features: from (..., in_features), alike on all ranks, the part
     (..., own features)."""
 
     compute = _multiplied
 
 
-class RowLinear(_Rows, nn.Linear):
+class RowLinear(RowLayer, nn.Linear):
     """``nn.Linear`` that reads some of its input features: from (..., own features), the sum over the ranks (...,
     out_features), alike on all. An input that has all features is cut."""
 
@@ -294,39 +311,39 @@ def _convolved(layer: Convolution, input: Tensor, weight: Any, bias: Any) -> Ten
     return function(input, weight, bias, layer.stride, layer.padding, layer.dilation)
 
 
-class ColumnConv1d(_Columns, nn.Conv1d):
+class ColumnConv1d(ColumnLayer, nn.Conv1d):
     """``nn.Conv1d`` that makes some of its output channels."""
 
     compute = _convolved
 
 
-class ColumnConv2d(_Columns, nn.Conv2d):
+class ColumnConv2d(ColumnLayer, nn.Conv2d):
     """``nn.Conv2d`` that makes some of its output channels."""
 
     compute = _convolved
 
 
-class ColumnConv3d(_Columns, nn.Conv3d):
+class ColumnConv3d(ColumnLayer, nn.Conv3d):
     """``nn.Conv3d`` that makes some of its output channels."""
 
     compute = _convolved
 
 
-class RowConv1d(_Rows, nn.Conv1d):
+class RowConv1d(RowLayer, nn.Conv1d):
     """``nn.Conv1d`` that reads some of its input channels."""
 
     features: ClassVar = -2
     compute = _convolved
 
 
-class RowConv2d(_Rows, nn.Conv2d):
+class RowConv2d(RowLayer, nn.Conv2d):
     """``nn.Conv2d`` that reads some of its input channels."""
 
     features: ClassVar = -3
     compute = _convolved
 
 
-class RowConv3d(_Rows, nn.Conv3d):
+class RowConv3d(RowLayer, nn.Conv3d):
     """``nn.Conv3d`` that reads some of its input channels."""
 
     features: ClassVar = -4

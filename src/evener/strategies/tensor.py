@@ -15,6 +15,7 @@ the first step they are compared, and a layer that took a part for the whole is 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ from evener.nn.drawing import draw_apart
 from evener.nn.dropout import Dropout
 from evener.nn.messages import largest
 from evener.nn.names import clean_name
-from evener.nn.tensor_parallel import COLUMNS, ROWS, VOCABULARY, Parts, VocabularyLinear, divide_layer
+from evener.nn.tensor_parallel import VOCABULARY, Parts, VocabularyLinear, divide_layer
+from evener.nn.transposed import column_kinds, row_kinds
 from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy
 from evener.runtime.mesh import Layout, Mesh
 from evener.strategies import gradients
@@ -47,7 +49,9 @@ from evener.strategies.lookups import EMBEDDINGS
 from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
-from evener.strategies.planned.plan import Plan, Use, plan_of
+from evener.strategies.planned.arranging import arrange
+from evener.strategies.planned.first_samples import Found, tried
+from evener.strategies.planned.plan import Plan, Use, derived_of, plan_of
 from evener.strategies.planned.regions import RECURRENT, obstacle, width
 from evener.strategies.planned.sequence import divide_positions, in_terms_of
 from evener.strategies.planned.trace import output_layer
@@ -81,6 +85,8 @@ class TensorParallel(Strategy):
     combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard", "context")
     output: ClassVar[str | None] = None
     """The layer that makes the scores of the task's loss; of an object that is prepared."""
+    tried: ClassVar[Found] = ((), {})
+    """What the first samples tell; of an object that is prepared."""
 
     def layout(self, world_size: int, settings: Settings) -> Layout:
         if settings.compression is not None:
@@ -96,17 +102,19 @@ class TensorParallel(Strategy):
             and task.forward is call_model
         ):
             object.__setattr__(found, "output", output_layer(model))
+        if self.plan is None or "auto" in (entry.strip() for entry in self.plan.split(",")):
+            object.__setattr__(found, "tried", tried(model, learner, derived_of(model), AXIS))
         return found
 
     def plan_for(self, model: nn.Module) -> Plan:
         """How a model is divided."""
-        return plan_of(model, self.plan, self.sequence, self.output)
+        return plan_of(model, self.plan, self.sequence, self.output, self.tried[0])
 
     def describe(self, model: nn.Module) -> str:
         """The plan for a model, a line for each module."""
         found = self.plan_for(model)
         words = f"{len(found.uses)} modules of {type(model).__name__} are divided:\n{found.describe()}"
-        return "\n".join([words, *(f"  {line}" for line in _left_whole(model))])
+        return "\n".join([words, *(f"  {line}" for line in _left_whole(model, self.tried[1]))])
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
         # A group of its own: the messages of forward and backward never meet those of the buckets.
@@ -132,8 +140,10 @@ class TensorParallel(Strategy):
         check_elementwise(optimizer, "tensor")
 
 
-def _left_whole(model: nn.Module) -> Iterator[str]:
-    """The layers that no plan divides, with the reason."""
+def _left_whole(model: nn.Module, reasons: Mapping[str, str]) -> Iterator[str]:
+    """The layers that no plan divides, with the reason; those of blocks that are alike are one line."""
+    alike = {re.sub(r"\b\d+\b", "*", name): reason for name, reason in reasons.items()}
+    yield from (f"{name} is left whole: {reason}" for name, reason in alike.items())
     for name, module in model.named_modules():
         if isinstance(module, RECURRENT):
             yield f"{clean_name(name) or 'the model'} is left whole: {obstacle(module)}"
@@ -184,6 +194,7 @@ class _Division:
         self._check_runs()
         self._check_tied()
         self._cut()
+        arrange(plan.regions, self._modules, self._read, self._index)
         divide_positions(self._modules, plan, self._group, self._index)
         for module in self._model.modules():
             _slowly(module)
@@ -207,12 +218,12 @@ class _Division:
 
     def _colwise(self, name: str, layer: nn.Module, use: Use) -> None:
         parts = self._made[name] = self._parts(name, width(layer)[1] // use.blocks, use.unit)
-        for held, dim in divide_layer(layer, COLUMNS, parts, name).held.items():
+        for held, dim in divide_layer(layer, column_kinds(layer), parts, name).held.items():
             self._say(layer, held, dim, parts, use.blocks)
 
     def _rowwise(self, name: str, layer: nn.Module, use: Use) -> None:
         parts = self._read[name] = self._parts(name, width(layer)[0], use.unit)
-        for held, dim in divide_layer(layer, ROWS, parts, name).held.items():
+        for held, dim in divide_layer(layer, row_kinds(layer), parts, name).held.items():
             self._say(layer, held, dim, parts)
 
     def _vocabulary(self, name: str, layer: nn.Module, use: Use) -> None:

@@ -13,12 +13,12 @@ A plan says a word for a module, by its name::
 The words are those of DTensor's plans. ``colwise:8`` keeps runs of 8 features together, as the heads of a projection
 are, and ``colwise:8:3`` cuts three blocks of rows alike, as a fused projection to queries, keys and values has.
 
-What is derived is what the structure of the model, or a recording of its forward, proves.
+What is derived is what the structure of the model, a recording of its forward, or a trial on the first samples proves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -28,7 +28,9 @@ from evener.borrowed.layers import AnyBatchNorm, AnyDropout
 from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.names import clean_name
+from evener.nn.transposed import is_transposed
 from evener.strategies.lookups import EMBEDDINGS
+from evener.strategies.planned.candidates import TriedRegion
 from evener.strategies.planned.regions import (
     CONVOLUTIONS,
     RECURRENT,
@@ -76,6 +78,8 @@ class Plan:
     """How the modules of a model are divided, by their names."""
 
     uses: Mapping[str, Use]
+    regions: tuple[TriedRegion, ...] = ()
+    """Those among them that a trial found."""
 
     @property
     def words(self) -> dict[str, str]:
@@ -93,7 +97,11 @@ class Plan:
 
 
 def plan_of(
-    model: nn.Module, plan: str | None = None, sequence: bool = False, output: str | None = None
+    model: nn.Module,
+    plan: str | None = None,
+    sequence: bool = False,
+    output: str | None = None,
+    tried: Sequence[TriedRegion] = (),
 ) -> Plan:
     """How the strategy ``tensor`` divides a model, in the order of its modules.
 
@@ -103,13 +111,16 @@ def plan_of(
             counts; ``auto`` alone stands for what would be derived. None to have it derived.
         sequence: Whether what is derived includes which modules compute some of the positions.
         output: The linear layer that makes the scores of a loss, which is derived to be divided by these.
+        tried: What a trial found besides.
 
     Raises:
         TaskError: If there is nothing to divide, or a module cannot be divided so; with its name.
         ConfigurationError: If the plan cannot be read, or a pattern fits no module.
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
-    derived = _derived(model, modules)
+    derived = derived_of(model)
+    for region in tried:
+        derived |= _uses_of(region)
     if output is not None and output not in derived and _has_words(modules[output], _shared(model)):
         derived[output] = Use("vocabulary")
     if plan is None:
@@ -119,7 +130,8 @@ def plan_of(
     uses = _given("auto" if plan is None else plan, modules, derived)
     for name, use in uses.items():
         _check_use(name, use, modules[name])
-    found = Plan(_with_between(uses, derived, modules))
+    kept = tuple(region for region in tried if _uses_of(region).items() <= uses.items())
+    found = Plan(_with_between(uses, derived, modules), kept)
     check_streams(modules, found.words, {name: use.dim for name, use in found.uses.items()})
     return found
 
@@ -179,7 +191,8 @@ def _check_use(name: str, use: Use, module: nn.Module) -> None:
     kind = type(module).__name__
     if isinstance(module, RECURRENT) and use.word not in ("whole", "sequence"):
         raise TaskError(f"plan: {name} cannot be divided: {obstacle(module)}; leave it out of the plan")
-    if not isinstance(module, wanted[use.word]):
+    transposed = use.word in ("colwise", "rowwise") and is_transposed(module)
+    if not isinstance(module, wanted[use.word]) and not transposed:
         kinds = ", ".join(each.__name__.removeprefix("_") for each in wanted[use.word])
         raise TaskError(f"plan: {name} is a {kind}, and {use.word} is for {kinds}")
     if use.word in ("colwise", "rowwise", "vocabulary") and (why := obstacle(module)):
@@ -248,7 +261,9 @@ def _only(name: str, seen: set[Use]) -> Use:
 # Derived
 
 
-def _derived(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Use]:
+def derived_of(model: nn.Module) -> dict[str, Use]:
+    """What the model's structure and the recordings of its forward prove."""
+    modules = {clean_name(name): module for name, module in model.named_modules()}
     names = {module: name for name, module in modules.items()}
     shared = _shared(model)
     found: dict[str, Use] = {}
@@ -261,6 +276,16 @@ def _derived(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Us
         if not weights & shared and not used & found.keys():
             found |= {names[module]: use for module, use in _uses(region)}
     return found | {name: Use("vocabulary") for name in _vocabulary(modules) if name not in found}
+
+
+def _uses_of(region: TriedRegion) -> dict[str, Use]:
+    guess = region.guess
+    found = {column.name: Use("colwise", column.unit, column.blocks) for column in guess.columns}
+    drops = {
+        name: Use("between", length // guess.runs, length=length, dim=dim)
+        for name, dim, length in region.drops
+    }
+    return {**found, **drops, guess.row: Use("rowwise", guess.unit)}
 
 
 def _streams(
@@ -318,7 +343,14 @@ def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[str]:
             isinstance(kind, EMBEDDINGS) and kind.num_embeddings > kind.embedding_dim for kind in kinds
         )
         whole = all(isinstance(kind, (nn.Linear, *EMBEDDINGS)) and not obstacle(kind) for kind in kinds)
-        if large and whole:
+        beside = {
+            name
+            for kind in kinds
+            for p in own_parameters(kind).values()
+            if p is not None
+            for name in holders[p]
+        }
+        if large and whole and beside <= set(names):
             yield from names
 
 
@@ -332,6 +364,6 @@ def _check_found(model: nn.Module, found: Mapping[str, Use]) -> None:
         raise TaskError(
             f"strategy 'tensor' looked in {type(model).__name__} for pairs of linear layers or convolutions with only "
             "elementwise functions between, nn.MultiheadAttention, PyTorch's transformer layers, and embeddings of "
-            "more words than features, and found none whose forward it could follow: say what is divided by "
+            "more words than features, tried others on the first samples, and found none: say what is divided by "
             "plan='NAME=colwise,NAME=rowwise', or use strategy 'ddp'"
         )

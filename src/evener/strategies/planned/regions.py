@@ -19,6 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from evener.borrowed.layers import AnyBatchNorm
 from evener.borrowed.module_tensors import own_parameters
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d
+from evener.nn.transposed import is_transposed
 from evener.strategies.lookups import EMBEDDINGS, looks_at_the_batch
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -69,6 +70,9 @@ def width(layer: nn.Module) -> tuple[int, int]:
     """Of a layer that can be divided, the features, or channels, that it reads and that it makes."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
+    if is_transposed(layer):
+        rows, columns = layer.get_parameter("weight").shape
+        return rows, columns
     assert isinstance(layer, CONVOLUTIONS)
     return layer.in_channels, layer.out_channels
 
@@ -85,7 +89,7 @@ def obstacle(layer: nn.Module) -> str | None:
             f"it is a {type(layer).__name__}, each step of which needs all features of the one before, so that ranks "
             "would wait for each other at every position; the layers beside it can be divided"
         )
-    if type(layer) not in (nn.Linear, *EMBEDDINGS, *CONVOLUTIONS):
+    if type(layer) not in (nn.Linear, *EMBEDDINGS, *CONVOLUTIONS) and not is_transposed(layer):
         return f"it is a {type(layer).__name__}, which may compute something else"
     if own_parameters(layer).keys() - {"bias"} != {"weight"}:
         return "its weight is computed from other parameters"

@@ -34,7 +34,7 @@ from evener.nn.sequence_parallel import (
     in_terms,
     instead_of_forward,
 )
-from evener.nn.tensor_parallel import Divided
+from evener.nn.tensor_parallel import Divided, RowLayer
 from evener.strategies.local import changeable
 from evener.strategies.planned.plan import Plan
 from evener.strategies.planned.regions import is_sequence
@@ -65,7 +65,13 @@ def divide_positions(modules: Mapping[str, nn.Module], plan: Plan, group: Proces
 
 def in_terms_of(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of whose gradients each rank has a term."""
-    return {parameter for module in model.modules() for parameter in in_terms(module)}
+    between = (
+        own_parameters(each)[key]
+        for module in model.modules()
+        for each, key in (module.between if isinstance(module, RowLayer) else ())
+    )
+    found = {parameter for module in model.modules() for parameter in in_terms(module)}
+    return found | {parameter for parameter in between if parameter is not None}
 
 
 class _Streams:
