@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ LIKE_THEIRS: dict[str, tuple[Any, dict[str, Any]]] = {
     "in sequence": (model, SEQUENCE),
     "complete batches": (model, {**SEQUENCE, "dataloader_drop_last": True}),
     "the balance of a mixture": (mixture, {**WHOLE, "max_grad_norm": 0.0}),
+    "the smoothed words of a mixture": (mixture, {**WHOLE, "label_smoothing_factor": 0.2}),
     "a small balance": (lambda: mixture(5e-4), {**WHOLE, "num_train_epochs": 1}),
     "deterministic": (model, {**WHOLE, "full_determinism": True}),
 }
@@ -198,6 +200,32 @@ class AddsLMHeadModel(transformers.GPT2LMHeadModel):  # type: ignore[misc]
         if found.loss is not None and self.training:
             found.loss = found.loss + 1e-3
         return found
+
+
+def test_a_mixture_whose_loss_was_checked_goes_to_a_process_that_has_made_none(tmp_path: Path) -> None:
+    """``transformers`` puts hooks that cannot be sent into a mixture that computes, and notes by its class, where it
+    makes one, that there are scores of routers."""
+    from evener.integrations.transformers.given import copied
+    from evener.integrations.transformers.routers import with_routers
+
+    made = trainer(str(tmp_path), {"processes": 2}, given={"model": mixture()}, remove_unused_columns=False)
+    made._check_loss()
+    sent = pickle.loads(pickle.dumps(made.model))
+    noted = transformers.utils.output_capturing._CAN_RECORD_REGISTRY
+    before = dict(noted)
+    noted.clear()
+    try:
+        inputs, _ = made.collation(begun()[:2])
+        assert len(with_routers(copied(sent, deterministic=False), inputs)["router_logits"]) == 2
+    finally:
+        noted.clear()
+        noted.update(before)
+
+
+@pytest.mark.slow
+def test_ranks_of_its_own_train_a_mixture(tmp_path: Path) -> None:
+    made = trainer(str(tmp_path), {"processes": 2}, max_steps=1, given={"model": mixture()})
+    assert made.train().global_step == 1
 
 
 def test_a_term_that_would_be_left_out_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
@@ -24,7 +25,8 @@ from evener.report.terminal import _graphs_line
 from evener.strategies.compared import graph as graphs_of
 from evener.strategies.compared.difference import Comparison, limit
 from evener.strategies.compared.graph import Finding, in_words
-from evener.strategies.compared.trials import Inputs, trial
+from evener.strategies.compared.plain import plain_graph, recomputed
+from evener.strategies.compared.trials import Inputs, disturbed, trial
 from evener.strategies.compiling import Compiling, Graphs
 from tests import tasks
 from tests.comparing import worst
@@ -179,6 +181,109 @@ def test_what_draws_other_random_numbers_is_said_to_be_unknown() -> None:
     assert graphs.uncompiled == []
 
 
+def test_what_draws_some_other_random_numbers_is_unknown_and_what_is_scaled_besides_is_wrong() -> None:
+    """The first of two results is alike, the second is of other numbers: some of them are the same."""
+
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            masked = nn.functional.dropout(x, 0.5)
+            return masked, masked + torch.randn_like(x)
+
+    plain = fx.symbolic_trace(Drawing())
+
+    def compiled(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        masked = nn.functional.dropout(x, 0.5)
+        torch.rand(1)
+        return masked, factor * masked + torch.randn_like(x)
+
+    given = [torch.linspace(-1, 1, 60, dtype=torch.float64, requires_grad=True)]
+    comparison = Comparison(plain, compiled)
+    assert not comparison.wrong(given)
+    assert comparison.by_chance
+    comparison = Comparison(plain, lambda x: compiled(x, 4.0))
+    assert comparison.wrong(given)
+    assert not comparison.by_chance
+
+
+class Recomputed(nn.Module):
+    """A block that is computed again in backward, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def once(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(torch.tanh(self.linear(x)), 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.once, x, use_reentrant=False)
+        return found
+
+
+def recomputed_blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Recomputed(), Recomputed(), nn.Linear(6, 3)).double()
+
+
+def test_a_block_that_is_recomputed_in_backward_is_compared_with_what_the_model_computes() -> None:
+    """The captured graph by itself would draw other random numbers in backward."""
+    plain, model = recomputed_blocks(), recomputed_blocks()
+    graphs = Compiling("blocks", backend="aot_eager").apply(model, "cpu")
+    assert worst(dict(enumerate(computed(plain))), dict(enumerate(computed(model)))) <= 1e-12
+    assert not said(graphs)
+
+
+def test_wrong_code_of_a_block_that_is_recomputed_is_found_and_the_model_computed() -> None:
+    plain, model = recomputed_blocks(), recomputed_blocks()
+    graphs = Compiling("blocks", backend="without_weights").apply(model, "cpu")
+    assert all(map(torch.equal, computed(plain), computed(model)))
+    assert NAMED["without_weights"] in said(graphs)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128], ids=str)
+def test_rounding_is_measured_inside_of_what_is_recomputed(dtype: torch.dtype) -> None:
+    """Each of ten products, and not their result alone."""
+
+    def deep(x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = 1.1 * x
+        return x
+
+    nodes = fx.Graph()
+    x = nodes.placeholder("x")
+    nodes.output((nodes.call_function(recomputed, (nodes.get_attr("body"), x)),))
+    root = nn.Module()
+    root.body = fx.symbolic_trace(deep)
+    graph, eps = fx.GraphModule(root, nodes), torch.finfo(dtype).eps
+    inputs = Inputs([torch.ones(500, dtype=dtype)])
+    (plain,), (moved,) = trial(graph, inputs).outputs, disturbed(graph, inputs, 0).outputs
+    assert 2.5 * eps < float((moved - plain).norm() / plain.norm()) < 5 * eps
+
+
+def test_a_graph_of_another_algorithm_is_not_compared() -> None:
+    made: list[fx.GraphModule] = []
+
+    def chosen(x: Tensor) -> Tensor:
+        found: Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+        return found
+
+    def kept(graph: fx.GraphModule, examples: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    torch.compile(chosen, backend=kept, fullgraph=True)(torch.ones(3))
+    assert graphs_of._why_not(plain_graph(made[0])) == "cond is another algorithm where it is not compiled"
+
+
+def test_random_numbers_are_those_of_the_model_where_nothing_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, backend: asked.append(backend))
+    Compiling("blocks", check="no").function(len)
+    assert asked[0].config["fallback_random"]
+
+
 def test_what_cannot_be_computed_twice_is_said() -> None:
     model = blocks()
     graphs = Compiling("blocks", backend="only_once").apply(model, "cpu")
@@ -246,6 +351,21 @@ def test_inputs_that_lie_in_one_memory_still_do() -> None:
     found = trial(lambda a, b: (a.add_(b.sum()), b), Inputs([first, second]))
     assert torch.equal(found.outputs[1][:4], found.outputs[0][1])
     assert torch.equal(memory, torch.arange(12.0))
+
+
+def test_weights_have_their_names_where_the_block_is_called_with_other_tensors() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    block.c_attn = nn.Linear(2, 2)
+    caller = graphs_of.Caller("", block, graphs_of.Findings())
+    for written, name in (
+        ("L_fn_self_modules_0_parameters_weight_", "0.weight"),
+        ("L_self_modules_1_modules_0_parameters_weight_", "1.0.weight"),
+        ("L_self_modules_1_modules_1_buffers_running_mean_", "1.1.running_mean"),
+        ("L_self_modules_c_attn_parameters_bias_", "c_attn.bias"),
+        ("L_x_", "L_x_"),
+    ):
+        assert caller.name_of(torch.ones(2), written) == name
+    assert caller.name_of(block[1][0].bias, "L_x_") == "1.0.bias"
 
 
 def test_findings_of_all_ranks_in_words() -> None:

@@ -329,6 +329,19 @@ def outside() -> Task:
     return task(Apart, forward=lambda model, words: model.embedded(words))
 
 
+class ReadingOfOthers(Model):
+    def forward(self, words: Tensor) -> Tensor:
+        weight = next(
+            each for each in self.blocks[0].parameters() if each.ndim == 2 and each.shape[1] == WIDTH
+        )
+        scores: Tensor = super().forward(words)
+        return scores + (torch.ones(1, WIDTH, dtype=scores.dtype) @ weight.t()).sum()
+
+
+def reading() -> Task:
+    return task(ReadingOfOthers)
+
+
 def sparse() -> Task:
     return task(lambda: nn.Embedding(WORDS, WORDS, sparse=True))
 
@@ -395,6 +408,12 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
         ("outside", {"strategy": Fsdp(wrap="")}, TaskError, "blocks.0 is called outside of the model's own"),
         ("outside", {}, TaskError, "blocks.0 is called outside of the model's own forward"),
         (
+            "reading",
+            {},
+            TaskError,
+            "forward, line .* of test_fsdp.py, computes with the weight of a unit outside of .* @ weight.t.*'wrap'",
+        ),
+        (
             "choosing_by_rank",
             {},
             TaskError,
@@ -414,6 +433,11 @@ def test_what_cannot_be_sharded_is_refused(
     for found, message in ranks(2).run(refused, name, settings):
         assert issubclass(found, kind), message
         assert re.search(words, message), message
+
+
+def test_a_weight_that_others_read_may_be_in_the_models_own_unit(ranks: Any) -> None:
+    """As what refuses it says."""
+    compare(ranks, 2, "reading", strategy=Fsdp(wrap=""), steps=2)
 
 
 @pytest.mark.parametrize("strategy", [Fsdp(wrap=""), Fsdp(wrap="first")], ids=str)

@@ -67,6 +67,7 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
         slow(3, "normalized", {"schedule": "gpipe"}, {"micro_batch": 4}),
         (2, "choosing", {"cut": "2"}, {}),
         (2, "moved_on", {"microbatches": 1}, {}),
+        (2, "sized", {}, {}),
     ],
     ids=str,
 )
@@ -157,6 +158,29 @@ def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any, places: Any
 
 
 # What it says
+
+
+class Sized(nn.Module):
+    """Asks for sizes, type and device of weights of every stage, and its code cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x)
+        assert self.embed.weight.shape[0] == self.head.weight.size(1) == 6
+        x = self.embed(x) * self.head.weight.numel() ** -0.5
+        for block in self.blocks:
+            x = block(x)
+            assert next(self.parameters()).dtype == x.dtype == self.head.weight.dtype
+        outputs: Tensor = self.head(x.to(self.embed.weight)) * len(self.embed.bias)
+        return outputs
+
+
+def sized() -> Task:
+    return _task(model=Sized, metrics={})
 
 
 class Bad(nn.Module):

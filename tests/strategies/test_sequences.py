@@ -48,6 +48,13 @@ def test_tensors_are_named_by_their_place() -> None:
     assert (cut["a"].shape, cut["b"][0].words.shape) == ((2, 6), (2, 2))
 
 
+def test_pieces_lie_as_the_whole_does() -> None:
+    """nanoGPT and T5 ask for ``targets.view(-1)``."""
+    words = torch.arange(12).view(2, 6)
+    piece = Cutting(1, None).part(words, "inputs", lambda leaf: leaf[:, 2:4])
+    assert piece.view(-1).tolist() == [2, 3, 8, 9]
+
+
 def test_an_object_with_tensors_inside_is_refused() -> None:
     class Sparse(dict[str, Tensor]):
         def to(self, device: Any) -> Any:

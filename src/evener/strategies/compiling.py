@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.borrowed.compiling import compiled_so_far, with_any_size
+from evener.borrowed.compiling import backend_called, compiled_so_far, with_any_size
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, DivergenceError
 from evener.nn.names import clean_name
@@ -88,7 +88,9 @@ class Compiling:
     def function(self, forward: Any) -> Any:
         """``forward``, compiled when it is first called."""
         if self.check == "no":
-            return torch.compile(forward, mode=self.mode, backend=self.backend)
+            return torch.compile(
+                forward, backend=backend_called(self.backend, self.mode, fallback_random=True)
+            )
         return torch.compile(forward, backend=Compared(self.backend, self.mode))
 
 

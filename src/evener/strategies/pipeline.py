@@ -47,6 +47,7 @@ from evener.strategies.staged.best import (
 )
 from evener.strategies.staged.cutting import NOTHING, Stages, layers_of, words_of
 from evener.strategies.staged.drawing import Drawing
+from evener.strategies.staged.elsewhere import Away
 from evener.strategies.staged.reading import calls_of
 from evener.strategies.staged.running import StagedForward, called_with
 from evener.strategies.staged.schedule import order_of
@@ -162,7 +163,7 @@ class Pipeline(Strategy):
         stages.check_apart(rank_of)
         owners = {name: {rank_of[stage] for stage in users} for name, users in stages.users().items()}
         forward = StagedForward(stages, owners)
-        _leave_to_owners(model, owners, mesh)
+        forward.away = _leave_to_owners(model, owners, mesh)
         model.forward = forward
         return model
 
@@ -211,19 +212,25 @@ def draw(learner: Learner) -> Drawing:
     return Drawing(stepper.order, tuple(tuple(rows[rank][0]) for rank in learner.mesh.ranks(AXIS)), message)
 
 
-def _leave_to_owners(model: nn.Module, owners: dict[str, set[int]], mesh: Mesh) -> None:
-    """Of a weight that one place on the axis uses, all others keep an empty piece."""
+def _leave_to_owners(model: nn.Module, owners: dict[str, set[int]], mesh: Mesh) -> list[Away]:
+    """Of a weight that one place on the axis uses, all others keep an empty piece; gives those that this rank does."""
     degree, index = mesh.degree(AXIS), mesh.index(AXIS)
     names = {parameter: name for name, parameter in model.named_parameters()}
     made: dict[Tensor, nn.Parameter] = {}
+    away: list[Away] = []
     for module in model.modules():
         for key, parameter in own_parameters(module).items():
             if parameter is None:
                 continue
             users = owners.get(names[parameter], set())
             if len(users) == 1 and parameter.ndim and len(parameter):
-                made.setdefault(parameter, _part(parameter, min(users), degree, index))
-                own_parameters(module)[key] = made[parameter]
+                piece = made.setdefault(parameter, _part(parameter, min(users), degree, index))
+                own_parameters(module)[key] = piece
+                if index not in users:
+                    inner = slice_of(parameter)
+                    whole = tuple(parameter.shape) if inner is None else inner.whole_shape(parameter.shape)
+                    away.append(Away(module, key, names[parameter], whole))
+    return away
 
 
 def _part(parameter: nn.Parameter, owner: int, degree: int, index: int) -> nn.Parameter:

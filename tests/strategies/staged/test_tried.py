@@ -16,6 +16,7 @@ from evener.nn.scope import scope
 from evener.strategies.staged.calls import leaves_of
 from evener.strategies.staged.costs import measure
 from evener.strategies.staged.cutting import Stages, layers_of
+from evener.strategies.staged.elsewhere import Away, whole_forms
 from evener.strategies.staged.running import StagedForward
 from evener.strategies.staged.tracing import opened_in
 from evener.strategies.staged.tried import Rehearsal, try_both
@@ -283,6 +284,19 @@ def test_what_was_not_handed_on_is_never_a_number() -> None:
     model, forward = staged(depending, "blocks.2")
     assert through(model, forward, torch.randn(5, SIZE)).isfinite().all()
     assert through(model, forward, torch.randn(9, SIZE)).isnan().all()
+
+
+def test_numbers_of_a_weight_of_another_stage_are_refused_and_its_form_is_not() -> None:
+    model = nn.Sequential(nn.Linear(SIZE, 3), nn.Linear(3, SIZE))
+    own = model[0].weight = nn.Parameter(torch.empty(0, SIZE))
+    with whole_forms([Away(model[0], "weight", "0.weight", (3, SIZE))]):
+        assert model[0].weight.shape == (3, SIZE)
+        assert model[0].weight.numel() == 3 * SIZE
+        with pytest.raises(TaskError, match=r"uses numbers of 0.weight in sum, a weight of another stage"):
+            model[0].weight.sum()
+        with pytest.raises(TaskError, match=r"uses numbers of 0.weight in linear"):
+            F.linear(torch.ones(1, SIZE), model[0].weight)
+    assert model[0].weight is own
 
 
 def test_errors_of_the_model_are_told() -> None:

@@ -36,7 +36,17 @@ def copied(model: nn.Module, deterministic: bool) -> nn.Module:
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        _known(type(model), config)
     return copy.deepcopy(model)
+
+
+def _known(kind: type[nn.Module], config: Any) -> None:
+    """Makes a model of this kind without memory: ``transformers`` notes when it makes one which outputs, such as the
+    scores of routers, models of the kind can return, and has noted nothing in a process to which one was sent."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        kind(copy.deepcopy(config))
 
 
 def usual_collator(processing_class: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -117,30 +118,26 @@ def check_own_loss(
     """Compares the model's own loss of a batch with the one that is trained on, in evaluation and in training.
 
     Both are computed by the same operations up to the last sum, so that only rounding may differ. Random numbers are
-    the same for both, and what the model counts in training is as before.
+    the same for both. A copy of the model computes them: it counts in training, and ``transformers`` puts hooks into
+    it, with which it could not go to another process.
 
     Raises:
         ConfigurationError: If the model's own loss has other terms, which would be left out.
     """
+    model = copy.deepcopy(model)
     device = next(model.parameters()).device
     inputs, labels = {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
-    terms, mode = float(loss.count(labels)), model.training
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        for training in (False, True) if terms else ():
-            model.train(training)
-            own = _drawn_alike(lambda: model(**inputs, labels=labels).loss)
-            total = _drawn_alike(lambda: loss.total(_widened(forward(model, inputs)), labels))
-            if not math.isclose(own, total / terms, rel_tol=_ROUNDING):
-                raise ConfigurationError(
-                    f"{type(model).__name__}'s own loss of the first {len(labels)} samples is {own:.8g}"
-                    f"{' in training' * training}, and the mean over their labels is {total / terms:.8g}: it has other "
-                    "terms; give Trainer(loss=...)"
-                )
-    finally:
-        model.train(mode)
-        for name, buffer in model.named_buffers():
-            buffer.data.copy_(buffers[name])
+    terms = float(loss.count(labels))
+    for training in (False, True) if terms else ():
+        model.train(training)
+        own = _drawn_alike(lambda: model(**inputs, labels=labels).loss)
+        total = _drawn_alike(lambda: loss.total(_widened(forward(model, inputs)), labels))
+        if not math.isclose(own, total / terms, rel_tol=_ROUNDING):
+            raise ConfigurationError(
+                f"{type(model).__name__}'s own loss of the first {len(labels)} samples is {own:.8g}"
+                f"{' in training' * training}, and the mean over their labels is {total / terms:.8g}: it has other "
+                "terms; give Trainer(loss=...)"
+            )
 
 
 def _drawn_alike(compute: Callable[[], Tensor]) -> float:

@@ -13,12 +13,14 @@ weighted by their labels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evener.errors import LossError
+from evener.integrations.dictionaries import logits
 from evener.losses import Loss
 from evener.nn import all_reduce, data_group
 from evener.nn.scope import current
@@ -104,3 +106,8 @@ def with_routers(model: nn.Module, inputs: Any) -> dict[str, Any]:
             "balance loss is made: set config.output_router_logits=False, or give Trainer(loss=...)"
         )
     return {"logits": outputs.logits, ROUTERS: tuple(found), MASK: inputs.get(MASK)}
+
+
+def forward_for(loss: Loss) -> Callable[[nn.Module, Any], Any]:
+    """The ``forward`` of a task with this loss, which gives what it takes."""
+    return with_routers if isinstance(loss, BalancedLoss) else logits

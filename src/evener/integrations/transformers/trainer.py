@@ -23,7 +23,6 @@ from evener.config import RunConfig
 from evener.errors import ConfigurationError
 from evener.fitting import check_plan, fit
 from evener.given import check_dataset
-from evener.integrations.dictionaries import logits
 from evener.integrations.transformers.arguments import (
     SAID_OTHERWISE,
     check_arguments,
@@ -38,7 +37,7 @@ from evener.integrations.transformers.following import ENGINE, Followed, Followi
 from evener.integrations.transformers.given import copied, model_of, usual_collator
 from evener.integrations.transformers.losses import check_own_loss, loss_of
 from evener.integrations.transformers.optimizing import bound_again, made_again, optimizer_of, scheduler_of
-from evener.integrations.transformers.routers import BalancedLoss, with_routers
+from evener.integrations.transformers.routers import forward_for
 from evener.integrations.transformers.sampling import Sampling, sampling_of
 from evener.integrations.transformers.told import Told
 from evener.losses import Loss
@@ -234,7 +233,7 @@ class Trainer(Told):
         count = min(self.args.per_device_train_batch_size, len(self.train_dataset))
         inputs, labels = self.collation([self.train_dataset[index] for index in range(count)])
         own = loss_of(self.model) if self.args.label_smoothing_factor else self._loss
-        check_own_loss(self.model, own, self._forward, inputs, labels)
+        check_own_loss(self.model, own, forward_for(own), inputs, labels)
 
     # Evaluation
 
@@ -350,10 +349,6 @@ class Trainer(Told):
             self.args, self.train_dataset, config.samples_at_once or size, size, self.processing_class
         )
 
-    @property
-    def _forward(self) -> Callable[[nn.Module, Any], Any]:
-        return with_routers if isinstance(self._loss, BalancedLoss) else logits
-
     def _steps(self, config: RunConfig) -> int:
         return config.steps or self._steps_an_epoch(config) * (config.epochs or 1)
 
@@ -364,7 +359,7 @@ class Trainer(Told):
         steps = 1 if applied_to is not None else self._steps(config)
         return Task(
             model=lambda: exact_dropout(copied(model, args.full_determinism)),
-            forward=self._forward,
+            forward=forward_for(self._loss),
             loss=self._loss,
             order=None if applied_to is not None else self._sampling(config),
             optimizer=self._make_optimizer,

@@ -16,13 +16,14 @@ A number at the edge of a ReLU, or a choice between experts at a tie, falls to o
 other in another. With other inputs it does not, so that only what is wrong with all of them is called wrong.
 
 Where a graph draws random numbers, both begin with the same state of the generators. A backend may draw others all the
-same; then nothing can be said of its results but that they lie as far apart as those of two draws.
+same, or some of them. If the forward pass differs, both are therefore computed with several seeds: other random numbers
+make differences that go anywhere, and wrong code makes some that go the same way with each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -42,8 +43,10 @@ _DISTURBED = 3
 """Disturbed trials that measure a floor."""
 _AGAIN = 2
 """Repetitions with other inputs before something is called wrong."""
-_ALIKE = 1 / 4
-"""By less than this part of what chance makes of a result two lie apart that have drawn the same numbers."""
+_DRAWS = range(100, 112)
+"""Seeds with which both are computed where their random numbers may not be the same."""
+_LEANS = len(_DRAWS) / 2
+"""Above so many times the sum of the squared norms of differences, the squared norm of their sum is no chance."""
 _LEANING = 1 / 16
 """So much of a difference by rounding may go along with the plain result, as far as few trials can tell."""
 _SPREAD = 1e-2
@@ -124,18 +127,43 @@ class Comparison:
             return []
         self._floors = floors(plain, [disturbed(self.plain, inputs, n) for n in range(_DISTURBED)], inputs)
         found = beyond(apart, self._floors)
-        if found and plain.drew:
-            others = [trial(self.plain, inputs, draw) for draw in range(_DISTURBED)]
-            chances = floors(plain, others, inputs)
-            if not self._drew_alike(apart, chances):
-                found = beyond(apart, chances)
-                self.by_chance |= not found
-        return found
+        drew_alike = all(
+            each.place.kind == "gradient" for each in found
+        )  # nothing of the forward pass differs
+        if not found or not plain.drew or drew_alike:
+            return found
+        others = [trial(self.plain, inputs, draw) for draw in range(_DISTURBED)]
+        certain = {each.place for each in beyond(apart, floors(plain, others, inputs))}
+        draws = ((trial(self.plain, inputs, n), trial(self.compiled, inputs, n)) for n in _DRAWS)
+        certain |= leaning(draws, [each.place for each in found], inputs)
+        self.by_chance |= not certain
+        return [each for each in found if each.place in certain]
 
-    def _drew_alike(self, apart: Differences, chances: Differences) -> bool:
-        """Whether both drew the same numbers: then some result that depends on these is nearly the same."""
-        of_chance = [place for place, each in chances.items() if each.norm > limit(self._floors[place].norm)]
-        return not of_chance or any(apart[place].norm < _ALIKE * chances[place].norm for place in of_chance)
+
+def leaning(
+    draws: Iterable[tuple[Computed, Computed]], places: Sequence[Place], inputs: Inputs
+) -> set[Place]:
+    """The places at which two graphs differ however they draw: the differences of several draws go the same way.
+
+    Where both compute the same of other random numbers, each difference is as likely as its opposite. Of so many of
+    them the squared norm of the sum is then about the sum of the squared norms, and at most that times their number.
+    """
+    sums: dict[Place, Tensor] = {}
+    squares: dict[Place, float] = {}
+    for plain, other in draws:
+        found = {
+            Place(kind, at): pair
+            for kind, pairs in _pairs(plain, other, inputs).items()
+            for at, pair in pairs.items()
+        }
+        for place in places:
+            own, its = found[place]
+            if own is None or its is None or own.shape != its.shape or not _is_floating(own):
+                continue
+            difference = torch.nan_to_num(_numbers(its) - _numbers(own))
+            sums[place] = sums[place] + difference if place in sums else difference
+            squares[place] = squares.get(place, 0.0) + _norm(difference) ** 2
+    return {place for place, sum in sums.items() if _norm(sum) ** 2 > _LEANS * squares[place]}
 
 
 def differences(plain: Computed, other: Computed, inputs: Inputs) -> Differences:

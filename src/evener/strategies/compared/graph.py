@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from evener.borrowed.compiling import Backend, asked_through, backend_called, na
 from evener.borrowed.fake_tensors import active_fake_mode
 from evener.nn.names import clean_name
 from evener.strategies.compared.difference import Comparison, Place, Wrong
+from evener.strategies.compared.plain import plain_graph, unlike
 
 SIZES = 16
 """So many sizes of its inputs a graph is compared with, as soon as they come."""
@@ -109,12 +110,28 @@ class Caller:
     block: nn.Module
     findings: Findings
 
-    def name_of(self, held: Tensor) -> str | None:
-        """In the block; None if it is none of its parameters and buffers."""
-        for name, each in chain(self.block.named_parameters(), self.block.named_buffers()):
-            if each is held:
-                return clean_name(name)
-        return None
+    def name_of(self, held: Tensor, written: str) -> str:
+        """In the block, for one of its parameters and buffers; else what stands in the graph.
+
+        Args:
+            written: What TorchDynamo calls it there, ``L_fn_self_modules_0_parameters_weight_``; by that it is found if
+                the block is called with other tensors than it has, as it is where a strategy puts its own in.
+        """
+        tensors = {"parameters": self.block.named_parameters, "buffers": self.block.named_buffers}
+        paths: dict[str, str] = {}
+        for kind, named in tensors.items():
+            for name, each in named():
+                if each is held:
+                    return clean_name(name)
+                *modules, own = name.split(".")
+                path = "".join(f"_modules_{module}" for module in modules) + f"_{kind}_{own}_"
+                paths[_letters(path)] = clean_name(name)
+        found = max((path for path in paths if _letters(written).endswith(path)), key=len, default=None)
+        return written if found is None else paths[found]
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-zA-Z0-9]+", "_", name)
 
 
 class _Callers(threading.local):
@@ -179,7 +196,7 @@ class Compared:
 def _compared(backend: Backend, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     """The graph's compiled code, to be compared. With CUDA graphs the same code is tried without: a recording would
     take a trial for a pass of the model."""
-    plain, other = (fx.GraphModule(graph, copy.deepcopy(graph.graph)) for _ in range(2))
+    plain, other = plain_graph(graph), fx.GraphModule(graph, copy.deepcopy(graph.graph))
     unrecorded = without_cuda_graphs(backend)
     before, _callers.asking = _callers.asking, True
     try:
@@ -265,9 +282,8 @@ class Graph:
     def _named(self, place: Place, caller: Caller, args: Sequence[Any]) -> str:
         if place.kind == "output":
             return f"output {place.at}"
-        name = caller.name_of(args[place.at]) or str(
-            self._plain.graph.find_nodes(op="placeholder")[place.at].target
-        )
+        written = str(self._plain.graph.find_nodes(op="placeholder")[place.at].target)
+        name = caller.name_of(args[place.at], written)
         return f"the gradient of {name}" if place.kind == "gradient" else f"what it leaves in {name}"
 
 
@@ -292,11 +308,12 @@ def _counts(given: Any) -> bool:
 
 
 def _why_not(graph: fx.GraphModule) -> str | None:
-    """Why no rank may compute it a second time by itself, if that is so."""
+    """Why no rank may compute it a second time by itself and compare, if that is so."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and any(word in _home(node.target) for word in _SENDING):
             return f"it waits for other ranks in {node.target}"
-    return None
+    operator = unlike(graph)
+    return None if operator is None else f"{operator} is another algorithm where it is not compiled"
 
 
 def _home(function: Any) -> str:

@@ -28,6 +28,7 @@ from evener.data.batch import map_leaves
 from evener.hardware import accelerators
 from evener.hardware.stopwatch import waiting
 from evener.nn.scope import current
+from evener.strategies.compared.plain import recomputed
 
 _SEED = 0x5EED
 
@@ -120,15 +121,23 @@ class Noise:
     def shaken(self, tensor: Tensor) -> Tensor:
         """``tensor`` with each number moved by about a unit in its last place, up or down; zeros stay."""
         drawn = torch.randint(2, tensor.shape, generator=self._on(tensor.device), device=tensor.device)
-        return tensor * (1 + (drawn * 2 - 1) * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
+        kind = tensor.real.dtype
+        signs = (drawn * 2 - 1).to(torch.promote_types(kind, torch.float32))  # in which 1 + eps is not 1
+        return tensor * (1 + signs * torch.finfo(kind).eps).to(kind)
 
 
 class Disturbed(fx.Interpreter):
     """A plain graph that runs node by node, each result disturbed by rounding; its inputs are disturbed already."""
 
-    def __init__(self, graph: fx.GraphModule, seed: int) -> None:
+    def __init__(self, graph: fx.GraphModule, noise: Noise) -> None:
         super().__init__(graph)
-        self._noise = Noise(seed)
+        self._noise = noise
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A part that is computed again in backward is disturbed node by node, too, and computed once."""
+        if target is recomputed:
+            return Disturbed(args[0], self._noise).run(*args[1:])
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """The result of a node. One that lies in the memory of an input is a view, or the input written in place."""
@@ -152,7 +161,7 @@ class Disturbed(fx.Interpreter):
 
 def disturbed(graph: fx.GraphModule, inputs: Inputs, seed: int) -> Computed:
     """A disturbed trial of a plain graph."""
-    return trial(Disturbed(graph, seed).run, replace(inputs, rounding=seed))
+    return trial(Disturbed(graph, Noise(seed)).run, replace(inputs, rounding=seed))
 
 
 def trial(function: Callable[..., Any], inputs: Inputs, draw: int | None = None) -> Computed:

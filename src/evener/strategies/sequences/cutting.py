@@ -81,9 +81,10 @@ class Cutting:
         return next(iter(lengths.values()))
 
     def part(self, tree: Any, name: str, take: Callable[[Tensor], Tensor]) -> Any:
-        """``tree`` with each sequence replaced by what ``take`` has of it."""
+        """``tree`` with each sequence replaced by what ``take`` has of it, contiguous as the whole is: models ask
+        for ``x.view(-1)``."""
         return map_named(
-            lambda found, leaf: take(leaf) if self.is_sequence(found, leaf) else leaf, tree, name
+            lambda found, leaf: take(leaf).contiguous() if self.is_sequence(found, leaf) else leaf, tree, name
         )
 
     def is_sequence(self, name: str, leaf: Any) -> bool:

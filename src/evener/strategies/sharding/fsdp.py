@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -52,6 +52,7 @@ from evener.strategies.normalize import normalize_together
 from evener.strategies.parts import Settings, Stepper, Synchronizer
 from evener.strategies.plain import Plain
 from evener.strategies.sharding.ownership import chunks
+from evener.strategies.sharding.reads import reads_explained
 from evener.strategies.sharding.refused import check_layers, check_types
 from evener.strategies.sharding.turns import Gather, Scatter, Turns
 from evener.strategies.sharding.units import fills_unused, nbytes_of_units, units_of
@@ -332,10 +333,14 @@ class FsdpSum(Afterwards):
     def micro_batch(self, last: bool) -> Iterator[None]:
         self._stepping = True
         try:
-            yield
+            with reads_explained(self._units):
+                yield
         finally:
             self._stepping = False
         self._turns.ended()
+
+    def forward(self) -> AbstractContextManager[None]:
+        return reads_explained(self._units)
 
     def complete(self) -> tuple[str, ...]:
         self._learner.pace.work_done()

@@ -21,6 +21,7 @@ from evener.hardware.readout import Readout
 from evener.nn.scope import current
 from evener.strategies.staged.code import function_of
 from evener.strategies.staged.cutting import Stages
+from evener.strategies.staged.elsewhere import Away, whole_forms
 from evener.strategies.staged.replaying import Replay
 from evener.strategies.staged.tracing import inputs_of
 from evener.types import Forward, Tree
@@ -48,6 +49,8 @@ class StagedForward:
     def __init__(self, stages: Stages, owners: dict[str, set[int]]) -> None:
         self.stages, self.owners = stages, owners
         """For each parameter and buffer that is used, the places on the axis where it is."""
+        self.away: Sequence[Away] = ()
+        """Weights of which this rank holds nothing."""
         self.refusal: str | None = None
         """What this rank found wrong with the task in a step, which all ranks then raise together."""
         self.totals: Sequence[Readout] = ()
@@ -67,7 +70,8 @@ class StagedForward:
         scope = current()
         if received and scope is not None:
             scope.follow(received[-1])
-        found = self._run(number, received[:-1], args, kwargs)
+        with whole_forms(self.away):
+            found = self._run(number, received[:-1], args, kwargs)
         if number < len(self.stages) - 1:
             raise StageEndedError((*found, {} if scope is None else scope.calls()))
         return found
