@@ -262,6 +262,7 @@ def test_tasks_that_come_with_evener_are_known() -> None:
         {"task": "digits", "paths": [3]},
         {"task": "digits", "paths": ["data_dir"]},
         {"task": "digits", "options": {"data_dir": 3}, "paths": ["data_dir"]},
+        {"task": "digits", "options": {"data_dir": "a\0b"}, "paths": ["data_dir"]},
     ],
     ids=str,
 )
@@ -281,6 +282,14 @@ def test_settings_of_another_form(tmp_path: Path, wrong: dict[str, Any]) -> None
     (tmp_path / "config.json").write_text(json.dumps(wrong))
     with pytest.raises(DataError, match="does not hold the settings"):
         origin(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("workers", "most"), [(3000, os.cpu_count()), ("3000", os.cpu_count()), (0, 0), ("auto", "auto")]
+)
+def test_a_run_starts_no_more_workers_than_there_are_cores(tmp_path: Path, workers: Any, most: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"workers": workers}))
+    assert origin(tmp_path).settings["workers"] == most
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.guarded_files import open_regular, read_bytes, read_json, read_text
+from evener import guarded_files
+from evener.guarded_files import lines_of, open_regular, read_bytes, read_json, read_text
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:
@@ -23,6 +24,47 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, kind
     make.get(kind, lambda at: None)(path)
     with pytest.raises(OSError):  # noqa: PT011
         open_regular(path)
+
+
+@pytest.mark.parametrize("name", ["/proc/self/pagemap", "/proc/self/maps", "/proc/cpuinfo"])
+def test_a_file_of_the_kernels_does_not_know_its_length(name: str) -> None:
+    """The first of them has no end."""
+    if not os.path.exists(name):
+        pytest.skip("no such file")
+    with pytest.raises(OSError):  # noqa: PT011
+        open_regular(Path(name))
+
+
+def test_an_empty_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    assert read_bytes(tmp_path / "a") == b""
+
+
+def test_a_file_ends_where_it_ended_when_it_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"ab\ncd")
+    for act in (
+        lambda file: file.read(),
+        lambda file: file.read(99),
+        lambda file: b"".join(file),
+        lambda file: b"".join(lines_of(file)),
+        lambda file: file.raw.readall(),
+        lambda file: file.raw.read(99),
+        lambda file: file.seek(0, os.SEEK_SET) or file.read1(99),
+    ):
+        with path.open("r+b") as more, open_regular(path) as file:
+            more.seek(5)
+            more.write(b"more")
+            more.flush()
+            assert act(file) == b"ab\ncd"
+            more.truncate(5)
+
+
+def test_a_line_without_end_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_files, "LONGEST_LINE", 4)
+    (tmp_path / "a").write_bytes(b"ab\n123456789\n")
+    with open_regular(tmp_path / "a") as file:
+        assert list(lines_of(file)) == [b"ab\n", b"1234", b"5678", b"9\n"]
 
 
 def test_a_link_is_refused_where_none_is_followed(tmp_path: Path) -> None:

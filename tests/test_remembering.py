@@ -15,7 +15,7 @@ from examples.early_stopping import EarlyStopping
 
 import evener
 from evener.attendant import Attendant
-from evener.checkpoint import folder
+from evener.checkpoint import evaluated, folder
 from evener.errors import ConfigurationError, InterruptedRunError
 from evener.fitting import fit
 from evener.observer import Observer
@@ -92,14 +92,16 @@ class Heard(Observer):
 
 
 def test_what_followed_a_checkpoint_is_checked(tmp_path: Path) -> None:
-    folder.write_evaluation(tmp_path, '{"best": 1}')
-    assert folder.evaluation_of(tmp_path) == '{"best": 1}'
+    kept = '{"guard": {"empty": 1}}'
+    evaluated.write_evaluation(tmp_path, kept)
+    assert evaluated.evaluation_of(tmp_path) == kept
     path = tmp_path / "evaluation.json"
     for content in (path.read_text().replace("1}", "2}"), "{", "[]", '{"crc32": 1, "kept": 2}'):
         path.write_text(content)
-        assert folder.evaluation_of(tmp_path) is None
-    path.write_text(json.dumps({"crc32": zlib.crc32(b"x"), "kept": "x"}))
-    assert folder.evaluation_of(tmp_path) == "x"
+        assert evaluated.evaluation_of(tmp_path) is None
+    for odd in ("x", "[]", "[" * 100_000, '{"best": 3}', '{"best": {"metric": 3}}', '{"guard": {}}'):
+        path.write_text(json.dumps({"crc32": zlib.crc32(odd.encode()), "kept": odd}))
+        assert evaluated.evaluation_of(tmp_path) is None, odd[:40]
 
 
 def test_the_best_by_another_metric_is_looked_for_anew(tmp_path: Path) -> None:

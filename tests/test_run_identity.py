@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 
 from evener import checkpoint
-from evener.checkpoint import folder
+from evener.attendant import Attendant
+from evener.checkpoint import folder, saving
 from evener.checkpoint.identity import Identity, identity_in, mark_in
 from evener.engine import Engine
 from evener.errors import CheckpointError, ConfigurationError, DataError, StorageError
@@ -176,9 +179,8 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_leaves_the_later_ones_beh
     first = mark_in(tmp_path)
     cut_short(tmp_path, 5, resume=tmp_path / "checkpoints" / "step-00000004")
     assert first is not None
-    assert mark_in(tmp_path) != first
-    with pytest.raises(ConfigurationError, match="saved none yet"):
-        checkpoint.find(tmp_path)
+    assert (mark_in(tmp_path) or {})["history"] == [[first["run"], 4]]
+    assert checkpoint.find(tmp_path).rest["progress"]["steps"] == 4, "where it begins"
     alone(tmp_path, 5, resume=tmp_path / "checkpoints" / "step-00000004")
     assert kept(tmp_path) == [4, 5]
     found = identity_in(tmp_path / "checkpoints" / "step-00000005", 5)
@@ -253,6 +255,191 @@ def test_a_checkpoint_belongs_to_its_run_and_to_those_that_continue_it() -> None
     assert second.knows("a")
     assert not first.knows(second.run)
     assert Identity.from_plain(json.loads(json.dumps(second.as_plain()))) == second
+
+
+def unmarked(run_dir: Path) -> None:
+    """As a version of Evener left it that wrote no marks."""
+    for mark in run_dir.rglob("evener.json"):
+        mark.unlink()
+    for path in run_dir.rglob("sums.json"):
+        path.write_text(
+            json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "evener.json"})
+        )
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["branch", "without-marks"])
+def test_a_run_that_dies_before_its_first_save_is_gone_on_with_where_it_began(
+    tmp_path: Path, named: bool
+) -> None:
+    cut_short(tmp_path, 9)
+    assert kept(tmp_path) == [6, 8]
+    begin = 6 if named else 8
+    if not named:
+        unmarked(tmp_path)
+    resume: Any = tmp_path / "checkpoints" / "step-00000006" if named else "auto"
+    cut_short(tmp_path, 9, resume=resume, save_every="99steps")
+    runs = [(mark_in(tmp_path) or {})["run"]]
+    for _ in range(2):  # dies again and again
+        cut_short(tmp_path, 9, resume="auto", save_every="99steps")
+        assert f"goes on after step {begin}" in words_of(tmp_path)
+        runs.append((mark_in(tmp_path) or {})["run"])
+    assert len(set(runs)) == 1, "it is the same run"
+    alone(tmp_path, 10, resume="auto", save_every="99steps")
+    assert kept(tmp_path) == ([6, 10] if named else [6, 8, 10]), "what has no mark stays"
+    assert checkpoint.find(tmp_path).identity.run == runs[0]
+
+
+@pytest.mark.parametrize("tear", ["{", "[]", "", None, "of step 7"])
+def test_a_damaged_mark_is_said_and_the_one_before_is_gone_on_from(tmp_path: Path, tear: str | None) -> None:
+    cut_short(tmp_path, 9)
+    mark = tmp_path / "checkpoints" / "step-00000008" / "evener.json"
+    text = mark.read_text().replace(": 8}", ": 7}") if tear == "of step 7" else tear
+    mark.unlink() if text is None else mark.write_text(text)
+    torn = contents(mark.parent)
+    for resume, steps in (("auto", 7), (tmp_path, 8)):
+        mark.parent.with_name("latest").write_text("step-00000008")
+        alone(tmp_path, steps, resume=resume, save_every="8steps")
+        assert "step-00000008 cannot be read as a checkpoint: evener.json" in words_of(tmp_path)
+        assert "begins anew" not in words_of(tmp_path)
+    assert kept(tmp_path) == [7, 8]
+    (aside,) = (tmp_path / "checkpoints").glob("damaged-step-00000008-*")
+    assert sorted(contents(aside).values()) == sorted(torn.values()), "it is not removed"
+
+
+def test_where_all_marks_are_damaged_nothing_is_begun_anew_or_removed(tmp_path: Path) -> None:
+    cut_short(tmp_path, 5)
+    for mark in (tmp_path / "checkpoints").rglob("evener.json"):
+        mark.write_text("{")
+    before = contents(tmp_path / "checkpoints")
+    with pytest.raises(
+        DataError, match=r"step-00000002 cannot be read.*begin a new run in another directory"
+    ):
+        alone(tmp_path, 4, resume="auto")
+    assert contents(tmp_path / "checkpoints") == before
+
+
+def test_a_copy_under_the_name_of_a_later_step_is_not_taken_for_it(tmp_path: Path) -> None:
+    cut_short(tmp_path, 5)
+    place = tmp_path / "checkpoints"
+    shutil.copytree(place / "step-00000002", place / "step-00000099")
+    (place / "latest").unlink()
+    said: list[str] = []
+    assert checkpoint.find(tmp_path, said.append).rest["progress"]["steps"] == 4
+    assert "step-00000099 cannot be read as a checkpoint: evener.json is not that of step 99" in said[0]
+
+
+def test_all_ranks_know_the_run(tmp_path: Path) -> None:
+    """Whoever takes the place of rank 0 goes on with its run."""
+    attended = Runs()
+    fit(tasks.plain, processes=2, device="cpu", steps=1, run_dir=tmp_path, show=False, attendant=attended)
+    names = {path.read_text() for path in tmp_path.glob("rank-*")}
+    assert names == {(mark_in(tmp_path) or {})["run"]}
+    assert len(list(tmp_path.glob("rank-*"))) == 2
+
+
+class Runs(Attendant):
+    """Writes down which run each rank is of."""
+
+    def begin(self, engine: Engine) -> None:
+        (Path(str(engine.config.run_dir)) / f"rank-{engine.session.rank}").write_text(
+            engine.state.identity.run
+        )
+
+
+# What saves leave that die
+
+
+@pytest.mark.parametrize("left", [[], [".evener.json.4711"]], ids=["empty", "mark-half-written"])
+@pytest.mark.parametrize("name", [".step-00000004", f".step-00000003.{'0a' * 16}"])
+def test_what_a_save_leaves_that_died_before_its_mark_is_no_hindrance(
+    tmp_path: Path, name: str, left: list[str]
+) -> None:
+    alone(tmp_path, 2)
+    place = tmp_path / "checkpoints"
+    (place / name).mkdir()
+    for file in left:
+        (place / name / file).write_text("{")
+    alone(tmp_path, 4, resume=tmp_path)
+    assert {path.name for path in place.iterdir()} == {"latest", "step-00000002", "step-00000004"}
+
+
+def test_a_save_has_its_mark_before_its_name_and_leaves_nothing_if_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = saving.write_mark, []
+
+    def full(directory: Path, mark: Any) -> None:
+        seen.append(directory.name)
+        (directory / ".evener.json.1").write_text("{")
+        if len(seen) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        (directory / ".evener.json.1").unlink()
+        real(directory, mark)
+
+    monkeypatch.setattr(saving, "write_mark", full)
+    with Engine(tasks.plain(), device="cpu", steps=2) as engine:
+        with pytest.raises(CheckpointError, match="No space left"):
+            engine.save(tmp_path)
+        assert not list(tmp_path.iterdir())
+        engine.save(tmp_path)
+    assert all(re.fullmatch(r"\.step-00000000\.[0-9a-f]{32}", name) for name in seen)
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000000"}
+
+
+# Names that are not what they seem
+
+
+def test_copies_with_names_like_those_of_saves_under_way_stay(tmp_path: Path) -> None:
+    alone(tmp_path, 2)
+    place = tmp_path / "checkpoints"
+    names = (".step-00000002.backup", ".step-00000002.old_1", "step-0000000\u0662", ".step-0000000\u0662")
+    for name in names:
+        shutil.copytree(place / "step-00000002", place / name)
+    alone(tmp_path, 6, resume=tmp_path)
+    assert {path.name for path in place.iterdir()} == {*names, "latest", "step-00000004", "step-00000006"}
+
+
+def test_a_latest_that_names_far_too_much_is_passed_over(tmp_path: Path) -> None:
+    alone(tmp_path, 2)
+    (tmp_path / "checkpoints" / "latest").write_text("step-" + "1" * 400)
+    said: list[str] = []
+    assert checkpoint.find(tmp_path, said.append).rest["progress"]["steps"] == 2
+    assert "no such checkpoint is there" in said[0]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_makes_saving_impossible_is_said_before_training(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "checkpoints").write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"checkpoints is no directory.*move it away"):
+        alone(tmp_path, 2, overwrite=overwrite)
+    (tmp_path / "checkpoints").unlink()
+    alone(tmp_path, 2)
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.unlink()
+    latest.mkdir()
+    with pytest.raises(ConfigurationError, match=r"latest is a directory.*move it away"):
+        alone(tmp_path, 4, overwrite=overwrite, resume=None if overwrite else tmp_path)
+    assert kept(tmp_path) == [2]
+
+
+def test_a_best_value_of_another_tool_stays(tmp_path: Path) -> None:
+    best = tmp_path / "checkpoints" / "best.json"
+    best.parent.mkdir()
+    best.write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"has best\.json, which is not of Evener"):
+        alone(tmp_path, 2, overwrite=True, keep_best="accuracy")
+    best.unlink()
+    alone(tmp_path, 2)
+    best.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"best\.json is there and is not of Evener"):
+        alone(tmp_path, 4, resume=tmp_path, keep_best="accuracy")
+    assert best.read_text() == "mine"
+    best.unlink()
+    for steps in (6, 8):
+        alone(tmp_path, steps, resume=tmp_path, keep_best="accuracy")
+    assert json.loads(best.read_text())["metric"] == "accuracy"
+    alone(tmp_path, 2, overwrite=True, keep_best="loss")
+    assert json.loads(best.read_text())["metric"] == "loss"
 
 
 # Places

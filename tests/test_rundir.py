@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from evener.checkpoint.identity import write_mark
-from evener.errors import ConfigurationError, DivergenceError, StorageError
+from evener.errors import ConfigurationError, DivergenceError, StorageError, TaskError
 from evener.fitting import fit
 from evener.records import Note, RunStart, write_json
 from evener.rundir import Records, RunDirectory, goes_on_in, new_run_dir, refuse_finished
@@ -90,12 +90,37 @@ def test_a_finished_run_is_replaced_only_when_that_is_asked_for(tmp_path: Path) 
         fit(tasks.plain, run_dir=tmp_path, steps=1, **ONE)
     with pytest.raises(ConfigurationError, match="holds a finished run"), RunDirectory(tmp_path):
         pass
-    with pytest.raises(ConfigurationError, match="nonsense"):  # what is wrong in any directory is said first
-        fit(tasks.plain, run_dir=tmp_path, steps=1, strategy="nonsense", **ONE)
     assert state_of(tmp_path) == before
     fit(tasks.plain, run_dir=tmp_path, steps=5, resume=tmp_path, **ONE)
     fit(tasks.plain, run_dir=tmp_path, steps=1, **ONE, **ANEW)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"strategy": "nonsense"}, "no strategy is called 'nonsense'"),
+        ({"resume": "nothing"}, "no checkpoint at .*nothing"),
+        ({"weights": "nothing.pt"}, "nothing.pt"),
+        ({"options": {"nothing": 3}}, "with the options nothing"),
+        ({"balance": "nonsense"}, "shares 'nonsense'"),
+        ({"device": "nonsense"}, "nonsense"),
+        ({}, "holds a finished run"),
+    ],
+    ids=lambda value: "+".join(value) or "nothing" if isinstance(value, dict) else "",
+)
+def test_what_is_wrong_in_any_directory_is_said_before_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], words: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.chdir(tmp_path)
+    write_mark(run, {"run": "finished"})
+    write_json(run / "summary.json", {"interrupted": False})
+    before = state_of(run)
+    with pytest.raises((ConfigurationError, TaskError), match=words):
+        fit(tasks.plain, run_dir=run, **(ONE | wrong))
+    assert state_of(run) == before
 
 
 def test_what_is_finished(tmp_path: Path) -> None:
@@ -128,6 +153,26 @@ def test_a_run_that_begins_anew_removes_checkpoints_of_an_earlier_one_only_if_as
         assert len((tmp_path / "records.jsonl").read_text()) == 28 * goes_on
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_files_of_the_user_s_with_names_like_ours_stay(tmp_path: Path, marked: bool) -> None:
+    if marked:
+        write_mark(tmp_path, {"run": "this", "launch": ""})
+    mine = [".owner"] if marked else [".owner", ".evener-owner"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    with RunDirectory(tmp_path):
+        assert marked == (tmp_path / ".evener-owner").read_text().startswith("process ")
+    assert {name: (tmp_path / name).read_text() for name in mine} == dict.fromkeys(mine, "mine")
+    assert (tmp_path / ".evener-owner").exists() != marked
+
+
+def test_the_owner_of_a_run_that_died_before_its_mark_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / ".evener-owner").write_text("process 4711 on elsewhere\n")
+    with RunDirectory(tmp_path):
+        assert f"process {os.getpid()} " in (tmp_path / ".evener-owner").read_text()
+    assert not (tmp_path / ".evener-owner").exists()
+
+
 def test_what_a_writer_that_was_killed_left_is_removed(tmp_path: Path) -> None:
     write_mark(tmp_path, {"run": "this", "launch": ""})
     (tmp_path / ".summary.json.4711").write_text("{")
@@ -135,7 +180,7 @@ def test_what_a_writer_that_was_killed_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".settings.json.bak").write_text("the user's")
     (tmp_path / ".summary.json.bak").write_text("the user's")
     with RunDirectory(tmp_path):
-        left = [".lock", ".owner", ".settings.json.bak", ".summary.json.bak", "evener.json"]
+        left = [".evener-owner", ".lock", ".settings.json.bak", ".summary.json.bak", "evener.json"]
         assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 

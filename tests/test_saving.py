@@ -306,7 +306,9 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_used(tmp_path: Path) -> No
     assert "step-00000006 instead" in words
 
 
-@pytest.mark.parametrize("name", ["rest.pt", "tensors.json", ".metadata", "__0_0.distcp", "sums.json"])
+@pytest.mark.parametrize(
+    "name", ["rest.pt", "tensors.json", ".metadata", "__0_0.distcp", "sums.json", "evener.json"]
+)
 @pytest.mark.parametrize("how", ["truncated", "gone"])
 def test_a_file_that_is_torn_or_gone(tmp_path: Path, name: str, how: str) -> None:
     path = damaged(tmp_path) / name

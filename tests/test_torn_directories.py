@@ -30,6 +30,7 @@ FILES = (
     "sums.json",
     "tensors.json",
     "__0_0.distcp",
+    "evener.json",
 )
 
 
@@ -59,6 +60,11 @@ def pipe(path: Path) -> None:
 def endless(path: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
+
+
+def of_the_kernel(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/pagemap")
 
 
 def directory(path: Path) -> None:
@@ -91,12 +97,13 @@ TEARS: dict[str, Callable[[Path], object]] = {
     **{f"changed from {at} on": changed(at) for at in (0, 5, 40)},
     "a pipe": pipe,
     "endless": endless,
+    "of the kernel": of_the_kernel,
     "a directory": directory,
 }
 
 
 def place_of(torn: Path, name: str) -> Path:
-    return next(path for path in torn.rglob(name))
+    return next(path for path in torn.rglob(name) if path.parent != torn or name != "evener.json")
 
 
 def summed(torn: Path) -> None:
@@ -115,7 +122,11 @@ def test_every_torn_file_ends_in_words(
     for tear, act in TEARS.items():
         torn = Path(shutil.copytree(whole, tmp_path / "torn"))
         act(place_of(torn, name))
-        if name in ("rest.pt", "tensors.json", "__0_0.distcp") and tear not in ("a pipe", "endless"):
+        if name in ("rest.pt", "tensors.json", "__0_0.distcp") and tear not in (
+            "a pipe",
+            "endless",
+            "of the kernel",
+        ):
             summed(torn)
         for command in READERS.get(name, ("export", "evaluate")):
             with warnings.catch_warnings():
@@ -128,12 +139,23 @@ def test_every_torn_file_ends_in_words(
         shutil.rmtree(torn)
 
 
-@pytest.mark.parametrize("name", ["records.jsonl", "summary.json", ".owner", "evener.json"])
+def test_numbers_of_records_that_are_none(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torn = Path(shutil.copytree(whole, tmp_path / "torn"))
+    with (torn / "records.jsonl").open("a") as file:
+        file.write('{"kind": "note", "step": 1e400}\n')
+    assert main(("train", "tests.tasks:plain", *ONE, "--resume", "torn", "--steps", "4")) == 1
+    assert "is no record" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "summary.json", ".evener-owner", "evener.json"])
 def test_a_run_goes_on_in_a_torn_directory_or_ends_in_words(
     whole: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for tear in ("half", "a number", "of another form", "a pipe", "endless"):
+    for tear in ("half", "a number", "of another form", "a pipe", "endless", "of the kernel"):
         torn = Path(shutil.copytree(whole, tmp_path / "torn"))
         if not (torn / name).exists():
             (torn / name).write_text("process 1 on a host\n")

@@ -142,6 +142,13 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, monkeypatch: 
         (b"\x08\0\0\0\0\0\0\0{broken}", DataError, "cannot be read as safetensors"),
         ({"model": {"0.weight": torch.zeros(1)}}, DataError, "a dict under 'model'"),
         ([torch.zeros(1)], DataError, "holds a list"),
+        ({3: torch.zeros(1)}, DataError, "an? int for a name"),
+        (
+            {"0.weight": torch.eye(2).to_sparse()},
+            DataError,
+            "a tensor without plain numbers under '0.weight'",
+        ),
+        ({"0.weight": torch.ones(2, device="meta")}, DataError, "a tensor without plain numbers"),
     ],
 )
 def test_files_that_are_no_weights(tmp_path: Path, content: Any, error: type[Exception], words: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 import math
 import sys
 import types
@@ -22,10 +23,18 @@ from torch import Tensor, nn
 
 _MOST_ENTRIES = 100
 """Of a list or dictionary."""
-_MOST_NUMBERS = 1 << 16
-"""Of a tensor."""
+_FEW = 16
+"""Numbers of a tensor that are compared one by one."""
+_MOST_SHOWN = 1 << 16
+_MOST_CHUNKS = 1 << 10
+_BLOCK = 1 << 18
+"""Numbers of a tensor that are looked at at once."""
 _DEEPEST = 8
 _TOLERANCE = 1e-5
+"""Of a number that another host may have rounded otherwise."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_LAST_BITS = 1e-6
+"""The same, of what many numbers have in common."""
 _INTERNAL = frozenset(vars(nn.Module()))
 _SKIPPED = {"optimizer", "_step_count", "last_epoch", "_last_lr", "base_lrs", "_get_lr_called_within_step"}
 """Attributes of schedulers that say where one stands, or follow from the optimizer."""
@@ -34,41 +43,103 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, enum.Enum, type(No
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """A tensor in a few numbers, which are equal if they differ by rounding alone: hosts may differ in last bits."""
+    """A tensor in a few numbers, which are equal if they differ by rounding alone: hosts may differ in last bits.
+
+    No number is left out. A tensor of many is cut into chunks, of which weighted sums are compared::
+
+        1.0 1.0 1.0 | 1.0 1.004 1.0 | ...      each sum against what rounding can do to the numbers of its chunk
+    """
 
     form: str
     numbers: tuple[float, ...]
+    """The values where they are few; of many some sums, to be shown."""
+    exact: str = ""
+    """A digest of what is not rounded: whole numbers, and which ones are not finite."""
+    sums: bytes = b""
+    """Of each chunk of many values the weighted sum, that of the absolute values, and the largest of these."""
+    wide: int = 1
+    """Numbers of a chunk."""
+    unit: float = 0.0
+    """Distance between neighbouring numbers of this type, relative to them: where these were rounded from others that
+    differ in last bits, one may be the neighbour of the other."""
 
     @classmethod
     def of_tensor(cls, tensor: Tensor) -> Sketch:
-        """Its values where they are few; of many some sums."""
+        """Its values where they are few; of many sums of all."""
         form = f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
         if tensor.is_meta or tensor.layout is not torch.strided:
             return cls(form, ())
         flat = tensor.detach().flatten()
-        flat = flat[:: 1 + flat.numel() // _MOST_NUMBERS].cpu()
-        numbers = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-        numbers = numbers.double()
-        if len(numbers) > 16:
-            waves = torch.arange(len(numbers), dtype=torch.float64)
-            numbers = torch.stack([*(numbers @ torch.cos(k * waves) for k in range(4)), numbers.abs().sum()])
-        return cls(form, tuple(numbers.tolist()))
+        flat = torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat
+        unit = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
+        if flat.numel() <= _FEW:
+            return cls(form, tuple(flat.double().tolist()), _digest(flat), unit=unit)
+        numbers = flat[:: 1 + flat.numel() // _MOST_SHOWN].cpu().double()
+        waves = torch.arange(len(numbers), dtype=torch.float64)
+        shown = torch.stack([*(numbers @ torch.cos(k * waves) for k in range(4)), numbers.abs().sum()])
+        wide = -(-flat.numel() // _MOST_CHUNKS)
+        sums = _sums(flat, wide).numpy().tobytes()
+        return cls(form, tuple(shown.tolist()), _digest(flat), sums, wide, unit)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sketch) or (self.form, len(self.numbers)) != (
-            other.form,
-            len(other.numbers),
-        ):
+        if not isinstance(other, Sketch) or (self.form, self.exact) != (other.form, other.exact):
             return False
+        if self.sums or other.sums:
+            return self.sums == other.sums or self._is_close(other)
         scale = max((abs(number) for number in self.numbers if math.isfinite(number)), default=0.0)
-        return all(
-            a == b or (a != a and b != b) or abs(a - b) <= _TOLERANCE * scale
+        return len(self.numbers) == len(other.numbers) and all(
+            a == b or (a != a and b != b) or abs(a - b) <= _TOLERANCE * scale + self.unit * abs(a)
             for a, b in zip(self.numbers, other.numbers, strict=True)
         )
+
+    def _is_close(self, other: Sketch) -> bool:
+        """Whether each chunk's sum differs no more than rounding explains: of all its numbers in one direction by their
+        common factor, of one by a whole unit, and of any by what was lost where large ones were subtracted."""
+        ours, theirs = (np.frombuffer(each.sums, np.float64).reshape(3, -1) for each in (self, other))
+        if ours.shape != theirs.shape:
+            return False
+        sums, absolute, largest = ours
+        spread = max(_TOLERANCE / math.sqrt(self.wide), _LAST_BITS)
+        lost = _LAST_BITS * math.sqrt(self.wide) * largest.max()
+        with np.errstate(invalid="ignore"):
+            near = np.abs(sums - theirs[0]) <= spread * absolute + 2 * self.unit * largest + lost
+        return bool(((sums == theirs[0]) | near).all())
 
     def __str__(self) -> str:
         shown = ", ".join(f"{number:.6g}" for number in self.numbers[:4])
         return f"{self.form}: {shown}{', ...' if len(self.numbers) > 4 else ''}"
+
+
+def _blocks(flat: Tensor, wide: int) -> Iterator[Tensor]:
+    """Parts of whole chunks, on the CPU."""
+    return (part.cpu() for part in torch.split(flat, max(1, _BLOCK // wide) * wide))
+
+
+def _sums(flat: Tensor, wide: int) -> Tensor:
+    """The three numbers of each chunk, in float64; neighbours have other weights, so that none may be exchanged."""
+    weights = 1 + (torch.arange(wide, dtype=torch.float64) * _GOLDEN) % 1
+    rows = []
+    for block in _blocks(flat, wide):
+        numbers = block.double()
+        if not math.isfinite(numbers.sum()):
+            numbers = numbers.nan_to_num(0.0, 0.0, 0.0)
+        chunks = nn.functional.pad(numbers, (0, -len(numbers) % wide)).view(-1, wide)
+        absolute = chunks.abs()
+        rows.append(torch.stack([chunks @ weights, absolute @ weights, absolute.amax(1)]))
+    return torch.cat(rows, 1)
+
+
+def _digest(flat: Tensor) -> str:
+    """Of what ranks have the same, however they round."""
+    digest, begin = hashlib.sha256(), 0
+    for block in _blocks(flat, 1):
+        if not flat.is_floating_point():
+            digest.update(block.contiguous().view(torch.uint8).numpy().tobytes())
+        elif not math.isfinite(block.sum(dtype=torch.float64)):
+            odd = (block.double() * 0).isnan().nonzero()[:, 0]
+            digest.update(f"{(odd + begin).tolist()} {block[odd].double().tolist()}".encode())
+        begin += len(block)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

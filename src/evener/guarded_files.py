@@ -1,21 +1,47 @@
 """Files that a stranger may have written, read without waiting and without end.
 
 A directory that was downloaded, or lies where others may write, can hold a pipe that nobody writes to, a link to
-``/dev/zero``, or a gigabyte where a line is expected. Everything that reads a run directory opens its files here:
-regular files alone, and no more of them than there may be.
+``/dev/zero``, or a gigabyte where a line is expected. The kernel's own files (``/proc/self/pagemap``) call themselves
+regular and of no length, and some have no end. Everything that reads a run directory opens its files here: regular
+files alone, no further than their length, and no more of them than there may be.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 LONGEST = 1 << 28
 """Bytes of a text that is read whole: far more than any file that Evener writes of itself takes."""
+LONGEST_LINE = 1 << 26
+"""Bytes of a line: a record of a hundred thousand ranks has fewer."""
+_BUFFER = 1 << 17
+
+
+class _Bounded(io.FileIO):
+    """A file that ends where it ended when it was opened."""
+
+    def __init__(self, number: int, end: int) -> None:
+        super().__init__(number, "rb")
+        self._end = end
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = max(self._end - self.tell(), 0)
+        return super().readinto(memoryview(buffer).cast("B")[:left])
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or size < 0:
+            return self.readall()
+        return super().read(min(size, max(self._end - self.tell(), 0))) or b""
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(_BUFFER), b""))
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
@@ -25,14 +51,25 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
         follow: Whether the file may be behind a symbolic link.
 
     Raises:
-        OSError: If it cannot be opened, or is a pipe, a socket, a device or a directory.
+        OSError: If it cannot be opened, or is a pipe, a socket, a device, a directory, or a file of the kernel's that
+            does not know its length.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     number = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
+    try:
+        found = os.fstat(number)
+        endless = stat.S_ISREG(found.st_mode) and not found.st_size and bool(os.pread(number, 1, 0))
+        if not stat.S_ISREG(found.st_mode) or (endless and not os.fstat(number).st_size):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+    except OSError:
         os.close(number)
-        raise OSError(errno.EINVAL, "no regular file", str(path))
-    return os.fdopen(number, "rb")
+        raise
+    return io.BufferedReader(_Bounded(number, found.st_size), _BUFFER)
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; one that is longer than `LONGEST_LINE` comes in parts."""
+    return iter(lambda: file.readline(LONGEST_LINE), b"")
 
 
 def read_bytes(path: Path, most: int = LONGEST, *, follow: bool = True) -> bytes:
@@ -42,7 +79,7 @@ def read_bytes(path: Path, most: int = LONGEST, *, follow: bool = True) -> bytes
         OSError: As `open_regular`, or if it has more than ``most`` bytes.
     """
     with open_regular(path, follow=follow) as file:
-        found = file.read(most + 1)
+        found = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
     if len(found) > most:
         raise OSError(errno.EINVAL, f"more than {most:,} bytes", str(path))
     return found

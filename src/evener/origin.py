@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from evener.tasks import BUILT_IN
 
 _FILE = "task.json"
 CARRIED = ("batch_size", "dtype", "precision", "precision_of", "seed", "workers", "on_bad_sample")
-"""Settings of a run by which its model computes and its samples are read; where it runs is decided anew."""
+"""Settings of a run by which its model computes and its samples are read; where it runs is decided anew, and so there
+are no more workers than cores."""
 
 
 class OriginNote(Observer):
@@ -130,7 +132,7 @@ def _task(path: Path, found: Mapping[str, Any]) -> tuple[str | None, dict[str, A
     if (
         not isinstance(name, str | None)
         or not texts
-        or not all(isinstance(options.get(each), str) for each in paths)
+        or not all(isinstance(options.get(each), str) and "\0" not in options[each] for each in paths)
     ):
         raise DataError(f"{path} does not say which task the run is of, as Evener writes it")
     return name, options | {each: Path(options[each]) for each in paths}
@@ -141,9 +143,11 @@ def _carried(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: settings[name] for name in CARRIED if name in settings}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     try:
-        RunConfig(**found)
+        workers = RunConfig(**found).workers
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} does not hold the settings of a run: {error}") from error
+    if "workers" in found and isinstance(workers, int):
+        found["workers"] = min(workers, os.cpu_count() or 1)
     return found
 
 

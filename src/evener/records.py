@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from evener.errors import DataError
-from evener.guarded_files import open_regular, parsed
+from evener.guarded_files import LONGEST_LINE, lines_of, open_regular, parsed
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,9 @@ class RunSummary:
     """Processes that read for each rank, at the end."""
     samples_in_seconds: int = 0
     """Of the samples, those trained on since the start or the resume, which took ``seconds``."""
+    sample_seconds: list[float] = field(default_factory=list)
+    """Of each rank's own work for a sample, the median of the last steps; empty if they are few, or if ranks share
+    samples."""
     reading: str = ""
     """Which rank waited for its batches longest, and what of that; empty if none did for long."""
 
@@ -323,14 +326,16 @@ def _records_until(path: Path, steps_done: int, evaluated: bool) -> list[str]:
     repeated = None if evaluated else (EvaluationRecord.kind, steps_done)
     kept = []
     with open_regular(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):  # of a run that was killed while it wrote
+        for number, line in enumerate(lines_of(file), 1):
+            if (
+                not line.endswith(b"\n") and len(line) < LONGEST_LINE
+            ):  # of a run that was killed while it wrote
                 break
             try:
                 record = parsed(line.decode())
                 if _steps_at(record) <= steps_done and (record["kind"], record["step"]) != repeated:
                     kept.append(line.decode())
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise DataError(
                     f"{path}, line {number} is no record: {error}; take the line out, or go on in another directory, "
                     "with --run-dir"

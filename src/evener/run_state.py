@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from evener import checkpoint
-from evener.checkpoint import folder
+from evener.checkpoint import evaluated
 from evener.checkpoint.identity import Identity
 from evener.checkpoint.randomness import draw_on
 from evener.config import RunConfig
@@ -66,7 +66,7 @@ class RunState:
         """What else a run remembers: observers, the best evaluation."""
         self._known_data: list[Fingerprint] = []
         self.identity = Identity()
-        """The run that checkpoints are of, on rank 0."""
+        """The run that checkpoints are of, on rank 0; on all after :meth:`agree_on_identity`."""
         self._continues: tuple[Path, int] | None = None
         """The directory whose run is continued, and the step from which on."""
 
@@ -165,6 +165,10 @@ class RunState:
         if self._continues is not None:
             self.identity, self._continues = self.identity.branch(self._continues[1]), None
 
+    def agree_on_identity(self) -> None:
+        """Has all ranks take rank 0's, which one that takes its place goes on with. A collective call."""
+        self.identity = self._learner.session.control.broadcast_object(self.identity)
+
     def load(self, path: Path, tell: Callable[[str], object]) -> None:
         """Goes on from a checkpoint. A collective call."""
         self.saver.finish()
@@ -192,7 +196,7 @@ class RunState:
     def _after(self, found: checkpoint.Found) -> dict[str, Any]:
         """What is remembered after the evaluation of a checkpoint's weights; empty if there was none."""
         control, first = self._learner.session.control, self._learner.session.rank == 0
-        kept = control.broadcast_object(folder.evaluation_of(found.path) if first else None)
+        kept = control.broadcast_object(evaluated.evaluation_of(found.path) if first else None)
         return {} if kept is None else {"kept": kept}
 
     def _data(self) -> Fingerprint:

@@ -12,7 +12,7 @@ run would replace one that is there.
     summary.json    the result
     checkpoints/    what the run can go on from
     .lock           held while a run writes here
-    .owner          the process that does, for the error that another one gets
+    .evener-owner   the process that does, for the error that another one gets
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from evener.checkpoint.folder import CHECKPOINTS, Saved, clear, refuse_foreign, saved_in
+from evener.checkpoint.folder import CHECKPOINTS, Saved, clear, refuse_foreign, refuse_unwritable, saved_in
 from evener.checkpoint.identity import MARK, Identity, mark_in, write_mark
 from evener.errors import ConfigurationError, StorageError
 from evener.guarded_files import read_json, read_text
@@ -51,7 +51,9 @@ from evener.system import FULL, in_words, words
 from evener.texts import few, from_here, printable
 
 _LOCK = ".lock"
-_OWNER = ".owner"
+_OWNER = ".evener-owner"
+_OWNED = "process "
+"""How the file begins that tells the owner."""
 _LONGEST_OWNER = 1000
 _SUMMARY = "summary.json"
 _WRITTEN = ("config.json", "task.json", RECORDS, _SUMMARY, MARK, CHECKPOINTS)
@@ -124,6 +126,7 @@ class RunDirectory:
     def __init__(self, path: Path, replaces: bool = False, goes_on: bool = False) -> None:
         self.path, self._replaces, self._goes_on = path, replaces, goes_on
         self._lock = FileLock(path / _LOCK, timeout=0)
+        self._tells_owner = False
 
     def __enter__(self) -> RunDirectory:
         self._check()
@@ -147,6 +150,7 @@ class RunDirectory:
     def _check(self) -> None:
         if not self._replaces:
             refuse_taken(self.path, self._goes_on)
+        refuse_unwritable(self.path / CHECKPOINTS)
         if not self._goes_on:
             refuse_foreign(self.path / CHECKPOINTS)
 
@@ -160,11 +164,16 @@ class RunDirectory:
             if path.suffix[1:].isdecimal():
                 path.unlink(missing_ok=True)
         with in_words(f"{self.path} cannot hold a run"):
-            (self.path / _OWNER).unlink(
-                missing_ok=True
-            )  # a link there leads elsewhere, and a pipe is waited for
-            with (self.path / _OWNER).open("x") as file:
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._tell_owner()
+
+    def _tell_owner(self) -> None:
+        """Replaces the file of an earlier run, be it a link or a pipe by now; one that is not of Evener stays."""
+        path = self.path / _OWNER
+        if mark_in(self.path) is not None or self._owner().startswith(_OWNED):
+            path.unlink(missing_ok=True)
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(f"{_OWNED}{os.getpid()} on {socket.gethostname()}\n")
+            self._tells_owner = True
 
     def _owner(self) -> str:
         try:
@@ -175,7 +184,8 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        (self.path / _OWNER).unlink(missing_ok=True)
+        if self._tells_owner:
+            (self.path / _OWNER).unlink(missing_ok=True)
         self._lock.release()
 
 
@@ -189,7 +199,7 @@ class Records(Observer):
     Args:
         goes_on: Whether the run goes on with the one whose directory it is; else its records are replaced.
         replaces: Whether the checkpoints of an earlier run go at once; else they go when this one has its own.
-        run: Gives the name of the run.
+        run: Gives the run, and those that it continues.
         is_evaluated: Says whether an evaluation after the last step of before is over; else it will be done once more.
         stops: Whether a full disk, or a directory that was removed, ends the run; else it goes on without the records
             for which there is no room, and writes again when there is.
@@ -207,7 +217,7 @@ class Records(Observer):
         say: Callable[[str], None] = _say,
         *,
         replaces: bool = False,
-        run: Callable[[], str] = lambda: Identity().run,
+        run: Callable[[], Identity] = Identity,
         is_evaluated: Callable[[], bool] = lambda: True,
     ) -> None:
         self._path, self._goes_on, self._stops, self._say = path, goes_on, stops, say
@@ -220,7 +230,7 @@ class Records(Observer):
             (self._path / _SUMMARY).unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
             if self._replaces and not self._goes_on:
                 clear(self._path / CHECKPOINTS)
-            write_mark(self._path, {"run": self._run(), "launch": launch_name()})
+            write_mark(self._path, {**self._run().as_plain(), "launch": launch_name()})
             write_json(self._path / "config.json", run.settings)
             self._file = RecordFile(
                 self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated()
@@ -282,17 +292,6 @@ def launch_name() -> str:
     except (OSError, IndexError):
         begun = ""
     return f"{socket.gethostname()} {parent} {begun}"
-
-
-def run_named(path: Path, identity: Identity, continues: bool) -> str:
-    """The name of the run in a directory: the one that it has if the run continues that one.
-
-    Its checkpoints may be of that run still, if there are new ones at all.
-    """
-    mark = mark_in(path)
-    return (
-        str(mark["run"]) if continues and mark is not None and identity.knows(mark["run"]) else identity.run
-    )
 
 
 def words_of_earlier(saved: Sequence[Saved]) -> str:

@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from evener.checkpoint import folder
+from evener.checkpoint import evaluated, folder
 from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.engine import Engine
@@ -65,7 +65,7 @@ class Saving:
         if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
         if not best.state_dict() and engine.session.rank == 0:  # that of another run, or by another metric
-            folder.forget_best(directory)
+            evaluated.forget_best(directory)
 
     def wish(self) -> float:
         """What this rank tells the others with its next step."""
@@ -162,7 +162,7 @@ class Saving:
             self.end()
             best.set(metrics, steps)
             if self._engine.session.rank == 0:
-                folder.mark_best(self._directory, folder.name_of(steps), best.metric, metrics[best.metric])
+                evaluated.mark_best(self._directory, folder.name_of(steps), best.metric, metrics[best.metric])
 
     def followed(self) -> None:
         """Whatever follows a step is over: its evaluation is told, and what observers remember is that after it.
@@ -176,9 +176,9 @@ class Saving:
 
     def _write_evaluation(self) -> None:
         """When the checkpoint is there. Without it the evaluation is done again, which costs time and nothing else."""
-        if self._unwritten is not None and folder.is_of(self._unwritten[0], self._engine.state.identity):
+        if self._unwritten is not None and evaluated.is_of(self._unwritten[0], self._engine.state.identity):
             with suppress(OSError):
-                folder.write_evaluation(*self._unwritten)
+                evaluated.write_evaluation(*self._unwritten)
             self._unwritten = None
 
 

@@ -39,6 +39,8 @@ from evener.system import in_words
 from evener.texts import few, from_here
 
 _PREFIX = "model/"
+_ABOUT = "__metadata__"
+"""In a file of safetensors, the name of what is no tensor."""
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -84,6 +86,11 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Pat
             f"{to} is there already: name another file with --to, or replace it with --overwrite"
         )
     entries = _entries(found)
+    if _ABOUT in entries:
+        raise DataError(
+            f"{found.path} has a weight with the name {_ABOUT}, under which safetensors has none; take the weights "
+            "from the checkpoint with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+        )
     about = {"format": "pt", "steps": str(found.rest["progress"]["steps"])}
     with in_words(f"the weights cannot be written to {to}"), whole_file(to) as file:
         file.write(_header(entries, about))
@@ -111,7 +118,7 @@ def _entries(found: checkpoint.Found) -> dict[str, TensorStorageMetadata]:
 
 
 def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, str]) -> bytes:
-    words: dict[str, Any] = {"__metadata__": dict(about)}
+    words: dict[str, Any] = {_ABOUT: dict(about)}
     offset = 0
     for name, entry in entries.items():
         dtype = entry.properties.dtype
@@ -125,7 +132,7 @@ def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, st
 
 
 def _read(found: checkpoint.Found, name: str, entry: TensorStorageMetadata) -> Tensor:
-    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    tensor = torch.zeros(entry.size, dtype=entry.properties.dtype)  # and never what lay in memory before
     found.fill({_PREFIX + name: tensor})
     return tensor
 
@@ -265,8 +272,14 @@ def _no_tensors(state: Any) -> str:
     """What is wrong with ``state`` as tensors by name; nothing if it is that."""
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
-    odd = [(name, value) for name, value in state.items() if not isinstance(value, Tensor)]
-    return f"a {type(odd[0][1]).__name__} under {str(odd[0][0])!r}" if odd else ""
+    for name, value in state.items():
+        if not isinstance(name, str):
+            return f"a {type(name).__name__} for a name"
+        if not isinstance(value, Tensor):
+            return f"a {type(value).__name__} under {name!r}"
+        if value.is_meta or value.layout is not torch.strided or value.is_quantized:
+            return f"a tensor without plain numbers under {name!r}"
+    return ""
 
 
 @torch.no_grad()

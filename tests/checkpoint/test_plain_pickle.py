@@ -64,6 +64,11 @@ def test_one_object_that_is_named_twice_stays_one() -> None:
         pytest.param(b"u.", id="no mark"),
         pytest.param(b"}(K\x01u.", id="a key without a value"),
         pytest.param(b"}]K\x01s.", id="a key that is a list"),
+        pytest.param(b"})K\x01s.", id="a key that is a tuple"),
+        pytest.param(b"}(K\x01K\x02NK\x01u.", id="the second key is none"),
+        pytest.param(b"}" + b")" + b"\x85" * 1_000_000 + b"K\x01s.", id="a key of a million levels"),
+        pytest.param(b"})" + b"q\x01h\x01h\x01\x86" * 60 + b"K\x01s.", id="a key of 2**60 parts"),
+        pytest.param(b")" + b"\x85" * 5 + b".", id="tuples of six levels"),
     ],
 )
 def test_whatever_else_a_pickle_can_do_is_refused(opcodes: bytes) -> None:

@@ -5,49 +5,28 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from evener import checkpoint
 from evener.checkpoint import tensor_index
 from evener.checkpoint.randomness import draw_on
 from evener.checkpoint.sums import SUMS, sum_of
 from evener.checkpoint.tensor_index import INDEX, PICKLE
-from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import DataError, EvenerError
-from evener.weights import export, filler
+from evener.weights import export
 from tests import tasks
+from tests.checkpoint.strangers import entered, summed
 
 READER = b"ctorch.distributed.checkpoint.filesystem\nFileSystemReader\n"
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("written")
-    with Engine(tasks.plain(), device="cpu", dtype="float64", steps=1) as engine:
-        for batch in engine.batches():
-            engine.step(batch)
-        engine.save(place)
-    return place / "step-00000001"
-
-
-@pytest.fixture
-def place(written: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(written, tmp_path / "checkpoints" / "step-00000001")
-
-
-def summed(place: Path) -> None:
-    """Who can write the files can write their checksums."""
-    names = [path.name for path in place.iterdir() if path.name != SUMS and path.is_file()]
-    (place / SUMS).write_text(json.dumps({name: sum_of(place / name) for name in names}))
 
 
 def old(place: Path) -> Path:
@@ -127,18 +106,6 @@ def test_a_pickle_that_would_run_code_is_refused_at_every_door(
     assert not ran.exists()
 
 
-def entered(door: str, place: Path) -> None:
-    if door == "find":
-        checkpoint.find(place)
-    elif door == "export":
-        export(place)
-    elif door == "weights":
-        filler(RunConfig(weights=place))(torch.nn.Linear(1, 1))
-    else:
-        with Engine(tasks.plain(), device="cpu", dtype="float64", steps=2) as engine:
-            engine.load(place)
-
-
 def test_the_pickle_beside_the_index_is_never_read(place: Path, tmp_path: Path) -> None:
     (place / PICKLE).write_bytes(b"\x80\x04" + code(tmp_path / "ran") + b".")
     summed(place)
@@ -152,6 +119,14 @@ def test_the_pickle_beside_the_index_is_never_read(place: Path, tmp_path: Path) 
 def piece(rows: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = next(iter(rows.values()))["pieces"][0]
     return found
+
+
+def halves(rows: dict[str, Any], *begins: int) -> None:
+    """Pieces of half the rows each, with as many numbers together as the tensor has."""
+    row = rows["model/0.weight"]
+    (whole,) = row["pieces"]
+    half = row["size"][0] // 2
+    row["pieces"] = [{**whole, "offsets": [begin, 0], "sizes": [half, *row["size"][1:]]} for begin in begins]
 
 
 def shape(rows: dict[str, Any], size: list[Any]) -> None:
@@ -176,6 +151,12 @@ LIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a hole": lambda rows: next(iter(rows.values()))["pieces"].clear(),
     "a piece that lies outside": lambda rows: piece(rows).update(offsets=[1000] * len(piece(rows)["sizes"])),
     "a type that is none": lambda rows: next(iter(rows.values())).update(dtype="load"),
+    "the same half twice": lambda rows: halves(rows, 0, 0),
+    "halves that overlap": lambda rows: halves(rows, 0, 1),
+    "a size of many digits": lambda rows: shape(rows, [0, 1 << 70]),
+    "a type that would be imported": lambda rows: next(iter(rows.values())).update(dtype="_inductor"),
+    "state of no parameter": lambda rows: rows.update({"optimizer/none/a": rows["model/0.weight"]}),
+    "state without a name": lambda rows: rows.update({"optimizer/": rows["model/0.weight"]}),
     "no pieces": lambda rows: next(iter(rows.values())).pop("pieces"),
     "a row that is none": lambda rows: rows.update(more=3),
 }
@@ -191,6 +172,67 @@ def test_an_index_that_lies_is_refused_before_anything_is_read(place: Path, lie:
     summed_but(place, "__8_0.distcp", "__9_0.distcp")
     with pytest.raises(DataError, match="cannot be read as a checkpoint"):
         checkpoint.find(place)
+
+
+def box(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+PINWHEEL = (([0, 0], [1, 2]), ([0, 2], [2, 1]), ([2, 1], [1, 2]), ([1, 0], [2, 1]))
+
+
+@pytest.mark.parametrize(
+    ("size", "boxes", "tiles"),
+    [
+        ([3, 3], [*PINWHEEL, ([1, 1], [1, 1])], True),
+        ([3, 3], PINWHEEL, False),
+        ([3, 3], [*PINWHEEL, ([0, 0], [1, 1])], False),
+        ([], [([], [])], True),
+        ([], [], False),
+        ([], [([], []), ([], [])], False),
+        ([0, 3], [], True),
+        ([0, 3], [([0, 0], [0, 3])], True),
+        ([4], [([0], [2]), ([2], [0]), ([2], [2])], True),
+        ([4], [([0], [2]), ([1], [2])], False),
+        ([1 << 20], [([i], [1]) for i in range(20_000)], False),
+        ([20_000], [([i], [1]) for i in range(20_000)], True),
+    ],
+)
+def test_pieces_cover_each_number_once(size: list[int], boxes: Any, tiles: bool) -> None:
+    assert tensor_index._is_tiled(torch.Size(size), [box(*each) for each in boxes]) is tiles
+
+
+def test_a_tensor_in_pieces_along_too_many_dimensions() -> None:
+    boxes = [box([i] * 30, [1] * 30) for i in range(2)]
+    with pytest.raises(ValueError, match="divided along 30"):
+        tensor_index._is_tiled(torch.Size([2] * 30), boxes)
+
+
+@pytest.mark.parametrize("levels", [26, 1_000_000])
+def test_a_shape_in_the_pickle_is_of_numbers(place: Path, levels: int) -> None:
+    """In the pickle a shape may hold what takes years to print, or all of the stack to hash."""
+    deep = b")" + (b"q\xfah\xfah\xfa\x86" * levels if levels < 100 else b"\x85" * levels)
+    (place / PICKLE).write_bytes(b"\x80\x04}" + deep + b"K\x01s.")
+    old(place)
+    with pytest.raises(DataError, match="it nests tuples"):
+        checkpoint.find(place)
+
+
+def test_nothing_that_lay_in_memory_is_exported(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an index leaves numbers out all the same, zeros are there."""
+    monkeypatch.setattr(checkpoint.Found, "fill", lambda *_: None)
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: torch.full(*size, 7, **kind))
+    weights = load_file(export(place))
+    assert all(not value.any() for value in weights.values())
+
+
+def test_no_weight_takes_the_place_of_the_header(place: Path) -> None:
+    rows = json.loads((place / INDEX).read_text())
+    rows["model/__metadata__"] = rows["model/0.weight"]
+    (place / INDEX).write_text(json.dumps(rows))
+    summed(place)
+    with pytest.raises(DataError, match="a weight with the name __metadata__"):
+        export(place)
 
 
 def summed_but(place: Path, *names: str) -> None:
@@ -224,14 +266,35 @@ def test_an_index_that_is_none(place: Path, text: str) -> None:
         {"pipe": [1, 1]},
         {"zero": [1, 1]},
         {"zero": [0, 0]},
+        {"more": [4, 0]},
     ],
     ids=str,
 )
 def test_sums_that_check_nothing_or_without_end(place: Path, sums: Any) -> None:
     os.mkfifo(place / "pipe")
     (place / "zero").symlink_to("/dev/zero")
+    (place / "more").write_bytes(b"more")
     (place / SUMS).write_text(json.dumps(sums))
     with pytest.raises(DataError, match="cannot be read as a checkpoint"):
+        checkpoint.find(place)
+
+
+def test_files_that_evener_does_not_write_are_not_read(place: Path) -> None:
+    """One may have no end that its length tells of: of a sparse file of terabytes, which takes no room."""
+    sums = json.loads((place / SUMS).read_text())
+    with (place / "large").open("wb") as file:
+        file.truncate(8 << 40)
+    (place / SUMS).write_text(json.dumps({**sums, "large": [8 << 40, 0]}))
+    with pytest.raises(DataError, match="'large' is no file of a checkpoint"):
+        checkpoint.find(place)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="no /proc")
+def test_a_file_of_the_kernels_ends_before_it_begins(place: Path) -> None:
+    sums = json.loads((place / SUMS).read_text())
+    (place / "__1_0.distcp").symlink_to("/proc/self/pagemap")
+    (place / SUMS).write_text(json.dumps({**sums, "__1_0.distcp": [0, 0]}))
+    with pytest.raises(DataError, match=r"__1_0\.distcp cannot be read"):
         checkpoint.find(place)
 
 
@@ -257,40 +320,6 @@ def test_no_file_of_a_checkpoint_is_waited_for(place: Path, name: str, kind: str
         assert checkpoint.find(place.parent, lambda _: None).path == place
         return
     with pytest.raises(EvenerError):
-        checkpoint.find(place)
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        [],
-        {"format": checkpoint.FORMAT},
-        {"format": "2"},
-        {"format": 2, "ranks": 1, "progress": {}, "optimizer": {}, "model": {}, "data": {}, "settings": {}},
-    ],
-    ids=str,
-)
-def test_a_rest_of_another_form(place: Path, rest: Any) -> None:
-    torch.save(rest, place / "rest.pt")
-    summed(place)
-    with pytest.raises(DataError, match=r"its rest.pt does not hold"):
-        checkpoint.find(place)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        *(("kept", wrong) for wrong in ("{", "[]", '{"best": 3}', 7)),
-        *(("identity", wrong) for wrong in ({}, {"run": "a"}, {"run": "a", "history": [["b"]]}, "a")),
-        *(("said", wrong) for wrong in ("a", {}, {"scheduler": 3})),
-    ],
-    ids=str,
-)
-def test_a_part_of_another_form_is_named(place: Path, name: str, wrong: Any) -> None:
-    rest = torch.load(place / "rest.pt", weights_only=True)
-    torch.save({**rest, name: wrong}, place / "rest.pt")
-    summed(place)
-    with pytest.raises(DataError, match=rf"its rest.pt does not hold {name}"):
         checkpoint.find(place)
 
 

@@ -20,8 +20,10 @@ lies in one small file::
 ====================  ===========================================================
 :mod:`.identity`      marks, and the run that a checkpoint is of
 :mod:`.folder`        names, pointers, what is kept and what goes
+:mod:`.evaluated`     what an evaluation adds: what is remembered after it, and the best
 :mod:`.saving`        copies of the state, and the thread that writes them
 :mod:`.reading`       what is there, whether it is whole, and a rank's part of it
+:mod:`.form`          of what form the parts are that are no tensors
 :mod:`.sums`          checksums
 :mod:`.tensor_index`  which tensors there are, and where
 :mod:`.plain_pickle`  the same of earlier versions, out of PyTorch's pickle

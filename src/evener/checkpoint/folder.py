@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import uuid
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evener.checkpoint.identity import MARK, UNMARKED, Identity, identity_in, mark_in
+from evener.checkpoint.identity import MARK, UNMARKED, Identity, identity_in, lost_mark, mark_in, run_in
 from evener.errors import CheckpointError, ConfigurationError
 from evener.guarded_files import read_json, read_text
 from evener.texts import few
@@ -20,14 +19,18 @@ from evener.texts import few
 FORMAT = 2
 """Of what is written here; another is refused."""
 LATEST, BEST = "latest", "best"
+BEST_VALUE = "best.json"
 REST = "rest.pt"
 EVALUATION = "evaluation.json"
+DAMAGED = "damaged-"
+"""Before the name of a checkpoint with a damaged mark, when another of the same step takes its place."""
 CHECKPOINTS = "checkpoints"
 """The directory of checkpoints in a run directory."""
 _PREFIX = "step-"
 _LONGEST_NAME = 1000
-_NAME = re.compile(rf"{_PREFIX}(\d{{8,}})")
-_PARTIAL = re.compile(rf"\.{_PREFIX}(\d{{8,}})(\.\w+)?")
+_NAME = re.compile(rf"{_PREFIX}([0-9]{{8,20}})")
+_PARTIAL = re.compile(rf"\.{_PREFIX}([0-9]{{8,20}})(\.[0-9a-f]{{32}})?")
+_PARTIAL_MARK = re.compile(rf"\.{re.escape(MARK)}\.[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Saved:
     identity: Identity
     marked: bool
     """Whether it carries Evener's mark; only then may it be removed."""
+    torn: bool = False
+    """Whether its mark is damaged, so that its run is not known; it is told of and passed over."""
 
 
 def name_of(steps: int) -> str:
@@ -57,6 +62,11 @@ def name_of(steps: int) -> str:
 def partial_of(target: Path) -> Path:
     """Where a checkpoint is written before it is whole."""
     return target.with_name(f".{target.name}")
+
+
+def fresh_partial_of(target: Path) -> Path:
+    """As :func:`partial_of`, under a name that nothing has."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
 
 # What is there
@@ -73,54 +83,90 @@ def saved_in(directory: Path) -> list[Saved]:
         match = _NAME.fullmatch(path.name)
         if match is None or not path.is_dir():
             continue
-        identity = identity_in(path, int(match[1]))
-        if identity is not None or (path / REST).is_file() or path.name == latest:
-            entry = Saved(path, int(match[1]), identity or UNMARKED, identity is not None)
-            found.append(entry)
+        steps = int(match[1])
+        identity = identity_in(path, steps)
+        torn = identity is None and _is_torn(path)
+        if identity is not None or torn or (path / REST).is_file() or path.name == latest:
+            found.append(Saved(path, steps, identity or UNMARKED, identity is not None, torn))
     return sorted(found, key=lambda each: each.steps, reverse=True)
 
 
-def own_of(saved: Sequence[Saved], latest: str) -> list[Saved]:
+def wrong_mark(path: Path) -> str:
+    """What is wrong with the mark of a directory with the name of a checkpoint, in words; empty if nothing is."""
+    match = _NAME.fullmatch(path.name)
+    return lost_mark(path, int(match[1])) if match else ""
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a checkpoint of Evener, by its other files, has lost its mark."""
+    return any(os.path.lexists(path / name) for name in (MARK, REST)) and bool(wrong_mark(path))
+
+
+def own_of(saved: Sequence[Saved], latest: str, run: Identity | None = None) -> list[Saved]:
     """Those of one training: the latest first and then those before it.
 
-    Later ones than the latest are of a history that was left, and others of another run.
+    Later ones than the latest are of a history that was left, and others of another run. Damaged marks do not say whose
+    they are: such checkpoints are among them, and decide nothing. ::
+
+        latest     damaged     step 4 ── step 6 ── step 8 ?    8, 6, 4: whoever reads them passes 8 over
+        latest     of `run`    step 4 ── step 6 ── step 8      8, 6, 4
+        run        branched    step 4 ── step 6 ── step 8      6, 4: it begins there, and has saved none yet
+                                           └── run
 
     Args:
         latest: The name of the latest, whose training it is; where that is none of them, the training to which all
             belong.
+        run: The run to which they must belong; None if any will do.
 
     Raises:
         ConfigurationError: If that cannot be known.
     """
-    head = next((each for each in saved if each.path.name == latest), None)
-    if head is None and saved:
-        head = next((each for each in saved if all(_includes(each.identity, other) for other in saved)), None)
-        if head is None:
+    known = [each for each in saved if not each.torn and (run is None or _belongs(each, run))]
+    head = next((each for each in saved if each.path.name == latest and (each.torn or each in known)), None)
+    last = head.steps if head is not None else math.inf
+    if head is None or head.torn:
+        known = [each for each in known if each.steps <= last]
+        head = next((each for each in known if all(_includes(each.identity, other) for other in known)), None)
+        if head is None and known:
             raise ConfigurationError(
-                f"{saved[0].path.parent} has checkpoints of several runs, and its file {LATEST} names none of them: "
-                f"name one of {few([each.path.name for each in saved])} yourself"
+                f"{known[0].path.parent} has checkpoints of several runs, and its file {LATEST} does not tell which of "
+                f"these to go on with: name one of {few([each.path.name for each in known])} yourself"
             )
-    if head is None:
-        return []
-    return [each for each in saved if each.steps <= head.steps and _includes(head.identity, each)]
+    own = [each for each in known if head is not None and _includes(head.identity, each)]
+    return [each for each in saved if each.steps <= last and (each.torn or each in own)]
 
 
 def _includes(identity: Identity, other: Saved) -> bool:
     return identity.includes(other.identity.run, other.steps)
 
 
+def _belongs(each: Saved, run: Identity) -> bool:
+    return _includes(run, each) or each.identity.knows(run.run)
+
+
 def complete(directory: Path) -> list[Path]:
     """The checkpoints of the last run in a directory, the latest first and then those before it.
 
-    Empty if that run has saved none yet: those of an earlier one are not taken for its own.
+    Empty if that run has none to go on from: those of an earlier one, which it does not continue, are not its own.
 
     Raises:
         ConfigurationError: If it cannot be known which run they are of.
     """
-    mark = mark_in(directory.parent) if directory.name == CHECKPOINTS else None
-    found = own_of(saved_in(directory), named(directory / LATEST))
-    is_own = bool(found) and (mark is None or found[0].identity.knows(mark["run"]))
-    return [each.path for each in found] if is_own else []
+    return [each.path for each in own_of(saved_in(directory), named(directory / LATEST), _run_of(directory))]
+
+
+def _run_of(directory: Path) -> Identity | None:
+    """The run in the run directory of a directory of checkpoints, as far as that has a mark."""
+    return run_in(directory.parent) if directory.name == CHECKPOINTS else None
+
+
+def continued(checkpoint: Path, steps: int, identity: Identity) -> Identity:
+    """The run that goes on from the newest checkpoint of a directory.
+
+    It is that of the checkpoint, or one that went on from just there before and has saved nothing yet.
+    """
+    run = _run_of(checkpoint.parent)
+    return run if run is not None and run.history[-1:] == ((identity.run, steps),) else identity
 
 
 def named(pointer: Path) -> str:
@@ -130,6 +176,11 @@ def named(pointer: Path) -> str:
     except (OSError, ValueError):
         return ""
     return "" if "/" in name or "\0" in name or name == ".." else name
+
+
+def names_one(pointer: Path) -> bool:
+    """Whether ``latest`` or ``best`` names something that may be a checkpoint."""
+    return _NAME.fullmatch(named(pointer)) is not None
 
 
 def candidates(path: Path) -> list[Path]:
@@ -183,18 +234,28 @@ def lost_latest(directory: Path) -> str:
 # What is written, and what goes
 
 
-def refuse_foreign(directory: Path) -> None:
-    """Raises ConfigurationError if something of another program has a name that a checkpoint or pointer will need."""
+def refuse_unwritable(directory: Path) -> None:
+    """Raises ConfigurationError if no checkpoint can be written there, whoever's what is there is."""
     if directory.is_symlink() and not directory.exists():
         raise ConfigurationError(
             f"{directory} is a symbolic link to {os.readlink(directory)}, which is not there: make that directory, or "
             "remove the link"
         )
+    latest = directory / LATEST
+    wrong = f"{latest} is a directory" if latest.is_dir() and not latest.is_symlink() else ""
+    wrong = f"{directory} is no directory" if directory.exists() and not directory.is_dir() else wrong
+    if wrong:
+        raise ConfigurationError(f"{wrong}, so that no checkpoint can be saved: move it away, or use another")
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raises ConfigurationError if something of another program has a name that a checkpoint or pointer will need."""
     if not directory.is_dir():
         return
     known = [each.path for each in saved_in(directory)]
     alike = [path for path in directory.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name)]
-    strange = [path.name for path in (*alike, *foreign_pointers(directory)) if path not in known]
+    pointers = foreign_pointers(directory) + foreign_value(directory)
+    strange = [path.name for path in (*alike, *pointers) if path not in known]
     if strange:
         raise ConfigurationError(
             f"{directory} has {few(sorted(strange))}, which is not of Evener and has a name that a checkpoint will "
@@ -207,7 +268,19 @@ def foreign_pointers(directory: Path) -> list[Path]:
     if any(each.marked for each in saved_in(directory)):
         return []
     pointers = (directory / LATEST, directory / BEST)
-    return [path for path in pointers if os.path.lexists(path) and not _NAME.fullmatch(named(path))]
+    return [path for path in pointers if os.path.lexists(path) and not names_one(path)]
+
+
+def foreign_value(directory: Path) -> list[Path]:
+    """The file with the name of the one that holds the best value, if it is not of Evener; else none."""
+    path = directory / BEST_VALUE
+    if not os.path.lexists(path) or names_one(directory / BEST):
+        return []
+    try:
+        own = _NAME.fullmatch(read_json(path)["checkpoint"]) is not None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        own = False
+    return [] if own else [path]
 
 
 def publish(target: Path, keep: Keep) -> None:
@@ -216,21 +289,32 @@ def publish(target: Path, keep: Keep) -> None:
     Raises:
         CheckpointError: If something that is not of Evener has the checkpoint's name.
     """
-    partial = partial_of(target)
     if os.path.lexists(target):  # of the same step: out of the way in no time, to be removed with the others
         refuse_to_replace(target)
-        target.rename(partial.with_name(f"{partial.name}.{uuid.uuid4().hex}"))
-    partial.rename(target)
+        aside = target.with_name(f"{DAMAGED}{target.name}-{uuid.uuid4().hex[:8]}")
+        target.rename(fresh_partial_of(target) if is_marked(target) else aside)
+    partial_of(target).rename(target)
     _sync(target.parent)
     point(target.parent / LATEST, target.name)
     _prune(target, keep)
 
 
 def refuse_to_replace(*checkpoints: Path) -> None:
-    """Raises CheckpointError for something without Evener's mark, and for a pointer of another program."""
-    foreign = [path for path in checkpoints if os.path.lexists(path) and not is_marked(path)]
+    """Raises CheckpointError for something that is not of Evener, be it a checkpoint or a pointer."""
+    foreign = [path for path in checkpoints if os.path.lexists(path) and not _is_ours(path)]
     for path in (*foreign, *foreign_pointers(checkpoints[0].parent)):
         raise CheckpointError(f"{path} is there and is not of Evener: move it away")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it may be moved out of the way: removed if it is marked, and kept if its mark is damaged."""
+    return is_marked(path) or _is_unmarked_partial(path) or (_is_torn(path) and not path.is_symlink())
+
+
+def _is_unmarked_partial(path: Path) -> bool:
+    """Whether a save died between making this directory and marking it."""
+    is_partial = _PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    return bool(is_partial) and all(_PARTIAL_MARK.fullmatch(file.name) for file in path.iterdir())
 
 
 def point(pointer: Path, name: str) -> None:
@@ -265,7 +349,7 @@ def _prune(target: Path, keep: Keep) -> None:
     stays = {each.path.name for each in (own + others)[: keep.last]}
     stays |= {each.path.name for each in own if each.path.name == named(directory / BEST)}
     for path in directory.glob(f"*{_PREFIX}*"):
-        if path.name not in stays and is_marked(path):
+        if path.name not in stays and (is_marked(path) or _is_unmarked_partial(path)):
             remove(path)
     if not os.path.lexists(directory / named(directory / BEST)):
         (directory / BEST).unlink(missing_ok=True)
@@ -275,13 +359,6 @@ def is_marked(path: Path) -> bool:
     """Whether Evener wrote this directory under this name, as a checkpoint or for a save that was broken off."""
     match = _NAME.fullmatch(path.name) or _PARTIAL.fullmatch(path.name)
     return match is not None and not path.is_symlink() and identity_in(path, int(match[1])) is not None
-
-
-def is_of(path: Path, identity: Identity) -> bool:
-    """Whether a checkpoint is there, complete, and was written by this very run."""
-    match = _NAME.fullmatch(path.name)
-    found = identity_in(path, int(match[1])) if match else None
-    return found is not None and found.run == identity.run
 
 
 _OWN_FILES = (REST, "sums.json", EVALUATION, "tensors.json", ".metadata", ".metadata.tmp")
@@ -295,9 +372,7 @@ def remove(checkpoint: Path) -> None:
     with suppress(OSError):
         gone = checkpoint
         if _NAME.fullmatch(checkpoint.name):
-            gone = checkpoint.rename(
-                partial_of(checkpoint).with_name(f".{checkpoint.name}.{uuid.uuid4().hex}")
-            )
+            gone = checkpoint.rename(fresh_partial_of(checkpoint))
         torn = [path for name in (*_OWN_FILES, MARK) for path in gone.glob(f".{name}.*")]
         for path in (*gone.glob("__*.distcp"), *(gone / name for name in _OWN_FILES), *torn, gone / MARK):
             path.unlink(missing_ok=True)
@@ -310,46 +385,8 @@ def remove(checkpoint: Path) -> None:
 def clear(directory: Path) -> None:
     """Removes all checkpoints that carry Evener's mark, and the pointers to them."""
     for path in directory.glob(f"*{_PREFIX}*"):
-        if is_marked(path):
+        if is_marked(path) or _is_unmarked_partial(path):
             remove(path)
     for pointer in (LATEST, BEST):
-        if _NAME.fullmatch(named(directory / pointer)):
+        if names_one(directory / pointer):
             (directory / pointer).unlink()
-
-
-# What came after a checkpoint, at the same step
-
-
-def write_evaluation(checkpoint: Path, kept: str) -> None:
-    """Adds to a checkpoint what is remembered after the evaluation of its weights."""
-    partial = checkpoint / f".{EVALUATION}.{os.getpid()}"
-    partial.write_text(json.dumps({"crc32": zlib.crc32(kept.encode()), "kept": kept}) + "\n")
-    partial.replace(checkpoint / EVALUATION)
-
-
-def evaluation_of(checkpoint: Path) -> str | None:
-    """What :func:`write_evaluation` wrote; None if that is not there, or damaged, so that it has to be done again."""
-    try:
-        found = read_json(checkpoint / EVALUATION)
-        kept: str = found["kept"]
-        return kept if zlib.crc32(kept.encode()) == found["crc32"] else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-# The best
-
-
-def mark_best(directory: Path, name: str, metric: str, value: float) -> None:
-    """Keeps the checkpoint ``name`` until another one is better."""
-    partial = directory / f".{BEST}.json.{os.getpid()}"
-    partial.write_text(json.dumps({"checkpoint": name, "metric": metric, "value": value}) + "\n")
-    partial.replace(directory / f"{BEST}.json")
-    point(directory / BEST, name)
-
-
-def forget_best(directory: Path) -> None:
-    """There is no best checkpoint any more, or not yet."""
-    if _NAME.fullmatch(named(directory / BEST)):
-        (directory / BEST).unlink()
-        (directory / f"{BEST}.json").unlink(missing_ok=True)

@@ -4,7 +4,8 @@ Names are no proof: another program may call its directories ``step-00000004`` t
 checkpoint holds a mark, ``evener.json``, and so does a run directory. Evener removes and replaces only what has one.
 
 A mark names its run by a random number. A run that goes on from the newest checkpoint of its directory keeps the name.
-One that begins elsewhere, or goes on from an earlier checkpoint, is a new run, whose history says where it branches::
+One that begins elsewhere, or goes on from an earlier checkpoint, is a new run, whose history says where it branches.
+The mark of the run directory has that history too, so that a run which dies before its first save is known again::
 
     run a    step 4 ── step 6 ── step 8
                          │
@@ -27,6 +28,7 @@ MARK = "evener.json"
 """The file that tells whose a directory is."""
 _AUTHOR = "evener"
 _LONGEST = 1 << 20
+_SUMS = "sums.json"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,11 @@ class Identity:
         Raises:
             KeyError, TypeError, ValueError: If it is something else.
         """
-        return Identity(str(saved["run"]), tuple((str(run), int(last)) for run, last in saved["history"]))
+        history = tuple((run, last) for run, last in saved["history"])
+        texts = all(type(run) is str for run in (saved["run"], *(run for run, _ in history)))
+        if not texts or not all(type(last) is int for _, last in history):  # Infinity too is a number in JSON
+            raise ValueError("it names no run, or no step")
+        return Identity(saved["run"], history)
 
 
 UNMARKED = Identity("")
@@ -100,3 +106,28 @@ def identity_in(checkpoint: Path, steps: int) -> Identity | None:
         return Identity.from_plain(mark)
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def run_in(run_dir: Path) -> Identity | None:
+    """The run in a run directory; None if that has no mark. A mark of an earlier version knows no history."""
+    mark = mark_in(run_dir)
+    try:
+        return None if mark is None else Identity.from_plain({"history": (), **mark})
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def lost_mark(checkpoint: Path, steps: int) -> str:
+    """What is wrong with the mark of the checkpoint after ``steps`` steps, in words.
+
+    Empty if nothing is, and for a checkpoint of a version that wrote no mark, whose checksums have none of it.
+    """
+    if identity_in(checkpoint, steps) is not None:
+        return ""
+    if os.path.lexists(checkpoint / MARK):
+        elsewhere = mark_in(checkpoint) is not None
+        return f"{MARK} is not that of step {steps}" if elsewhere else f"{MARK} cannot be read"
+    try:
+        return f"{MARK} cannot be read: it is not there" if MARK in read_json(checkpoint / _SUMS) else ""
+    except (OSError, ValueError, TypeError):
+        return f"{MARK} and {_SUMS} cannot be read"

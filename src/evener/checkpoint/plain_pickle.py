@@ -52,11 +52,19 @@ def read(content: bytes) -> Any:
     return found
 
 
+_DEEPEST = 4
+"""Tuples within tuples, at most. Python hashes, compares and prints them by recursion, and visits those that are named
+twice twice: few bytes would take all of the stack, or years."""
+_KEYS = (str, int, Made)
+
+
 class _Machine:
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self._levels: dict[int, tuple[int, Any]] = {}
+        """Of tuples, by their id, which stays theirs while they are kept here."""
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -82,6 +90,13 @@ class _Machine:
             )
         return self.stack[-1]
 
+    def push_tuple(self, items: tuple[Any, ...]) -> None:
+        level = 1 + max((self._levels[id(item)][0] for item in items if type(item) is tuple), default=0)
+        if level > _DEEPEST:
+            raise pickle.UnpicklingError(f"it nests tuples {level} deep, which none needs")
+        self._levels[id(items)] = level, items
+        self.push(items)
+
     def name(self) -> None:
         module, name = self.last(2)
         self.push(_named(module, name))
@@ -97,6 +112,9 @@ class _Machine:
         self.top(Made).state = state
 
     def set_items(self, items: list[Any]) -> None:
+        strange = next((key for key in items[::2] if type(key) not in _KEYS), "")
+        if type(strange) not in _KEYS:
+            raise pickle.UnpicklingError(f"it has a {_words(strange)} as a key, which none needs")
         self.top(dict).update(zip(items[::2], items[1::2], strict=True))
 
     def extend(self, items: list[Any]) -> None:
@@ -128,11 +146,11 @@ _ACTS: dict[str, _Act] = {
     "NEWFALSE": lambda machine, _: machine.push(False),
     "EMPTY_DICT": lambda machine, _: machine.push({}),
     "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
-    "TUPLE1": lambda machine, _: machine.push(machine.last(1)),
-    "TUPLE2": lambda machine, _: machine.push(machine.last(2)),
-    "TUPLE3": lambda machine, _: machine.push(machine.last(3)),
-    "TUPLE": lambda machine, _: machine.push(tuple(machine.above_mark())),
+    "EMPTY_TUPLE": lambda machine, _: machine.push_tuple(()),
+    "TUPLE1": lambda machine, _: machine.push_tuple(machine.last(1)),
+    "TUPLE2": lambda machine, _: machine.push_tuple(machine.last(2)),
+    "TUPLE3": lambda machine, _: machine.push_tuple(machine.last(3)),
+    "TUPLE": lambda machine, _: machine.push_tuple(tuple(machine.above_mark())),
     "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
     "MEMOIZE": lambda machine, _: machine.set_memo(len(machine.memo)),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda machine, argument: machine.set_memo(argument)),

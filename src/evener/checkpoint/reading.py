@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from evener.checkpoint import folder, sums
+from evener.checkpoint import folder, form, sums
 from evener.checkpoint.identity import UNMARKED, Identity, identity_in
 from evener.checkpoint.tensor_index import IndexReader, files_of, index_in, index_name
 from evener.errors import ConfigurationError, DataError
@@ -38,7 +37,7 @@ class Found:
     index: Metadata
     """Which tensors it holds, and where."""
     identity: Identity = UNMARKED
-    """The run that it is of."""
+    """The run that it is of, or that goes on from it and has saved nothing yet."""
     newest: bool = False
     """Whether it was found as the newest of a directory, whose run whoever goes on from it may continue."""
 
@@ -59,6 +58,9 @@ class Found:
         }
         for key, value in room.items():
             _put(state, key, value.held if isinstance(value, Piece) else value)
+        for name, value in held.model.items():
+            if isinstance(value, Tensor) and not isinstance(state["model"].get(name, value), Tensor):
+                raise DataError(f"{self.path} cannot be read as a checkpoint: it has no tensor for {name}")
         return state
 
     def random(self, rank: int) -> Tensor | None:
@@ -67,7 +69,7 @@ class Found:
         entry = self.stored().get(key)
         if entry is None:
             return None
-        found = torch.empty(entry.size, dtype=entry.properties.dtype)
+        found = torch.zeros(entry.size, dtype=entry.properties.dtype)
         self.fill({key: found})
         return found
 
@@ -122,26 +124,33 @@ def agreed(
 ) -> Found:
     """As :func:`find`, on all ranks together, each of which looks at some of the files."""
     damaged, places = "", _candidates(path, control, rank, tell)
+    by_directory = folder.is_by_directory(path)
     for place in places:
         if damaged and rank == 0:
             tell(f"{damaged}: going on from {place} instead, which lies before it")
         found, own = None, sums.damage(place, rank, ranks)
         try:
             found = _read(place)
-            own = own or sums.lacking(place, found.files)
+            own = (
+                own or sums.lacking(place, found.files) or (folder.wrong_mark(place) if by_directory else "")
+            )
         except DataError as error:
             own = own or str(error)
         wrong = next(filter(None, control.gather_objects(own)), "")
         if not wrong and found is not None:
-            newest = place == places[0] and folder.is_by_directory(path)
-            return replace(found, identity=_identity_of(place, found), newest=newest)
+            newest = place == places[0] and by_directory
+            return replace(found, identity=_identity_of(place, found, newest), newest=newest)
         reason = wrong.removeprefix(f"{place} ").removeprefix("cannot be read as a checkpoint: ")
         damaged = f"{place} cannot be read as a checkpoint: {reason}"
+    if by_directory:
+        damaged += ". No whole one lies before it: name another, or begin a new run in another directory"
     raise DataError(damaged)
 
 
-def _identity_of(place: Path, found: Found) -> Identity:
-    return identity_in(place, int(found.rest["progress"]["steps"])) or UNMARKED
+def _identity_of(place: Path, found: Found, newest: bool) -> Identity:
+    steps = int(found.rest["progress"]["steps"])
+    identity = identity_in(place, steps) or UNMARKED
+    return folder.continued(place, steps, identity) if newest else identity
 
 
 def _candidates(path: Path, control: Channel, rank: int, tell: Callable[[str], object]) -> list[Path]:
@@ -161,13 +170,6 @@ def _candidates(path: Path, control: Channel, rank: int, tell: Callable[[str], o
     return places
 
 
-_PARTS = {
-    **dict.fromkeys(("format", "ranks"), int),
-    **dict.fromkeys(("progress", "optimizer", "model", "data", "settings"), dict),
-}
-_PROGRESS = ("epoch", "position", "steps")
-
-
 def _read(place: Path) -> Found:
     with _explained(place):
         with open_regular(place / folder.REST) as file:
@@ -180,48 +182,26 @@ def _read(place: Path) -> Found:
             f"{place} is a checkpoint in format {rest['format']}, this version of Evener reads format "
             f"{folder.FORMAT}: go on with the version that wrote it"
         )
-    wrong = _lacks(rest)
+    wrong = form.lacks(rest)
     if wrong:
         raise DataError(f"{place} is no checkpoint of Evener: its {folder.REST} does not hold {wrong}")
-    return Found(place, rest, index)
+    found = Found(place, rest, index)
+    if strange := _strange_key(found):
+        raise DataError(
+            f"{place} is no checkpoint of Evener: {strange!r} is of no parameter of its optimizer"
+        )
+    return found
 
 
-def _lacks(rest: Mapping[str, Any]) -> str:
-    """What is missing or of a wrong kind; empty if nothing is."""
-    wrong = [name for name, kind in _PARTS.items() if not isinstance(rest.get(name), kind)]
-    if not wrong:
-        wrong = [name for name in _PROGRESS if type(rest["progress"].get(name)) is not int]
-        state = rest["optimizer"].get("state")
-        if not isinstance(state, dict) or not all(isinstance(entries, dict) for entries in state.values()):
-            wrong.append("the optimizer's state")
-        wrong += [
-            name for name, check in _FURTHER.items() if rest.get(name) is not None and not check(rest[name])
-        ]
-    return ", ".join(wrong)
-
-
-def _is_identity(found: Any) -> bool:
-    try:
-        Identity.from_plain(found)
-    except (KeyError, TypeError, ValueError):
-        return False
-    return True
-
-
-def _is_kept(found: Any) -> bool:
-    try:
-        parts = json.loads(found)
-    except (TypeError, ValueError):
-        return False
-    return isinstance(parts, dict) and all(isinstance(each, dict) for each in parts.values())
-
-
-def _is_said(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("scheduler"), dict)
-
-
-_FURTHER: dict[str, Callable[[Any], bool]] = {"identity": _is_identity, "kept": _is_kept, "said": _is_said}
-"""What a checkpoint of an earlier version has not."""
+def _strange_key(found: Found) -> str:
+    """A tensor's key that is of nothing that the optimizer updates; empty if none is."""
+    names = form.parameters_of(found.rest["optimizer"])
+    for key in found.stored():
+        kind, _, rest = key.partition("/")
+        name, _, entry = rest.rpartition("/")
+        if kind == "optimizer" and (name not in names or not entry):
+            return key
+    return ""
 
 
 @contextmanager

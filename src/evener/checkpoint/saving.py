@@ -318,12 +318,22 @@ def _prepare(target: Path, rest: bytes, mark: Mapping[str, Any]) -> None:
     partial = folder.partial_of(target)
     folder.refuse_to_replace(partial, target)
     folder.remove(partial)
-    partial.mkdir(parents=True)
-    write_mark(partial, mark)
+    _make(folder.fresh_partial_of(target), mark).rename(partial)
     with (partial / folder.REST).open("wb") as file:
         file.write(rest)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _make(place: Path, mark: Mapping[str, Any]) -> Path:
+    """Makes a directory that has its mark before it gets the name by which others know it."""
+    place.mkdir(parents=True)
+    try:
+        write_mark(place, mark)
+    except OSError:
+        folder.remove(place)
+        raise
+    return place
 
 
 def _write_tensors(tensors: Mapping[str, Piece | Tensor], partial: Path, writers: Writers) -> None:

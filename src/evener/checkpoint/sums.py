@@ -1,7 +1,7 @@
 """Lengths and checksums of a checkpoint's files, so that a damaged one is not gone on from.
 
 CRC-32 finds every burst of errors of up to 32 bits and misses one of 2**32 others; it is no protection against malice.
-The list of checksums itself may be malicious: it names plain files of its directory, and these are read no further than
+The list of checksums itself may be malicious: it names files that Evener writes, and these are read no further than
 their length.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 from evener.guarded_files import open_regular, read_json
 
 SUMS = "sums.json"
+_NAME = re.compile(r"rest\.pt|evaluation\.json|evener\.json|tensors\.json|\.metadata|__[0-9]+_[0-9]+\.distcp")
+"""Files that Evener writes into a checkpoint."""
 _CHUNK = 1 << 22
 
 Sums = Mapping[str, tuple[int, int]]
@@ -67,8 +70,8 @@ def _read(place: Path) -> dict[str, tuple[int, int]]:
         raise ValueError(f"it holds a {type(found).__name__}")
     for name, entry in found.items():
         numbers = isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
-        if not numbers or "/" in name or name in ("", ".", "..", SUMS):
-            raise ValueError(f"{name!r} with {str(entry)[:40]!r} is no file with its length and checksum")
+        if not numbers or not _NAME.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} is no file of a checkpoint with its length and checksum")
     return {name: (nbytes, crc) for name, (nbytes, crc) in found.items()}
 
 

@@ -8,12 +8,14 @@ names of files and lengths are checked against each other and against the files 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,13 @@ from evener.guarded_files import read_bytes, read_json
 
 INDEX = "tensors.json"
 PICKLE = ".metadata"
-_FILE = re.compile(r"__\d+_\d+\.distcp")
+_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _LONGEST_SIZE = 64
 """Dimensions of a tensor, at most."""
+_MOST_NUMBERS = 1 << 60
+"""Of a tensor."""
+_MOST_DIVIDED = 6
+"""Dimensions along which a tensor is in pieces, at most."""
 
 Rows = Mapping[str, Mapping[str, Any]]
 """By key: ``dtype``, ``size``, and ``pieces``, each with ``offsets``, ``sizes``, ``file``, ``start`` and ``length``."""
@@ -141,7 +147,7 @@ class _Files:
 
 def _metadata(rows: Any, files: _Files) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places = {}
+    places: dict[MetadataIndex, Place] = {}
     for key, row in _checked(rows, dict, "it").items():
         dtype = _dtype(_at(row, "dtype", str))
         size, pieces = _size(_at(row, "size", list)), _at(row, "pieces", list)
@@ -151,9 +157,12 @@ def _metadata(rows: Any, files: _Files) -> Metadata:
             place = Place(_at(piece, "file", str), _at(piece, "start", int), _at(piece, "length", int))
             _check_piece(key, chunk, size, dtype.itemsize, place, files)
             chunks.append(chunk)
-            places[MetadataIndex(key, chunk.offsets)] = place
-        if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
-            raise ValueError(f"the pieces of {key!r} are not the {size.numel()} numbers that it has")
+            if places.setdefault(MetadataIndex(key, chunk.offsets), place) is not place:
+                raise ValueError(f"two pieces of {key!r} begin at one place")
+        if not _is_tiled(size, chunks):
+            raise ValueError(
+                f"the pieces of {key!r} are not the {size.numel()} numbers that it has, each once"
+            )
         entries[key] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
     return Metadata(entries, storage_data=places)
 
@@ -170,6 +179,36 @@ def _check_piece(
         raise ValueError(f"a piece of {key!r} has no room in {place.relative_path}")
 
 
+def _is_tiled(size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether pieces cover a tensor, each of its numbers once, in time linear in their number.
+
+    A box is known by its corners with alternating signs, and so is a sum of boxes: where boxes meet, theirs cancel, and
+    those of the whole are left if and only if the sum of the boxes is the whole::
+
+        +───-      +───-───+───-      +───────-
+        │   │      │   │   │   │  =   │       │
+        -───+      -───+───-───+      -───────+
+    """
+    chunks = [chunk for chunk in chunks if chunk.sizes.numel()]
+    if not size.numel():
+        return not chunks
+    divided = [
+        axis
+        for axis, whole in enumerate(size)
+        if any((chunk.offsets[axis], chunk.sizes[axis]) != (0, whole) for chunk in chunks)
+    ]
+    if len(divided) > _MOST_DIVIDED:
+        raise ValueError(f"a tensor is divided along {len(divided)} of its dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    for chunk, sign in ((whole, -1), *((chunk, 1) for chunk in chunks)):
+        ends = [(chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis]) for axis in divided]
+        for sides in itertools.product((0, 1), repeat=len(divided)):
+            at = tuple(end[side] for end, side in zip(ends, sides, strict=True))
+            corners[at] += sign * (-1) ** sum(sides)
+    return not any(corners.values())
+
+
 def _checked(value: Any, kind: type[Any], what: str) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
@@ -183,16 +222,20 @@ def _at(row: Any, name: str, kind: type[Any]) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)  # getattr would import modules of some names
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of numbers")
     return found
 
 
 def _size(numbers: list[Any]) -> torch.Size:
-    good = all(type(number) is int and number >= 0 for number in numbers) and len(numbers) <= _LONGEST_SIZE
-    if not good or math.prod(numbers) >= 1 << 60:
-        raise ValueError(f"{str(numbers)[:100]} is no shape")
+    if len(numbers) > _LONGEST_SIZE:
+        raise ValueError(f"{len(numbers):,} dimensions are no shape")
+    strange = next((number for number in numbers if type(number) is not int), 0)
+    if type(strange) is not int:  # which may be a whole structure, and is not printed
+        raise ValueError(f"a {type(strange).__name__} in a shape is no length")
+    if any(not 0 <= number < _MOST_NUMBERS for number in numbers) or math.prod(numbers) >= _MOST_NUMBERS:
+        raise ValueError("a shape has a negative length, or one of more numbers than there can be")
     return torch.Size(numbers)
 
 
@@ -256,4 +299,7 @@ def _numbers(value: Any) -> list[Any]:
     """The numbers of a ``torch.Size``."""
     if _kind(value) != Named("torch", "Size") or len(value.arguments) != 1:
         raise ValueError("it has no torch.Size where one is needed")
-    return list(_checked(value.arguments[0], tuple, "torch.Size"))
+    return [
+        _checked(number, int, "a number of a torch.Size")
+        for number in _checked(value.arguments[0], tuple, "torch.Size")
+    ]

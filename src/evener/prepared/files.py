@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from evener.guarded_files import open_regular
 from evener.prepared.batches import batches_of
 from evener.prepared.place import Place
 from evener.prepared.preparing import current
+from evener.texts import few, printable, said
 
 _FORMAT = "evener.prepared 1"
-_KEYS = {"states", "values", "steps", "random"}
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
@@ -54,17 +55,17 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     states, values = found["states"], found["values"]
     for name in objects:
         if name not in states:
-            raise ConfigurationError(
-                f"{path} has no {name!r}; it has {', '.join([*states, *values]) or 'nothing'}"
-            )
+            told = printable(few([*states, *values]))
+            raise ConfigurationError(f"{path} has no {name!r}; it has {told}")
     for name, thing in objects.items():
         try:
             thing.load_state_dict(states[name])
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"{name} does not go on from {path}: {error}") from error
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            words = printable(said(error))
+            raise ConfigurationError(f"{name} does not go on from {path}: {words}") from error
     place.random.take(found["random"])
     place.steps = found["steps"]
-    if found.get("batches"):
+    if found.get("batches") is not None:
         batches_of(place).load_state_dict(found["batches"])
     return dict(values)
 
@@ -103,8 +104,41 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         return {}, f"there is no file {path} on rank 0: write one with evener.save"
     except Exception as error:  # of whatever kind: what is damaged may look like anything
-        first = (str(error).splitlines() or [""])[0]
-        return {}, f"{path} cannot be read, it is damaged or no file of evener.save: {first}"
-    if not isinstance(found, dict) or found.get("format") != _FORMAT or not found.keys() >= _KEYS:
+        first = (said(error).splitlines() or [""])[0]
+        return {}, f"{path} cannot be read, it is damaged or no file of evener.save: {printable(first)}"
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or not found.keys() >= _PARTS.keys():
         return {}, f"{path} was not written by evener.save of this version"
+    wrong = [name for name, check in _PARTS.items() if not check(found[name])]
+    if found.get("batches") is not None and not _is_batches(found["batches"]):
+        wrong.append("batches")
+    if wrong:
+        return {}, f"{path} is damaged, or no file of evener.save: its {', '.join(wrong)} are of another form"
     return found, ""
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(name) is str for name in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_random(value: Any) -> bool:
+    try:
+        torch.Generator().set_state(value)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _is_batches(value: Any) -> bool:
+    return _is_named(value) and _is_count(value.get("step")) and _is_named(value.get("balancer"))
+
+
+_PARTS: dict[str, Callable[[Any], bool]] = {
+    "states": _is_named,
+    "values": _is_named,
+    "steps": _is_count,
+    "random": _is_random,
+}

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigurationError, DataError
-from evener.guarded_files import open_regular, parsed
+from evener.guarded_files import LONGEST_LINE, lines_of, open_regular, parsed
 from evener.records import RECORDS
 from evener.report.drawing import Panel, Point, svg
 from evener.system import in_words
 
 _POINTS = 120
 """Of a line: each is the median of so many steps as fall to it."""
-_LONGEST_LINE = 1 << 26
-"""Bytes of a record: one of a hundred thousand ranks has fewer."""
 _GREATEST = 1e15
 """Numbers beyond it are no measurements, and are not drawn."""
 
@@ -123,13 +121,13 @@ def _lines_in(path: Path) -> int:
 def _records(path: Path) -> Iterator[tuple[float, float, list[float], list[float | None]]]:
     """Step, seconds, shares and times of each step. The last line of a run that was killed may be half written."""
     with open_regular(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
+        for number, line in enumerate(lines_of(file), 1):
             try:
                 record = parsed(line.decode())
                 if _is_step(record):
                     yield _numbers(record)
             except (ValueError, TypeError, KeyError) as error:
-                if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                     return
                 raise DataError(f"{path}, line {number} is no record: {_words(error)}") from error
 
