@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evener.verification.script.causes import cause, line_of, told
 from evener.verification.script.events import Event, Line, Printed, Record, What
-from evener.verification.script.parting import Parting, Runs, compare
+from evener.verification.script.parting import Parting, Runs, before_failure, compare
 from evener.verification.script.printing import Comparison, Listening
 from evener.verification.script.workplace import workplace
 
@@ -151,6 +151,32 @@ def test_gradients_of_no_backward_pass_are_those_of_grad() -> None:
     parting = first(found)
     assert line_of(found, parting) == Line(FILE, 12)
     assert "torch.autograd.grad gives a gradient of this rank's samples" in cause(found, parting)
+
+
+def test_what_came_before_a_failure_is_compared() -> None:
+    def failed(record: Record) -> None:
+        del record.events[6:]
+        record.end, record.printed, record.digest = {}, [], ""
+
+    assert before_failure(runs(failed, failed)) is None
+
+    def failed_in_a_step(record: Record) -> None:
+        failed(record)
+        record.events[3].rates = (0.5,)
+        record.events[3].weights["fc"].mul_(1 + 8 * EPS)
+        record.events.append(Event(What.STEP, Line(FILE, 13)))
+
+    found = runs(failed, failed_in_a_step)
+    parting = before_failure(found)
+    assert parting is not None
+    assert (parting.kind, parting.event, parting.rank) == ("replicas", 3, 1)
+    assert "the learning rate is" in cause(found, parting)
+
+
+def test_a_model_that_was_not_prepared_is_named() -> None:
+    found = both(set_value(1, 0.8))
+    found.divided[0].norms = 3
+    assert "3 BatchNorm layers of models that were not prepared" in cause(found, first(found))
 
 
 def test_a_gradient_that_is_rounding_alone_is_judged_absolutely() -> None:

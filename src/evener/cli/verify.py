@@ -156,7 +156,7 @@ def text_of_script(result: ScriptVerification) -> str:
             f"PASS: {result.script} trains on {where} as on one device\n"
             f"  compared: {ended} steps of its optimizers ({result.steps}), what they were given and made of the "
             f"weights, {len(result.losses)} backward passes, and what rank 0 prints\n"
-            f"  {result.times_floor:.3g} times the floor (rounding explains {result.limit:g})"
+            f"  {result.times_floor:.3g} times the floor (rounding explains {result.limit:g}){_unseen(result)}"
         )
     lines = [f"FAIL: {result.script} does not train on {where} as on one device"]
     if result.line:
@@ -165,6 +165,15 @@ def text_of_script(result: ScriptVerification) -> str:
     lines += [f"  hint: {result.hint}"] if result.hint else []
     lines += [f"  and {each}" for each in result.also]
     return "\n".join(lines)
+
+
+def _unseen(result: ScriptVerification) -> str:
+    if not result.ended_by_limit or result.passes:
+        return ""
+    return (
+        "\n  no end of an epoch came within these steps: what the script prints, evaluates or decides later was not "
+        "compared; --steps N goes further"
+    )
 
 
 def text(result: Verification) -> str:

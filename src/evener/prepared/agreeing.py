@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from zlib import crc32
 
 from evener.errors import ConfigurationError
 
@@ -23,6 +24,8 @@ WAY_OUT = (
 )
 UNLIKE = 1e-4
 """How far devices of different kinds may round a number apart, relatively."""
+_PART = 1 << 26
+"""Of two numbers that go as one, which a double holds exactly."""
 
 
 def check_calls(calls: list[int]) -> None:
@@ -33,7 +36,9 @@ def check_calls(calls: list[int]) -> None:
         told = ", ".join(f"rank {rank} in {WAITS[call]}" for rank, call in enumerate(calls))
         raise ConfigurationError(
             f"the ranks are at different places of the loop: {told}. The loss, evener.gather and backward are for all "
-            "ranks together: what is done on one rank alone, as under evener.is_main(), must have none of them"
+            "ranks together: what is done on one rank alone, as under evener.is_main(), must have none of them, and an "
+            "if, continue or break in front of them must not be decided by a rank's own samples: let it depend on the "
+            "loss, which is the same on all ranks, or on rows that evener.gather gives"
         )
 
 
@@ -56,23 +61,53 @@ def check_updates(steps: Sequence[float], what: str) -> None:
     if other is not None:
         raise ConfigurationError(
             f"rank 0 has made {steps[0]:.0f} updates and rank {other} {steps[other]:.0f} before {what}: "
-            "optimizer.step() is for all ranks together, as under evener.is_main() it must not be"
+            "optimizer.step() is for all ranks together: under evener.is_main(), or an if that a rank's own samples "
+            "decide, it must not be"
         )
 
 
-def check_strangers(digests: Sequence[float]) -> None:
-    """Raises:
-    ConfigurationError: If ranks have updated tensors of no prepared model with different gradients; 0 is of a rank
-        that has updated none.
+def folded(before: int, strangers: int, rates: int) -> int:
+    """What a rank tells of its updates: of the gradients of tensors of no prepared model, and of learning rates.
+
+    Args:
+        before: The same of earlier updates; 0 if there were none.
+        strangers: A number of the gradients; 0 if there are none.
+        rates: A number of the learning rates; 0 if they are not to be compared.
     """
-    told = [rank for rank, number in enumerate(digests) if number]
-    other = next((rank for rank in told if digests[rank] != digests[told[0]]), None)
+    parts = (divmod(before, _PART), (strangers, rates))
+    high, low = (
+        crc32(repr(pair).encode()) % (_PART - 1) + 1 if pair[1] else pair[0]
+        for pair in zip(*parts, strict=True)
+    )
+    return high * _PART + low
+
+
+def check_strangers(updates: Sequence[float]) -> None:
+    """Raises:
+    ConfigurationError: If ranks have updated tensors of no prepared model with different gradients, or any with
+        different learning rates, as :func:`folded` tells; 0 is of a rank that has updated none.
+    """
+    rates = [number % _PART for number in updates]
+    other = _other_told(rates)
     if other is not None:
         raise ConfigurationError(
-            f"an optimizer has updated tensors of no prepared model with other gradients on rank {other} than on "
-            f"rank {told[0]}: they are those of each rank's own samples. Give evener.prepare the model that has them, "
+            f"an optimizer has stepped with another learning rate on rank {other[1]} than on rank {other[0]}: it, or "
+            "what a scheduler was given, depends on a rank's own samples. Let it depend on the loss, which is the same "
+            "on all ranks, or on rows that evener.gather gives"
+        )
+    other = _other_told([number // _PART for number in updates])
+    if other is not None:
+        raise ConfigurationError(
+            f"an optimizer has updated tensors of no prepared model with other gradients on rank {other[1]} than on "
+            f"rank {other[0]}: they are those of each rank's own samples. Give evener.prepare the model that has them, "
             "or put them into a module and give it that"
         )
+
+
+def _other_told(numbers: Sequence[float]) -> tuple[int, int] | None:
+    """The first two ranks that tell different numbers; 0 tells nothing."""
+    told = [rank for rank, number in enumerate(numbers) if number]
+    return next(((told[0], rank) for rank in told if numbers[rank] != numbers[told[0]]), None)
 
 
 def check_roots(roots: Sequence[float], tolerance: float) -> None:
@@ -83,8 +118,9 @@ def check_roots(roots: Sequence[float], tolerance: float) -> None:
     if other:
         raise ConfigurationError(
             f"backward was called on {roots[0]:.9g} on rank 0 and on {roots[other]:.9g} on rank {other}, and goes with "
-            "the number of the whole batch, which is the same on all ranks: a term or a factor depends on samples and "
-            f"went through no prepared loss. {WAY_OUT}"
+            "the number of the whole batch, which is the same on all ranks: a term, a factor or a divisor depends on "
+            f"samples and went through no prepared loss. {WAY_OUT}. A sum over the samples of all ranks is divided by "
+            "evener.batch_size(), not by len(x)"
         )
 
 

@@ -6,16 +6,24 @@ at hand, whose shares may be others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from evener.borrowed.views import base_of
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from evener.prepared.place import Turn
+
+class Turn(Protocol):
+    """A batch that was at hand."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many samples each rank has of it."""
+
 
 _TURNS: Any = WeakTensorKeyDictionary()
 """By tensor; an attribute of the tensor would be saved with it."""
@@ -37,7 +45,7 @@ def marked(tree: Any, turn: Turn) -> Any:
     return map_leaves(mark, tree)
 
 
-def check_at_hand(tree: Any, turns: list[Turn], what: str) -> None:
+def check_at_hand(tree: Any, turns: Sequence[Turn], what: str) -> None:
     """Raises:
     ConfigurationError: For tensors of a batch that the loop has left, if the last of ``turns``, which is the one at
         hand, has other shares; on all ranks alike, as all know the shares of all.
@@ -45,7 +53,7 @@ def check_at_hand(tree: Any, turns: list[Turn], what: str) -> None:
     found: list[Turn] = []
     map_leaves(lambda leaf: found.extend(filter(None, [_turn_of(leaf)])), tree)
     for turn in found:
-        if turn not in turns and not (turns and turns[-1].batch.shares == turn.batch.shares):
+        if turn not in turns and not (turns and turns[-1].shares == turn.shares):
             raise ConfigurationError(_KEPT.format(what=what))
 
 
@@ -53,5 +61,6 @@ def _turn_of(leaf: Any) -> Turn | None:
     """Of a tensor that was handed out, or a view of it."""
     if not isinstance(leaf, Tensor):
         return None
+    whole = base_of(leaf)
     found: Turn | None = _TURNS.get(leaf)
-    return found if found is not None or leaf._base is None else _TURNS.get(leaf._base)
+    return found if found is not None or whole is None else _TURNS.get(whole)

@@ -81,6 +81,11 @@ class Turn:
         return self.batch.micro_batches[0]
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """How many samples each rank has."""
+        return self.batch.shares
+
+    @property
     def samples(self) -> int:
         """How many count on this rank."""
         return self.micro.size

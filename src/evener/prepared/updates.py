@@ -1,17 +1,20 @@
 """Updates of a prepared loop: every optimizer of the process is looked at before it steps, prepared or not.
 
 An optimizer that was made after ``evener.prepare``, or was never given to it, updates the same weights as any other.
+What it is given, learning rates among it, is compared when the ranks next tell each other something.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evener.errors import ConfigurationError
+from evener.prepared.agreeing import folded
 from evener.prepared.place import Place
 from evener.replicas import digest, together
 from evener.strategies.local import is_divided
@@ -48,21 +51,26 @@ class Updates:
         self._place.mean.check_none_put_off(own)
         self._place.mean.check_all_summed("optimizer.step()", own)
         self._place.mean.check_sound(own, self._place.steps)
-        if len(own) < len(parameters) and self._place.world_size > 1:
+        if self._place.world_size > 1:
             strangers = [p for p in parameters if not self._place.mean.owns(p)]
-            self._note_strangers([p for p in strangers if not is_divided(p) and slice_of(p) is None])
-
-    def _note_strangers(self, tensors: list[Tensor]) -> None:
-        """What is in no model is compared when the ranks next tell each other something."""
-        found = {str(n): digest(p.grad).item() for n, p in enumerate(tensors) if p.grad is not None}
-        self._place.strangers = (
-            int(together(found | {"before": float(self._place.strangers)}))
-            if found
-            else self._place.strangers
-        )
+            told = _gradients([p for p in strangers if not is_divided(p) and slice_of(p) is None])
+            rates = _rates(optimizer) if own and not self._place.session.mixed else 0
+            self._place.strangers = folded(self._place.strangers, told, rates)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._place.is_over and any(
             self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]
         ):
             self._place.took_step()
+
+
+def _gradients(tensors: list[Tensor]) -> int:
+    """A number of those of tensors that are in no model; 0 if there are none."""
+    found = {str(n): digest(p.grad).item() for n, p in enumerate(tensors) if p.grad is not None}
+    return int(together(found)) if found else 0
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> int:
+    """A number of the groups' learning rates, of which devices are not asked."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return crc32(" ".join(f"{rate:.9g}" for rate in rates if isinstance(rate, int | float)).encode()) or 1

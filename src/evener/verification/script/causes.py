@@ -15,10 +15,19 @@ _DIVIDED = (
     "ranks have only their own samples: a prepared loss and evener.global_mean give the number of all, and "
     "evener.gather the rows, evener.batch_size() how many there are"
 )
+_OWN_GRAD = (
+    "torch.autograd.grad gives a gradient of this rank's samples, which is summed where it is asked for one of a "
+    "prepared loss: call what evener.prepare returned. An inner step, whose graph is wanted (create_graph), takes "
+    "samples that all ranks have"
+)
 
 
 def line_of(runs: Runs, parting: Parting) -> Line:
-    """The line to name: that of the event; of gradients that no backward pass has left, that which computed them."""
+    """The line to name: that of the event; of gradients that no backward pass has left, that which computed them; of
+    what comes of a gradient that ``torch.autograd.grad`` gives of each rank's own samples, its own."""
+    own = _own_grad(runs, parting)
+    if own is not None:
+        return own.line
     if parting.kind == "gradient":
         before = _since_last_step(runs.reference, parting.event)
         if not any(event.what is What.BACKWARD for event in before):
@@ -34,6 +43,7 @@ def told(runs: Runs, parting: Parting) -> str:
         "shape": _shape,
         "loss": _value,
         "backward": _value,
+        "grad": _value,
         "gradient": _gradient,
         "printed": _printed,
     }.get(parting.kind, _tensors)(runs, parting)
@@ -47,6 +57,7 @@ def cause(runs: Runs, parting: Parting) -> str:
         "shape": _cause_of_shape,
         "loss": _cause_of_loss,
         "backward": _cause_of_backward,
+        "grad": lambda *_: _OWN_GRAD,
         "gradient": _cause_of_gradient,
         "printed": _cause_of_text,
         "replicas": _cause_of_replicas,
@@ -78,7 +89,8 @@ def _value(runs: Runs, parting: Parting) -> str:
     shown = f"{values[0]:.9g} on all ranks"
     if any(value != values[0] for value in values) and not all(map(math.isnan, values)):
         shown = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in enumerate(values))
-    what = "the loss" if parting.kind == "loss" else "the value that is back-propagated"
+    kinds = {"loss": "the loss", "grad": "the value whose gradient is asked for"}
+    what = kinds.get(parting.kind, "the value that is back-propagated")
     return f"{what} is {runs.reference.events[parting.event].value:.9g} on one device, and {shown}"
 
 
@@ -97,7 +109,9 @@ def _printed(runs: Runs, parting: Parting) -> str:
 def _tensors(runs: Runs, parting: Parting) -> str:
     if parting.kind == "replicas":
         return f"the bits of {listed(list(parting.names))} are not the same on ranks 0 and {parting.rank}"
-    when = "at the end" if parting.event == len(runs.reference.events) else "after the update"
+    is_end = parting.event == len(runs.reference.events)
+    is_batch = not is_end and runs.reference.events[parting.event].what is What.BATCH
+    when = "at the end" if is_end else "after the batch before" if is_batch else "after the update"
     return f"{listed(list(parting.names))} differs {when}"
 
 
@@ -126,17 +140,28 @@ def _cause_of_shape(runs: Runs, parting: Parting) -> str:
 
 
 def _cause_of_loss(runs: Runs, parting: Parting) -> str:
+    if _own_grad(runs, parting) is not None:
+        return _OWN_GRAD
+    norms = runs.divided[0].norms
+    if norms:
+        return (
+            f"{norms} BatchNorm layers of models that were not prepared computed in training mode, from each rank's "
+            "own samples: give evener.prepare such a model too, as a teacher, or call its eval()"
+        )
     if runs.divided[0].dropouts or runs.reference.events[parting.event].drew:
         return _of_drawing(runs)
     if _had_step(runs, parting):
         return (
-            "all events before agree, so look at what changed the weights or the samples since the last update, and at "
-            "losses that only later batches bring out: tokens that are padding, masks that are empty"
+            "all events before agree, so look at what changed the weights or the samples since the last update, at a "
+            "queue or a memory of earlier rows, which must be those of all ranks (evener.gather), and at losses that "
+            "only later batches bring out: tokens that are padding, masks that are empty"
         )
     return (
         "the forward pass or the loss: is it a mean over all its terms, such as tokens that are not padding, of which "
-        "evener.loss or evener.global_mean(value, count) says the number? A loss that compares samples with each other "
-        "and a layer that mixes samples need those of all ranks"
+        "evener.loss or evener.global_mean(value, count) says the number? What is computed over the batch dimension "
+        "needs the rows of all ranks (evener.gather): mean and std that normalize inputs or advantages, flip, roll and "
+        "randperm that mix them, a queue of rows, a loss or layer that compares them with each other. A second model "
+        "in training mode, as a teacher, is to be prepared too, or in eval()"
     )
 
 
@@ -169,10 +194,7 @@ def _cause_of_backward(runs: Runs, parting: Parting) -> str:
 def _cause_of_gradient(runs: Runs, parting: Parting) -> str:
     events = _since_last_step(runs.reference, parting.event)
     if any(event.what is What.GRAD for event in events):
-        return (
-            "torch.autograd.grad gives a gradient of this rank's samples, which is summed where it is asked for one of "
-            "a prepared loss: call what evener.prepare returned"
-        )
+        return _OWN_GRAD
     if _parted_ranks(runs, parting):
         return (
             "it is of each rank's own samples and was not summed when backward() ended: was the parameter there, with "
@@ -206,6 +228,13 @@ def _cause_of_text(runs: Runs, parting: Parting) -> str:
 
 
 def _cause_of_replicas(runs: Runs, parting: Parting) -> str:
+    rates = [run.events[parting.event : parting.event + 1] for run in runs.divided]
+    shown = [event.rates for events in rates for event in events]
+    if any(rate != shown[0] for rate in shown):
+        told = ", ".join(f"{_rates_of(rate)} on rank {rank}" for rank, rate in enumerate(shown))
+        return f"the learning rate is {told}: it depends on a rank's own samples, and must not; {_DIVIDED}"
+    if _own_grad(runs, parting) is not None:
+        return _OWN_GRAD
     return "the ranks hold different weights, though rounding explains the difference: all must get the same update"
 
 
@@ -215,10 +244,41 @@ def _cause_of_tensors(runs: Runs, parting: Parting) -> str:
             "weights agree: look at what writes this buffer, from samples of one rank, or once a rank, as BatchNorm "
             "does in a forward pass of the same input on all ranks"
         )
+    if _own_grad(runs, parting) is not None:
+        return _OWN_GRAD
+    events = [run.events[parting.event : parting.event + 1] for run in (runs.reference, *runs.divided)]
+    alone, *ranks = (event.rates for found in events for event in found) if all(events) else ((),)
+    other = next((rate for rate in ranks if not _alike(alone, rate)), None)
+    if other is not None:
+        return f"the learning rate is {_rates_of(alone)} on one device, and {_rates_of(other)} on a rank; {_DIVIDED}"
     return (
         "gradients before the update agree: look at the optimizer, its groups and learning rates, and at what else "
         "writes into weights (averages, clamps, noise, a layer that is made anew)"
     )
+
+
+def _rates_of(rates: tuple[float, ...]) -> str:
+    return " and ".join(f"{rate:.9g}" for rate in dict.fromkeys(rates))
+
+
+def _alike(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    close = (math.isclose(x, y, rel_tol=_ALIKE) or math.isnan(x) for x, y in zip(a, b, strict=False))
+    return len(a) == len(b) and all(close)
+
+
+def _own_grad(runs: Runs, parting: Parting) -> Event | None:
+    """The first call of ``grad`` since the update before that is for weights and of another value on each rank."""
+    found = None
+    if parting.kind in ("course", "samples", "printed"):
+        return None
+    for number in reversed(range(parting.event)):
+        event = runs.reference.events[number]
+        first, *others = (run.events[number] for run in runs.divided)
+        if event.what is What.GRAD and event.of_weights and any(values_part(first, one) for one in others):
+            found = event
+        if event.is_update:
+            break
+    return found
 
 
 def _since_last_step(record: Record, event: int) -> list[Event]:

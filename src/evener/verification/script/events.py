@@ -101,7 +101,11 @@ class Event:
     gradients: Sketches = field(default_factory=dict)
     """Before an optimizer's step."""
     weights: Sketches = field(default_factory=dict)
-    """After it."""
+    """After it; of a batch those that the loop has changed in the batch before without an optimizer."""
+    rates: tuple[float, ...] = ()
+    """Learning rates of the optimizer's groups."""
+    of_weights: bool = False
+    """Whether ``torch.autograd.grad`` is asked for a gradient of weights."""
     drew: bool = False
     """Whether random numbers were drawn between the loop's getting the batch at hand and this."""
 
@@ -109,6 +113,11 @@ class Event:
     def place(self) -> tuple[What, Line]:
         """What happened where."""
         return self.what, self.line
+
+    @property
+    def is_update(self) -> bool:
+        """Whether weights were changed."""
+        return self.what is What.STEP or bool(self.weights)
 
 
 @dataclass
@@ -141,15 +150,23 @@ class Record:
     """Whether that is coarser than the weights' own, as under torch.autocast."""
     dropouts: int = 0
     """Modules that drop, and draw other masks on every rank."""
+    norms: int = 0
+    """BatchNorm layers of models that were not prepared, which computed in training mode."""
     prepared: bool = False
     """Whether evener.prepare was called with a model."""
     ended_by_limit: bool = False
     """Whether the run was ended after the number of steps that was asked for."""
+    passes: int = 0
+    """Passes through a prepared loader that trained and came to their end."""
+    cut: bool = False
+    """Whether the last of them was ended early."""
+    failed_after_cut: bool = False
+    """Whether the script failed after that."""
 
     @property
     def steps(self) -> int:
-        """Steps of optimizers."""
-        return sum(event.what is What.STEP for event in self.events)
+        """Steps of optimizers, or updates by hand."""
+        return sum(event.is_update for event in self.events)
 
     def losses(self) -> list[float]:
         """The values of backward passes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from evener.verification import floor as floors
@@ -24,8 +24,8 @@ class Parting:
     event: int
     """The number of the event; that of all events for the end of the run."""
     kind: str
-    """``course`` (ranks do something else), ``samples``, ``shape``, ``loss``, ``backward``, ``gradient``, ``weight``,
-    ``buffer``, ``printed`` or ``replicas``."""
+    """``course`` (ranks do something else), ``samples``, ``shape``, ``loss``, ``backward``, ``grad`` (what
+    ``torch.autograd.grad`` is asked for), ``gradient``, ``weight``, ``buffer``, ``printed`` or ``replicas``."""
     line: Line
     names: tuple[str, ...] = ()
     """Parameters and buffers that differ, the worst first."""
@@ -59,6 +59,34 @@ class Found:
     """The largest of all differences, each as a multiple of its own floor."""
     noise: list[str] = field(default_factory=list)
     """Parameters of whose gradient nothing is left but rounding."""
+
+
+def before_failure(runs: Runs) -> Parting | None:
+    """The first difference before ranks failed; None if there is none."""
+    number = min(len(run.events) for run in (runs.reference, *runs.divided))
+    if any(run.events[:number] and _is_open(run.events[number - 1]) for run in runs.divided):
+        number -= 1
+    cut = [
+        replace(run, events=run.events[:number], printed=[], end={}, digest=str(rank))
+        for rank, run in enumerate((runs.reference, *runs.disturbed, *runs.divided))
+    ]
+    others = len(cut) - len(runs.divided)
+    found = compare(Runs(cut[0], cut[1:others], cut[others:])).partings
+    return found[0] if found else _own_grad(cut[others:])
+
+
+def _own_grad(divided: Sequence[Record]) -> Parting | None:
+    """The last event, if it is a gradient of weights of which each rank asks by a number of its own."""
+    ends = [run.events[-1] for run in divided if run.events]
+    if not ends or not (ends[0].what is What.GRAD and ends[0].of_weights):
+        return None
+    rank = next((rank for rank, end in enumerate(ends) if values_part(ends[0], end)), None)
+    return None if rank is None else Parting(len(divided[0].events) - 1, "grad", ends[0].line, rank=rank)
+
+
+def _is_open(event: Event) -> bool:
+    """Whether an optimizer's step has not come to its end."""
+    return event.what is What.STEP and not event.weights
 
 
 def compare(runs: Runs) -> Found:
@@ -227,4 +255,6 @@ def _replicas(runs: Runs) -> Parting | None:
         if any(not value.equal(other.end.get(name, value + 1)) for other in others)
     ]
     line = first.events[-1].line if first.events else Line("", 0)
+    if not first.end:  # of runs that were cut
+        return None
     return Parting(len(first.events), "replicas", line, tuple(names), 1)

@@ -17,7 +17,7 @@ from evener.settings import Settings
 from evener.verification.proof import ALL_RUNS, FIRST_RUNS, STRONGER
 from evener.verification.script.causes import cause, line_of, told
 from evener.verification.script.events import Line, Record, What
-from evener.verification.script.parting import Found, Parting, Runs, compare, same_course
+from evener.verification.script.parting import Found, Parting, Runs, before_failure, compare, same_course
 from evener.verification.script.recording import Plan
 from evener.verification.script.running import Script, ScriptError, alone, together
 from evener.verification.verdict import LIMIT
@@ -49,6 +49,8 @@ class ScriptVerification:
     """Whether the runs were ended after these; else the script came to its end."""
     passed: bool
     """Whether the training is that of one device."""
+    passes: int = 0
+    """Epochs whose end was compared: passes through a prepared loader that trained, the last maybe cut short."""
     line: str = ""
     """``FILE:LINE`` where the runs part, or where one failed."""
     source: str = ""
@@ -143,6 +145,7 @@ class _Proof:
             self._blank,
             steps=reference.steps,
             ended_by_limit=reference.ended_by_limit,
+            passes=reference.passes,
             reference_losses=reference.losses(),
         )
         if words := _nothing(reference):
@@ -156,11 +159,14 @@ class _Proof:
                 hint="seed it, as with torch.manual_seed(0) before the model is built and the data are drawn, and let "
                 "nothing depend on the time or on what other programs do",
             )
-        try:
-            divided = together(self._script, self._plan_of_ranks(), self._blank.processes)
-        except EvenerError as error:
-            return self._failed(error, f"on {self._blank.processes} ranks, and not on one device", told)
-        return self._judged(reference, divided, told)
+        divided = together(
+            self._script, self._plan_of_ranks(reference.failed_after_cut), self._blank.processes
+        )
+        if divided.error is not None:
+            where = f"on {self._blank.processes} ranks, and not on one device"
+            failed = self._failed(divided.error, where, told)
+            return _led_to(failed, Runs(reference, self._disturbed, divided.records))
+        return self._judged(reference, divided.records, told)
 
     def _first_runs(self) -> Record:
         reference, *self._disturbed = alone(self._script, [self._plan(0), *self._plans(FIRST_RUNS)])
@@ -180,9 +186,9 @@ class _Proof:
         settings = self._settings(_ON_ONE_DEVICE)
         return Plan(self._config.steps or STEPS, settings, True, seed, strength, self._eps)
 
-    def _plan_of_ranks(self) -> Plan:
+    def _plan_of_ranks(self, forgives: bool) -> Plan:
         settings = self._settings(_SETTINGS) | {"balance": self._config.balance}
-        return Plan(self._config.steps or STEPS, settings)
+        return Plan(self._config.steps or STEPS, settings, forgives=forgives)
 
     def _settings(self, names: Sequence[str]) -> dict[str, Any]:
         usual, given = RunConfig(), self._config
@@ -235,9 +241,9 @@ def _nothing(reference: Record) -> tuple[str, str] | None:
             "write `model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)`, and leave it to "
             "this command to start ranks",
         )
-    if not reference.steps:
+    if not reference.steps and not any(reference.trajectory().moved.values()):
         return (
-            "no optimizer took a step, so that there is no training to compare",
+            "no optimizer took a step, and weights are what they were, so that there is no training to compare",
             "does the loop begin, and is the optimizer one of torch.optim or derived from it?",
         )
     return None
@@ -266,6 +272,23 @@ def _is_sure(reference: Record, parting: Parting) -> bool:
     before = reference.events[: parting.event]
     is_first = not any(event.what is What.STEP for event in before)
     return parting.between or parting.kind in _SURE or (is_first and parting.kind in ("loss", "backward"))
+
+
+def _led_to(failed: ScriptVerification, runs: Runs) -> ScriptVerification:
+    """What ended the run on ranks is the first difference, or follows from one."""
+    if not runs.divided:
+        return failed
+    parting = before_failure(runs)
+    if parting is None:
+        agree = "batches, losses, gradients and weights before it are those of one device"
+        return replace(failed, hint=f"{agree}, so look at what the script does between them and this line")
+    line = line_of(runs, parting)
+    return replace(
+        failed,
+        line=str(line),
+        source=line.source,
+        hint=f"the first difference before it: {told(runs, parting)}: {cause(runs, parting)}",
+    )
 
 
 def _explained(told_: ScriptVerification, runs: Runs, found: Found) -> ScriptVerification:

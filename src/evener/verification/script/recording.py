@@ -10,20 +10,24 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from evener.errors import EvenerError
 from evener.nn.dropout import drawing_apart
 from evener.nn.names import clean_name
 from evener.runtime.environment import Environment
+from evener.runtime.failure import is_communication_error
 from evener.runtime.loop_watch import LoopWatch
 from evener.verification.disturbing import disturb
 from evener.verification.recording import Sketch, Sketches, as_real
@@ -32,6 +36,8 @@ from evener.verification.script.events import Event, Lines, Record, What
 _OF_ONE_DEVICE: dict[str, Any] = {"balance": "equal"}
 _OF_RANKS = ("balance", "caps", "quantum", "throttle", "throttle_at", "compress", "allreduce")
 """Settings of a loop that have no meaning on one device."""
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Plan:
     """The seed of the disturbance of its weights; 0 for none."""
     strength: int = 1
     eps: float = 0.0
+    forgives: bool = False
+    """Whether the script may fail after a pass that was cut short, as it does on one device."""
 
 
 class Enough(SystemExit):
@@ -72,7 +80,10 @@ class Recorder(LoopWatch):
         self._sketch = Sketch()
         self._drawn = 0
         self._steps = 0
+        self._steps_in_batch = self._most_in_batch = 0
         self._is_inside = False
+        self._held: Sketches = {}  # weights when the batch at hand came, as long as no optimizer stepped
+        self._norms: set[int] = set()
 
     # What a preparation asks
 
@@ -89,6 +100,9 @@ class Recorder(LoopWatch):
             self._undisturbed.append(made)
             self.record.prepared = True
             made.register_forward_pre_hook(self._before_forward)
+        if kind == "loader":
+            read = made._reading
+            made._reading = lambda: self._passing(read())
         if kind == "loss":
             return HeardLoss(given if self._plan.alone and callable(given) else made, made, self)
         return made
@@ -100,9 +114,24 @@ class Recorder(LoopWatch):
                 disturb(model, generator, self._plan.strength, self._plan.eps)
         self._undisturbed.clear()
         if not self.record.start:
+            self._look_at_models()
             self.record.start = self._sketches(self._parameters())
         self._drawn = _generators()
-        self.record.events.append(Event(What.BATCH, self._lines.here(), mark))
+        self._most_in_batch = max(self._most_in_batch, self._steps_in_batch)
+        self._steps_in_batch = self._most_in_batch if self._is_enough() else 0
+        self.record.events.append(
+            Event(What.BATCH, self._lines.here(), mark, weights=self._changed_by_hand())
+        )
+
+    def _changed_by_hand(self) -> Sketches:
+        """The weights, if the loop has changed them since the last batch and uses no optimizer; that is an update."""
+        if any(event.what is What.STEP for event in self.record.events):
+            return {}
+        before, self._held = self._held, self._sketches(self._parameters())
+        if all(before[name].equal(value) for name, value in self._held.items() if name in before):
+            return {}
+        self._steps += 1
+        return self._held
 
     def mean(self, value: Tensor) -> None:
         self.heard(value)
@@ -122,6 +151,7 @@ class Recorder(LoopWatch):
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(register_module_forward_pre_hook(self._before_any_forward).remove)
             stack.enter_context(self._around("backward", What.BACKWARD))
             stack.enter_context(self._around("grad", What.GRAD))
             stack.callback(self._end)
@@ -145,7 +175,10 @@ class Recorder(LoopWatch):
             if self._is_inside:  # as activation checkpointing is inside of a backward pass
                 return original(*args, **kwargs)
             self._end_if_enough()
-            self._add(what, _number(args[0] if args else kwargs.get("tensors")))
+            given = [*args, *kwargs.values()]
+            event = self._add(what, _number(given[0] if given else None))
+            weights = {id(p) for p in self._parameters().values()}
+            event.of_weights = what is What.GRAD and any(id(t) in weights for t in _tensors(given[1:2]))
             with self.inside():
                 return original(*args, **kwargs)
 
@@ -161,6 +194,7 @@ class Recorder(LoopWatch):
         named = self._held_by(optimizer)
         event = self._add(What.STEP, math.nan)
         event.gradients = self._sketches({n: p.grad for n, p in named.items() if p.grad is not None})
+        event.rates = tuple(float(group.get("lr", math.nan)) for group in optimizer.param_groups)
         self._open[id(optimizer)] = event
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -168,16 +202,54 @@ class Recorder(LoopWatch):
         if event is not None:
             event.weights = self._sketches(self._held_by(optimizer))
             self._steps += 1
+            self._steps_in_batch += 1
 
     def _before_forward(self, model: nn.Module, *_: object) -> None:
         kind = next((p.device.type for p in model.parameters()), "cpu")
         if torch.is_autocast_enabled(kind):
             self.record.eps = max(self.record.eps, torch.finfo(torch.get_autocast_dtype(kind)).eps)
 
+    def _before_any_forward(self, module: nn.Module, *_: object) -> None:
+        if isinstance(module, _NORMS) and module.training and id(module) not in self._norms:
+            self._norms.add(id(module))
+            self._look_at_models()
+
+    def _is_enough(self) -> bool:
+        return self._steps >= self._plan.steps
+
     def _end_if_enough(self) -> None:
-        if self._steps >= self._plan.steps:
+        """Before an update, or a backward pass: the batch at hand is done to its end, as far as can be foreseen."""
+        if self._is_enough() and self._steps_in_batch >= self._most_in_batch:
             self.record.ended_by_limit = True
             raise Enough(0)
+
+    def _passing(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A pass through a prepared loader, which ends early after the steps that were asked for, the same in all runs.
+
+        So what the script does when an epoch is over is compared, too: ``20 steps │ the end of the epoch │ ended by
+        the first backward pass of the next``. Passes without training are whole before that, and short after it.
+        """
+        before = self._steps
+        for number in count():
+            found = next(batches, _NOTHING)
+            if found is _NOTHING:
+                break
+            trains = self._steps > before
+            is_long = self.record.cut and number >= self._plan.steps
+            if self._is_enough() and (trains or is_long):
+                self.record.cut = self.record.ended_by_limit = True
+                break
+            yield found
+        self.record.passes += self._steps > before
+
+    def forgives(self, error: BaseException) -> bool:
+        """Whether a script may fail so: it had fewer batches than it was to have."""
+        is_theirs = not isinstance(error, EvenerError) and not (
+            isinstance(error, Exception) and is_communication_error(error)
+        )
+        if self.record.cut and is_theirs and (self._plan.alone or self._plan.forgives):
+            self.record.failed_after_cut = True
+        return self.record.failed_after_cut
 
     def _at_the_end(self) -> None:
         parameters = self._parameters()
@@ -188,7 +260,7 @@ class Recorder(LoopWatch):
         self.record.eps = max(self.record.eps, own)
         self.record.end = self._sketches(tensors)
         self.record.shapes |= {name: tuple(p.shape) for name, p in parameters.items()}
-        self.record.dropouts = sum(map(drawing_apart, self._models))
+        self._look_at_models()
         digest = hashlib.sha256()
         for name, tensor in tensors.items():
             digest.update(name.encode())
@@ -196,6 +268,12 @@ class Recorder(LoopWatch):
                 as_real(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             )
         self.record.digest = digest.hexdigest()
+
+    def _look_at_models(self) -> None:
+        """For what in them needs more than a rank's own samples, or draws for them."""
+        known = {id(module) for model in self._models for module in model.modules()}
+        self.record.norms = len(self._norms - known)
+        self.record.dropouts = sum(map(drawing_apart, self._models))
 
     def _end(self) -> None:
         if self._close is not None:
@@ -263,6 +341,14 @@ def _number(roots: Any) -> float:
     if not each or any(not isinstance(t, Tensor) or t.dim() or t.is_complex() for t in each):
         return math.nan
     return float(sum(float(t.detach()) for t in each))
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those in nested lists and tuples."""
+    if isinstance(given, Tensor):
+        yield given
+    for each in given if isinstance(given, list | tuple) else ():
+        yield from _tensors(each)
 
 
 def _generators() -> int:

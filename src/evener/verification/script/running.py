@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -75,30 +77,57 @@ def alone(script: Script, plans: Sequence[Plan]) -> list[Record]:
     return found[: len(plans)]
 
 
-def together(script: Script, plan: Plan, processes: int) -> list[Record]:
-    """One run on so many ranks: the record of each.
+@dataclass(frozen=True)
+class Together:
+    """One run on several ranks."""
 
-    Raises:
-        EvenerError: If one ended with an error; a :class:`ScriptError` where the script raised it.
-    """
-    with workplace() as directory:
-        return _launched(script, [plan], processes, str(directory))
+    records: list[Record]
+    """Of each rank, where there is an error as far as it came; empty if one was left by none."""
+    error: EvenerError | None = None
+    """With which it ended; a :class:`ScriptError` where the script raised it."""
 
 
-def _launched(script: Script, plans: Sequence[Plan], processes: int, directory: str = "") -> list[Record]:
+def together(script: Script, plan: Plan, processes: int) -> Together:
+    """One run on so many ranks."""
+    with workplace() as directory, tempfile.TemporaryDirectory() as left:
+        try:
+            return Together(_launched(script, [plan], processes, str(directory), left))
+        except EvenerError as error:
+            return Together(_left(Path(left), processes), error)
+
+
+def _left(directory: Path, processes: int) -> list[Record]:
+    files = [directory / str(rank) for rank in range(processes)]
+    return [pickle.loads(file.read_bytes()) for file in files] if all(map(Path.exists, files)) else []
+
+
+def _leave(record: Record, directory: str, rank: int) -> None:
+    file = Path(directory, f"{rank}.new")
+    with suppress(OSError):  # as of a directory that is gone
+        file.write_bytes(pickle.dumps(record))
+        file.replace(Path(directory, str(rank)))
+
+
+def _launched(
+    script: Script, plans: Sequence[Plan], processes: int, directory: str = "", left: str = ""
+) -> list[Record]:
     return launch(
         record_script,
         script,
         list(plans),
         directory,
+        left,
         processes=processes,
         device="cpu",
         timeout_seconds=script.timeout_seconds,
     )
 
 
-def record_script(script: Script, plans: list[Plan], directory: str = "") -> Record:
+def record_script(script: Script, plans: list[Plan], directory: str = "", left: str = "") -> Record:
     """On a rank: runs the script by its plan, or by that of all; in ``directory``, or one of its own.
+
+    Args:
+        left: A directory in which the record is left if the script ends with an error.
 
     Raises:
         ScriptError: If the script raised an error; those that follow from another rank's are raised as they are.
@@ -118,10 +147,16 @@ def record_script(script: Script, plans: list[Plan], directory: str = "") -> Rec
         _seed(0 if plan.alone else rank)
         try:
             with recorder.listening():
-                _run(script)
-        except (InterruptedRunError, KeyboardInterrupt):
-            raise
+                try:
+                    _run(script)
+                except (Exception, SystemExit) as error:
+                    if not recorder.forgives(error):
+                        raise
         except BaseException as error:
+            if left:
+                _leave(recorder.record, left, rank)
+            if isinstance(error, InterruptedRunError | KeyboardInterrupt):
+                raise
             raise _told(error, rank, lines) from error
     output.finish()
     recorder.record.printed = output.printed
