@@ -27,7 +27,11 @@ class Random(Balancer):
 class Recorder(Random):
     """Remembers what it was told, and says after every third step that it took a decision."""
 
+    made = 0
+    """So often in this process."""
+
     def __init__(self, world_size: int, **options: Any) -> None:
+        Recorder.made += 1
         super().__init__(world_size)
         self.options = options
         self.observed: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []

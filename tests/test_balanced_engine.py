@@ -23,7 +23,7 @@ from evener.running import Run
 from evener.runtime.session import Session
 from evener.verification import verify
 from tests import tasks
-from tests.balancers import Random
+from tests.balancers import Random, Recorder
 
 RECORDER = "tests.balancers:Recorder"
 
@@ -103,7 +103,7 @@ def test_what_was_learned_goes_on_with_the_run(ranks: Any) -> None:
 def resumed_shares(state: Any) -> tuple[tuple[int, ...], bool]:
     with engine_of(balance="auto", steps=None, epochs=9, batch_size=6) as engine:
         engine.load_state_dict(state)
-        return engine.feed.first_shares(engine.steps_done)
+        return engine.feed.first_shares(engine.progress)
 
 
 def test_the_next_shares_are_known_before_the_last_times_are(ranks: Any) -> None:
@@ -111,6 +111,19 @@ def test_the_next_shares_are_known_before_the_last_times_are(ranks: Any) -> None
     (state, _), _ = ranks(2).run(learn, 30, None, (0.001, 0.004))
     state["balancer"]["observed"] -= 1
     assert ranks(2).run(resumed_shares, state) == [((5, 1), True)] * 2
+
+
+def times_made() -> tuple[int, bool]:
+    """How often a balancer is made for the header of a run and its batches; whether both have the same shares."""
+    before = Recorder.made
+    with engine_of(balance=RECORDER) as engine:
+        shares, _ = engine.feed.first_shares(engine.progress)
+        batch = next(iter(engine.batches()))
+        return Recorder.made - before, tuple(batch.shares) == shares
+
+
+def test_a_balancer_of_the_user_s_own_is_made_once(ranks: Any) -> None:
+    assert ranks(2).run(times_made) == [(1, True)] * 2
 
 
 def test_on_another_number_of_ranks_speeds_are_learned_anew(ranks: Any) -> None:

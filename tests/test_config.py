@@ -47,6 +47,8 @@ def test_values_that_cannot_work_are_named(name: str, value: Any) -> None:
 def test_a_name_that_is_no_setting_gets_the_nearest_or_the_list() -> None:
     with pytest.raises(ConfigurationError, match="no setting is called epoch; did you mean epochs"):
         RunConfig().replace(epoch=3)
+    with pytest.raises(ConfigurationError, match="no setting is called epoch; did you mean epochs"):
+        RunConfig(epoch=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match="no setting is called lr; there are: batch_size, "):
         RunConfig().replace(lr=0.1, steps=2)
 

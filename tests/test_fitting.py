@@ -44,6 +44,13 @@ def error_of(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
     return max((value - others[name]).abs().max().item() for name, value in weights.items())
 
 
+def test_a_setting_that_there_is_not_is_told_before_a_task_that_is_missing() -> None:
+    with pytest.raises(ConfigurationError, match="no setting is called epoch; did you mean epochs"):
+        fit(epoch=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'task'"):
+        fit(epochs=3)  # type: ignore[call-arg]
+
+
 def test_what_a_run_leaves(tmp_path: Path) -> None:
     """Two epochs of four batches on two ranks of unequal shares."""
     run_dir = tmp_path / "deep" / "run"
@@ -57,6 +64,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert summary["devices"] == ["cpu", "cpu"]
     assert summary["samples_per_second"] == pytest.approx(94 / summary["seconds"])
     assert summary["shares"] == pytest.approx([36 / 47, 11 / 47])  # 10 of 13, 6 of 8
+    assert len(summary["sample_seconds"]) == 2
     assert summary["metrics"].keys() == {"loss", "accuracy"}
     assert {"evener", "python", "torch"} <= summary["versions"].keys()
     assert [set(rank) for rank in summary["ranks"]] == [
@@ -183,12 +191,11 @@ def test_nor_is_its_second_part_and_one_with_targets_before_is(tmp_path: Path) -
 
 
 def test_a_loop_and_an_evaluation_without_a_term_say_so(tmp_path: Path) -> None:
-    with (
-        Engine(some_ignored(16), device="cpu", epochs=1) as engine,
-        pytest.warns(UserWarning, match="no target of the batch of step 0 counts"),
-    ):
-        for batch in engine.batches():
-            engine.step(batch)
+    with Engine(some_ignored(16), device="cpu", epochs=1) as engine:
+        batches = engine.batches()
+        first = next(batches)
+        with pytest.warns(UserWarning, match="no target of the batch of step 0 counts"):
+            engine.step(first)
     task = replace(some_ignored(0), evaluate=some_ignored(16).train)
     fit(lambda: task, show=False, processes=1, device="cpu", epochs=1, run_dir=tmp_path)
     words = [line["words"] for line in lines(tmp_path) if line["kind"] == "note"]

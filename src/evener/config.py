@@ -27,13 +27,13 @@ from evener.settings_checks import (
     check_offload,
     check_precision,
     check_recompute,
+    check_settings,
     check_update_in_backward,
     number_or_auto,
     one_of,
     positive,
 )
 from evener.short_names import STRATEGIES
-from evener.spelling import did_you_mean
 
 AUTO = "auto"
 """As the place to go on from: the run directory itself, if it holds a checkpoint."""
@@ -320,6 +320,10 @@ class RunConfig:
         None, "begin with these weights: safetensors of evener export, or a state_dict", metavar="FILE"
     )
 
+    def __new__(cls, *_: Any, **settings: Any) -> RunConfig:
+        check_settings(settings, [entry.name for entry in dataclasses.fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("run_dir", "resume", "weights", "offload_to"):
             object.__setattr__(self, name, as_path(name, getattr(self, name)))
@@ -375,11 +379,6 @@ class RunConfig:
         Raises:
             ConfigurationError: For a value that cannot work, or a name that is not a setting.
         """
-        known = [entry.name for entry in dataclasses.fields(self)]
-        unknown = sorted(changes.keys() - {*known})
-        if unknown:
-            ways = did_you_mean(unknown[0], known) or f"there are: {', '.join(known)}"
-            raise ConfigurationError(f"no setting is called {', '.join(unknown)}; {ways}")
         return dataclasses.replace(self, **changes)
 
     @property

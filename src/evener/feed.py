@@ -51,6 +51,8 @@ class Feed:
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
         self.readers = Readers(config, learner.session)
         self._loader: Loader | None = None
+        self._prepared: tuple[tuple[Any, ...], Loader] | None = None
+        """From where on and with what it has learned before, until it is opened."""
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
         self._told, self._learns, self._step = 0, False, 0
@@ -80,8 +82,23 @@ class Feed:
         """The batches that are left from ``progress`` on; to be closed."""
         if self._loader is not None:
             raise ConfigurationError("batches() is running already; one engine makes one pass over the run")
+        self._loader = self._ready(progress)
+        self._prepared = None
+        if self._unlike:
+            self._events.append(Note(progress.steps, self._unlike))
+            self._unlike = ""
+        assert self.balancer is not None
+        self._learns = _learns(self.balancer)
+        return self._loader
+
+    def _ready(self, progress: Progress) -> Loader:
+        """What reads from there on, made once with the balancer; a user's own may not bear to be made twice."""
+        start = progress.epoch, progress.position
+        place = (*start, progress.steps, id(self.balancer_state))
+        if self._prepared is not None and self._prepared[0] == place:
+            return self._prepared[1]
         config = self._config
-        self._loader = self._reading.loader(
+        loader = self._reading.loader(
             self._reading.shuffled(config.seed),
             seed=config.seed,
             batch_size=self._batch_size,
@@ -92,18 +109,15 @@ class Feed:
             ranks_beside=self.readers.beside,
             device=self._learner.session.device,
             epochs=self._epochs,
-            start=(progress.epoch, progress.position),
+            start=start,
             first_step=progress.steps,
             skips=self.skips is not None,
         )
         # Besides what a loader draws ahead, a batch is looked at one step early, and times are known late.
-        drawn_ahead = max(self._learner.session.control.gather_objects(self._loader.lookahead))
+        drawn_ahead = max(self._learner.session.control.gather_objects(loader.lookahead))
         self.balancer = self._balancer(drawn_ahead + 1 + self._steps_late)
-        if self._unlike:
-            self._events.append(Note(progress.steps, self._unlike))
-            self._unlike = ""
-        self._learns = _learns(self.balancer)
-        return self._loader
+        self._prepared = place, loader
+        return loader
 
     def _balancer(self, lookahead: int) -> Balancer:
         """With what it has learned so far."""
@@ -113,15 +127,17 @@ class Feed:
             made.load_state_dict(self.balancer_state)
         return made
 
-    def first_shares(self, step: int) -> tuple[tuple[int, ...], bool]:
-        """Samples of the batch of ``step`` for each part, and whether shares change with speed; before any is read.
+    def first_shares(self, progress: Progress) -> tuple[tuple[int, ...], bool]:
+        """Samples of the next batch for each part, and whether shares change with speed; before any is read.
 
-        Nothing where the data decide, or there is one part.
+        Nothing where the data decide, or there is one part. A collective call.
         """
         if self._reading.parts is not None or self._reading.ranks == 1:
             return (), False
-        balancer = self._balancer(1 + self._steps_late)  # what it has observed ends so many steps before
-        return tuple(balancer.shares(step, self._batch_size)), _learns(balancer)
+        if self._loader is None:
+            self._ready(progress)
+        assert self.balancer is not None
+        return tuple(self.balancer.shares(progress.steps, self._batch_size)), _learns(self.balancer)
 
     def rewind(self) -> bool:
         """Batches may be opened again, those that were are closed; whether there were any."""

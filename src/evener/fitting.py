@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ParamSpec, Unpack
 
 from evener.assembly import check_division, suggested_processes
 from evener.attendant import Attendant
 from evener.checkpoint import folder
 from evener.config import AUTO, RunConfig
 from evener.elastic import headcount_of, restarting
+from evener.errors import ConfigurationError
 from evener.inheritance import HandedOnError, Heir, made_anew, succeeds
 from evener.observer import Observer
 from evener.offload import Offload
@@ -31,13 +33,29 @@ from evener.runtime.rendezvous import Rendezvous
 from evener.runtime.session import RUN_DIR, Session, rejoin
 from evener.runtime.worker import Call, job_in
 from evener.settings import Settings
+from evener.settings_checks import check_settings
 from evener.strategies.offloaded.outside import check_outside
 from evener.task import Task, TaskLike, resolve
 from evener.tasks import BUILT_IN
+from evener.weights import read_weights
 
+P = ParamSpec("P")
 _PATHS = ("run_dir", "resume", "weights", "offload_to")
 
 
+def _naming_settings(fit: Callable[P, Trained]) -> Callable[P, Trained]:
+    """Has a setting that there is not told before a task that is missing."""
+    own = inspect.signature(fit).parameters
+
+    @wraps(fit)
+    def named(*args: P.args, **kwargs: P.kwargs) -> Trained:
+        check_settings(kwargs.keys() - own.keys(), [entry.name for entry in fields(RunConfig)])
+        return fit(*args, **kwargs)
+
+    return named
+
+
+@_naming_settings
 def fit(
     task: TaskLike,
     config: RunConfig | None = None,
@@ -70,8 +88,7 @@ def fit(
     resolve(task, BUILT_IN, options)
     config, run_home = resolved(config), run_home.absolute() if run_home is not None else None
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
-    if config.run_dir is not None and not config.overwrite:
-        refuse_taken(config.run_dir, goes_on_in(config.run_dir, config.resume))
+    _refuse_taken(config)
     job = FitJob(
         task, dict(options or {}), config, show, list(observers), attendant, run_home, not is_launched()
     )
@@ -86,6 +103,20 @@ def fit(
     trained: Trained | None = results[0]
     assert trained is not None
     return trained
+
+
+def _refuse_taken(config: RunConfig) -> None:
+    """Refuses a directory that is another run's. What would be wrong in any directory is said first."""
+    if config.run_dir is None or config.overwrite:
+        return
+    try:
+        refuse_taken(config.run_dir, goes_on_in(config.run_dir, config.resume))
+    except ConfigurationError:
+        if config.resume is not None and str(config.resume) != AUTO:
+            folder.candidates(config.resume)
+        if config.weights is not None:
+            read_weights(config.weights)
+        raise
 
 
 def resolved(config: RunConfig) -> RunConfig:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from evener.errors import ConfigurationError, EvenerError
-from evener.short_names import called_here
+from evener.short_names import here_words
 from evener.spelling import nearest
 
 GROUPS = {
@@ -109,9 +109,9 @@ def _dotted(text: str) -> bool:
 def _unknown(name: str, what: str, known: list[str]) -> str:
     short = ", ".join(known)
     ways = f"known are {short}, or name" if short else "name"
-    here = called_here(name, what)
-    sentence = f"no {what} is called {name!r}" + (f": it is called {here} here" if here else "")
-    return f"{sentence}; {ways} your own package.module:name{'' if here else suggestion(name, known)}"
+    here = here_words(name, what)
+    near = "" if here else suggestion(name, known)
+    return f"no {what} is called {name!r}{here}; {ways} your own package.module:name{near}"
 
 
 def check_name(name: str, what: str, known: Iterable[str], error: type[ConfigurationError]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evener import checkpoint
 from evener.attendant import Attendant
-from evener.checkpoint.folder import CHECKPOINTS, Saved, is_by_directory, saved_in
+from evener.checkpoint.folder import CHECKPOINTS, Saved, saved_in
 from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.engine import Engine
@@ -29,7 +29,7 @@ from evener.readers import waiting_words
 from evener.records import Note, RunStart, RunSummary
 from evener.report.terminal import Terminal
 from evener.returning import falling_back
-from evener.rundir import Records, RunDirectory, goes_on_in, run_named, words_of_earlier
+from evener.rundir import Records, RunDirectory, goes_on_in, words_of_earlier
 from evener.runtime.grave import bury
 from evener.runtime.interrupt import Deferral, asked, check, deferring, last_words
 from evener.runtime.session import Session
@@ -94,7 +94,7 @@ class Run:
                     goes_on,
                     config.on_full_disk == "stop",
                     replaces=config.overwrite,
-                    run=self._run_name,
+                    run=lambda: self._engine.state.identity,
                     is_evaluated=self._is_evaluated,
                 )
                 told.insert(0, self._records)
@@ -119,16 +119,11 @@ class Run:
                 self._notes.append(
                     f"goes on after step {self._engine.steps_done} of {config.resume}, on {ranks}"
                 )
+            self._engine.state.agree_on_identity()
             self._notes += filter(None, [self._best.words])
             throttle = self._engine.learner.settings.throttle
             self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()
-
-    def _run_name(self) -> str:
-        resume, run_dir = self._config.resume, self._config.run_dir
-        assert run_dir is not None
-        continues = self._heir.steps >= 0 or (resume is not None and is_by_directory(resume))
-        return run_named(run_dir, self._engine.state.identity, continues)
 
     def _taken_up(self, heir: Heir | None) -> Heir:
         """The state of a rank that stayed when others were replaced, if there is one."""
@@ -225,7 +220,7 @@ class Run:
         resolved = {"task": self._task.name, **self._config.as_dict()}
         resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
         devices = self._session.control.gather_objects(accelerators.words_of(self._session.device))
-        shares, learns = engine.feed.first_shares(engine.steps_done)
+        shares, learns = engine.feed.first_shares(engine.progress)
         return RunStart(
             devices=tuple(devices),
             shares=shares,

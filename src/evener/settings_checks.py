@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from evener.budgets import Recompute
 from evener.errors import ConfigurationError
 from evener.offload import Offload
+from evener.short_names import DEVICES, here_words
+from evener.spelling import did_you_mean
 
 REMEMBERING = (
     *("int8", "fp8", "top-k", "powersgd"),
@@ -19,6 +22,14 @@ GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that make CUDA graphs."""
 AUTOCASTS = ("fp32", "bf16", "fp16")
 """Precisions that a single module may have."""
+
+
+def check_settings(names: Iterable[str], known: Collection[str]) -> None:
+    """Raises ConfigurationError for a name that is not a setting."""
+    unknown = sorted({*names} - {*known})
+    if unknown:
+        ways = did_you_mean(unknown[0], known) or f"there are: {', '.join(known)}"
+        raise ConfigurationError(f"no setting is called {', '.join(unknown)}; {ways}")
 
 
 def at_least(name: str, value: int | None, least: int) -> None:
@@ -98,6 +109,8 @@ def check_precision(
 def check_device(kind: str | None) -> None:
     """Raises ConfigurationError for what can be no kind of device. Whether PyTorch knows it, and this machine has one,
     is seen when it is taken: to ask here would import PyTorch."""
+    if kind is not None and (here := here_words(kind, "device")) and kind not in DEVICES:
+        raise ConfigurationError(f"no device is called {kind!r}{here}")
     if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
         raise ConfigurationError(
             f"device is {kind!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of "

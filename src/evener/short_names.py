@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from evener.errors import ConfigurationError
+
 STRATEGIES = {
     "single": "evener.strategies.single:Single",
     "ddp": "evener.strategies.ddp:Ddp",
@@ -53,12 +57,18 @@ MEANINGS = {
 }
 """One line on each part that has a short name, by kind and name."""
 
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+"""Those of a mesh, from the one whose messages are fewest to the one whose are most."""
+DEVICES = ("cpu", "cuda", "xpu", "mps", "mixed")
+"""Kinds that have other names too; PyTorch may know more."""
+
 SYNONYMS = {
     "strategy": {
         **dict.fromkeys(("fsdp", "fsdp2", "fully_shard", "zero", "zero1", "zero2", "zero3"), "sharded"),
         **dict.fromkeys(("deepspeed", "hsdp", "shard"), "sharded"),
-        **dict.fromkeys(("distributed_data_parallel", "data", "replicate", "allreduce"), "ddp"),
-        **dict.fromkeys(("dp", "dataparallel"), "data_parallel"),
+        **dict.fromkeys(("distributed_data_parallel", "data", "replicate", "allreduce", "horovod"), "ddp"),
+        "dataparallel": "data_parallel",
+        "dp": "ddp, or in one process data_parallel",
         **dict.fromkeys(("tp", "tensor_parallel", "megatron"), "tensor"),
         **dict.fromkeys(("pp", "gpipe", "1f1b", "pipeline_parallel"), "pipeline"),
         **dict.fromkeys(("cp", "sp", "sequence", "context_parallel", "ulysses", "ring_attention"), "context"),
@@ -79,14 +89,50 @@ SYNONYMS = {
         **dict.fromkeys(("even", "none", "static", "off"), "equal"),
         **dict.fromkeys(("speed", "dynamic", "on", "by_speed"), "auto"),
     },
+    "axis": {
+        **dict.fromkeys(("dp", "ddp", "data_parallel", "replicate", "replica", "batch"), "data"),
+        **dict.fromkeys(("fsdp", "fsdp2", "zero", "sharded", "dp_shard", "fully_shard"), "shard"),
+        **dict.fromkeys(("tp", "tensor_parallel", "model", "mp", "model_parallel", "megatron"), "tensor"),
+        **dict.fromkeys(("pp", "pipe", "stage", "stages", "pipeline_parallel", "gpipe"), "pipeline"),
+        **dict.fromkeys(("cp", "sp", "sequence", "context_parallel", "ulysses", "ring"), "context"),
+    },
+    "device": {
+        **dict.fromkeys(("gpu", "nvidia", "amd", "rocm", "hip"), "cuda"),
+        **dict.fromkeys(("apple", "metal", "mac"), "mps"),
+        "intel": "xpu",
+    },
 }
 """Words of the field, and of other libraries, for what has another name here."""
 
 
+NAMES = {**{what: tuple(lines) for what, lines in MEANINGS.items()}, "axis": AXES, "device": DEVICES}
+"""Evener's own words, by kind."""
+
+
 def called_here(name: str, what: str) -> str:
-    """The short name of the part that the field also calls ``name``; empty if there is none.
+    """The short name of the part that the field also calls ``name``, or spells so; empty if there is none.
 
     Args:
-        what: ``strategy``, ``all-reduce`` or ``balancer``.
+        what: ``task``, ``strategy``, ``all-reduce``, ``balancer``, ``axis`` or ``device``.
     """
-    return SYNONYMS.get(what, {}).get(name.strip().lower().replace(" ", "_"), "")
+    known = {_plain(own): own for own in NAMES.get(what, ())}
+    known |= {_plain(other): here for other, here in SYNONYMS.get(what, {}).items()}
+    return known.get(_plain(name), "")
+
+
+def here_words(name: str, what: str) -> str:
+    """Behind the words that there is no such name: ``: it is called tensor here``; empty if none is meant."""
+    here = called_here(name, what)
+    return f": it is called {here} here" if here else ""
+
+
+def check_axes(axes: Iterable[str]) -> None:
+    """Raises ConfigurationError for an axis that there is not."""
+    for axis in axes:
+        if axis not in AXES:
+            ways = f"there are {', '.join(AXES)}"
+            raise ConfigurationError(f"there is no axis {axis!r}{here_words(axis, 'axis')}; {ways}")
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "_").replace("-", "_")

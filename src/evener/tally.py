@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import zip_longest
 from operator import gt
+from statistics import median
 from typing import Any
 
 from evener.memory import CATEGORIES
 from evener.observer import Observer
 from evener.records import EvaluationRecord, StepRecord
+
+WINDOW = 128
+"""Steps of which each rank's time for a sample is known."""
+_FEW = 5
+"""Of so few steps some are not like the others: the first is slow."""
 
 
 class Tally(Observer):
@@ -25,6 +32,8 @@ class Tally(Observer):
         self.memory: list[dict[str, int]] = []
         """Of each rank the most bytes in use in a step, and what these were for."""
         self.evaluation_record: EvaluationRecord | None = None
+        self._times = [deque[float](maxlen=WINDOW) for _ in range(parts)]
+        """Seconds for a sample, of each part."""
 
     everywhere = True
 
@@ -35,6 +44,9 @@ class Tally(Observer):
         if any(map(gt, record.memory_peak, known)):
             pairs = zip_longest(self.memory, _memory_of(record), fillvalue={"peak": -1})
             self.memory = [max(pair, key=lambda each: each["peak"]) for pair in pairs]
+        if len(record.compute_seconds) == len(record.shares):  # one rank for each part
+            for times, seconds, count in zip(self._times, record.compute_seconds, record.shares, strict=True):
+                times.extend([seconds / count] if count else [])
         self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -48,6 +60,13 @@ class Tally(Observer):
         """An evaluation by other metrics than the task has now is none."""
         known = state.get("asked") == self._asked
         self.evaluation_record = EvaluationRecord(**state["evaluation"]) if known else None
+
+    def sample_seconds(self) -> list[float]:
+        """The median time of each rank's own work for a sample; empty if too few steps have told it.
+
+        A median, because a single pause is no speed.
+        """
+        return [median(times) for times in self._times] if min(map(len, self._times)) > _FEW else []
 
     @property
     def samples(self) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from evener.cli.main import main
+from evener.cli.main import command, main
+from evener.runtime import ends
 from tests.runtime.processes import await_death, end, run, start
 
 TRAIN = ["--processes", "1", "--device", "cpu"]
@@ -51,6 +52,29 @@ def test_help_does_not_import_torch() -> None:
         ended = run("-c", ask, *arguments)
         assert ended.out.splitlines()[-1] == f"status {2 if arguments == ['train'] else 0} False"
         assert all(word in ended.out for word in words)
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "seconds"),
+    [
+        (["--timeout-seconds", "15"], "", 15.0),
+        ([], "20", 20.0),
+        ([], "", 300.0),
+        (["--timeout-seconds", "0"], "", 300.0),
+        (["--timeout-seconds", "many"], "", 300.0),
+    ],
+)
+def test_the_process_may_take_as_long_to_end_as_ranks_may_wait(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], variable: str, seconds: float
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(ends, "leaving", limits.append)
+    monkeypatch.setattr(sys, "argv", ["evener", "train", "nowhere:task", *given])
+    if variable:
+        monkeypatch.setenv("EVENER_TIMEOUT_SECONDS", variable)
+    with pytest.raises(SystemExit):
+        command()
+    assert limits == [seconds]
 
 
 def shares(*text: str) -> list[str]:
@@ -159,7 +183,7 @@ def test_an_epoch_on_one_process_from_the_users_own_module(
         assert status_of(*train, "--epochs", "2", "--resume", place) == 0
         said.append(capsys.readouterr().out)
     assert "8 steps, 2 epochs, 47 of 94 samples" in said[0]
-    assert all("8 steps, 2 epochs, 94 samples" in finished for finished in said[1:])
+    assert all("8 steps, 2 epochs were done before; none was left to take" in each for each in said[1:])
 
 
 def test_a_few_epochs_of_digits_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from evener.cli.main import main
 from evener.cli.options import add_config_options, add_rendezvous_options, config_of
 from evener.cli.parsing import Parser
-from evener.short_names import MEANINGS, SYNONYMS
+from evener.short_names import NAMES, SYNONYMS, called_here
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -75,6 +76,10 @@ def test_an_all_reduce_that_there_is_not_is_refused_for_one_process_too(
         (("--balance", "dynamic"), "'dynamic': it is called auto here"),
         (("--balance", "fast"), "no balancer is called 'fast'; known are equal, auto, weights such as 3,1"),
         (("--strategy", "pipelin"), "Did you mean pipeline?"),
+        (("--strategy", "DDP"), "'DDP': it is called ddp here"),
+        (("--mesh", "dp=2,tensor=2"), "no axis 'dp': it is called data here; there are pipeline, data"),
+        (("--mesh", "data=2,rows=2"), "no axis 'rows'; there are pipeline, data"),
+        (("--device", "gpu"), "no device is called 'gpu': it is called cuda here"),
     ],
 )
 def test_names_are_checked_before_torch_is_there(option: tuple[str, ...], words: str) -> None:
@@ -95,5 +100,34 @@ def test_names_are_checked_before_torch_is_there(option: tuple[str, ...], words:
 
 @pytest.mark.parametrize("kind", SYNONYMS)
 def test_other_words_of_the_field_lead_to_names_that_there_are(kind: str) -> None:
-    assert {*SYNONYMS[kind].values()} <= {*MEANINGS[kind]}
-    assert not SYNONYMS[kind].keys() & MEANINGS[kind].keys()
+    for words in SYNONYMS[kind].values():
+        assert words in NAMES[kind] or {"ddp", "data_parallel"} <= {*re.findall(r"\w+", words)}
+    assert not SYNONYMS[kind].keys() & {*NAMES[kind]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "here"),
+    [
+        ("strategy", "DDP", "ddp"),
+        ("strategy", "tensor-parallel", "tensor"),
+        ("strategy", "Tensor Parallel", "tensor"),
+        ("strategy", "horovod", "ddp"),
+        ("strategy", "DataParallel", "data_parallel"),
+        ("strategy", "data-parallel", "data_parallel"),
+        ("all-reduce", "shared_memory", "shared-memory"),
+        ("all-reduce", "NCCL", "native"),
+        ("task", "MNIST", "mnist"),
+        ("axis", "TP", "tensor"),
+        ("axis", "pp", "pipeline"),
+        ("axis", "fsdp", "shard"),
+        ("device", "gpu", "cuda"),
+        ("device", "tpu", ""),
+        ("strategy", "magic", ""),
+    ],
+)
+def test_a_name_is_found_however_it_is_spelt(kind: str, other: str, here: str) -> None:
+    assert called_here(other, kind) == here
+
+
+def test_dp_may_be_two_things() -> None:
+    assert {"ddp", "data_parallel"} <= {*re.findall(r"\w+", called_here("dp", "strategy"))}

@@ -16,7 +16,7 @@ from tests.faults import tasks
 from tests.faults.running import Fault, rows, suffer
 from tests.runtime.processes import await_death, await_files, end, start
 
-SAVED = r"\d, saved. Continue: evener train \S+ --resume \S+"
+SAVED = r"\d, saved. Continue: evener train \S+ (\S+ )*--resume \S+"
 INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
 ONCE = (
     Fault("Ctrl-C", "runs", 130, ("interrupted by SIGINT at step", SAVED), 15, signals=((0.5, INT),)),

@@ -124,7 +124,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
         *("-m", "evener.cli.main", "train", "tests.tasks:slow", "--device", "cpu", "--processes", "1"),
         *("--run-dir", tmp_path / "run"),
     )
-    await_files(tmp_path / "run" / ".owner")
+    await_files(tmp_path / "run" / ".evener-owner")
     yield tmp_path / "run"
     program.send_signal(signal.SIGKILL)
     end(program)

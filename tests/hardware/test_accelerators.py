@@ -165,10 +165,15 @@ def test_kinds_that_torch_has_may_be_asked_for(name: str | None) -> None:
     assert name is None or accelerators.kind_of(name) == name
 
 
-@pytest.mark.parametrize("name", ["Cuda", "meta", "cuda:1", ""])
+@pytest.mark.parametrize("name", ["meta", "cuda:1", ""])
 def test_what_is_no_kind_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="it must be a kind of device that torch has"):
         RunConfig(device=name)
+
+
+def test_a_kind_of_another_spelling_leads_to_that_of_torch() -> None:
+    with pytest.raises(ConfigurationError, match="no device is called 'Cuda': it is called cuda here"):
+        RunConfig(device="Cuda")
 
 
 def test_what_torch_does_not_know_is_refused_when_it_is_taken() -> None:

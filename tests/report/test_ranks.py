@@ -6,7 +6,9 @@ from evener.records import StepRecord
 from evener.report.ranks import SHOWN, WINDOW, RecentSteps
 
 
-def record(step: int, work: tuple[float, ...], shares: tuple[int, ...] | None = None) -> StepRecord:
+def record(
+    step: int, work: tuple[float, ...], shares: tuple[int, ...] = (), load: tuple[float, ...] = ()
+) -> StepRecord:
     slowest = max(work)
     return StepRecord(
         step=step,
@@ -18,7 +20,7 @@ def record(step: int, work: tuple[float, ...], shares: tuple[int, ...] | None = 
         lr=0.1,
         compute_seconds=work,
         wait_seconds=tuple(slowest - own for own in work),
-        input_seconds=(0.001,) * len(work),
+        input_seconds=load or (0.0,) * len(work),
     )
 
 
@@ -28,13 +30,21 @@ def test_the_slowest_rank_and_how_long_the_others_wait() -> None:
     assert recent.slowest() == "rank 1 slowest, others wait 50%"
     assert recent.each() == (
         "rank 1 slowest, others wait 50% | "
-        "rank: share work+wait+input ms | 0: 16% 10.0+30.0+1.0 | 1: 62% 40.0+0.0+1.0 | 2: 22% 30.0+10.0+1.0"
+        "rank: share work+wait+input ms | 0: 16% 10.0+30.0+0.0 | 1: 62% 40.0+0.0+0.0 | 2: 22% 30.0+10.0+0.0"
     )
 
 
 def test_ranks_that_hardly_wait_are_not_called_slow() -> None:
     recent = RecentSteps()
     recent.add(record(0, (0.100, 0.098)))
+    assert recent.slowest() == "no rank is slow"
+
+
+def test_a_rank_that_waits_for_its_samples_is_slow() -> None:
+    recent = RecentSteps()
+    recent.add(record(0, (0.1, 0.1), load=(0.0, 25.0)))
+    assert recent.slowest() == "rank 1 slowest (waits for samples), others wait 100%"
+    recent.add(record(1, (0.1, 0.1), load=(25.0, 0.0)))
     assert recent.slowest() == "no rank is slow"
 
 

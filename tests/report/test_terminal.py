@@ -173,8 +173,21 @@ def test_of_several_ranks_it_is_shown_which_is_slow(clock: Clock, stream: io.Str
     shown.end(None)
     text = stream.getvalue()
     assert ", ," not in text
-    assert "rank 1 slowest, others wait 75%" in text
+    assert "rank 1 slowest, others wait 76%" in text
     assert ("0: 75% 10.0+30.0+0.0 | 1: 25% 40.0+0.0+2.0" in text) == stream.isatty()
+
+
+def test_a_wait_shows_the_steps_that_were_taken_before_it(clock: Clock) -> None:
+    screen = Screen()
+    shown = following(40, screen)
+    for number in range(5):
+        shown.step(step(number))  # sooner than the line is drawn again
+    assert "5/40 steps" not in screen.getvalue()
+    shown._waits("no progress for 10 s: rank 1 at a.py:3 in main")
+    text = screen.getvalue()
+    assert "5/40 steps" in text
+    assert text.index("5/40 steps") < text.index("no progress for 10 s")
+    shown.end(None)
 
 
 def test_a_terminal_of_80_columns_shows_who_is_slow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +202,7 @@ def test_a_terminal_of_80_columns_shows_who_is_slow(clock: Clock, monkeypatch: p
     shown.end(None)
     last = [line[:80] for line in re.split(r"[\r\n]+", screen.getvalue())]
     assert any("144/690 steps, epoch 1, train loss 0.2500" in line for line in last)
-    assert any("rank 1 slowest, others wait 75%" in line for line in last)
+    assert any("rank 1 slowest, others wait 76%" in line for line in last)
 
 
 def test_lines_of_a_file_become_fewer(clock: Clock) -> None:
@@ -216,19 +229,37 @@ def test_speed_is_that_of_the_last_steps(clock: Clock) -> None:
     assert "step 90 of 1000, epoch 1, train loss 0.2500, 8 samples/s, 15:10 left" in out.getvalue()
 
 
-def test_the_summary_ends_with_what_balancing_gains() -> None:
-    def work(*seconds: float) -> list[dict[str, float]]:
-        return [{"compute_seconds": each, "wait_seconds": 0.0, "input_seconds": 0.0} for each in seconds]
+def test_a_run_that_goes_on_past_its_end_says_that_nothing_is_left() -> None:
+    run = RunStart("digits", {}, 2, 64, 80, steps_done=162, devices=("cpu", "cpu"))
+    assert "  batches of 64, nothing is left to train: 162 steps are done, of 80" in terminal.header_lines(
+        run
+    )
+    nothing: dict[str, Any] = {
+        "steps": 162,
+        "epochs": 2,
+        "samples_per_second": 0.0,
+        "final_loss": float("nan"),
+    }
+    text = summary_text(summary(**nothing, shares=[0.0, 0.0]))
+    assert "\n  162 steps, 2 epochs were done before; none was left to take\n  accuracy  0.9917\n" in text
+    assert "nan" not in text
+    assert "%" not in text
+    assert "none was taken" in summary_text(summary(**nothing, shares=[0.0, 0.0], interrupted=True))
 
-    equal = summary_text(summary(shares=[0.5, 0.5], ranks=work(2.0, 5.0)))
+
+def test_the_summary_ends_with_what_balancing_gains() -> None:
+    equal = summary_text(summary(shares=[0.5, 0.5], sample_seconds=[0.02, 0.05]))
     assert equal.splitlines()[-1] == "  ranks waited for rank 1: with --balance auto about 1.8x"
-    by_speed = summary_text(summary(shares=[0.75, 0.25], ranks=work(3.0, 3.0)))
-    assert by_speed.splitlines()[-1] == "  these shares: about 2x of equal shares"
+    by_speed = summary_text(summary(shares=[0.75, 0.25], sample_seconds=[0.01, 0.03]))
+    assert by_speed.splitlines()[-1] == "  these shares: about 2.0x of equal shares"
+    far = summary_text(summary(shares=[0.5, 0.5], sample_seconds=[0.01, 7.0]))
+    assert far.splitlines()[-1] == "  ranks waited for rank 1: with --balance auto more than 10x"
     for alike in (
-        summary(shares=[0.5, 0.5], ranks=work(2.0, 2.05)),
-        summary(shares=[1.0, 1.0], ranks=work(2.0, 5.0)),
-        summary(shares=[0.5, 0.5], ranks=work(0.0, 0.0)),
-        summary(shares=[1.0], ranks=work(2.0)),
+        summary(shares=[0.5, 0.5], sample_seconds=[0.02, 0.0205]),
+        summary(shares=[1.0, 1.0], sample_seconds=[0.02, 0.05]),
+        summary(shares=[0.5, 0.5], sample_seconds=[0.0, 0.0]),
+        summary(shares=[0.5, 0.5], sample_seconds=[]),
+        summary(shares=[1.0], sample_seconds=[0.02], ranks=summary().ranks[:1]),
     ):
         assert "equal shares" not in summary_text(alike)
         assert "--balance" not in summary_text(alike)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 from evener.runtime import stall
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.session import Session
-from evener.runtime.stall import FIRST_SECONDS, Reminder, Stall, is_stalled, stall_words
+from evener.runtime.stall import FIRST_SECONDS, Reminder, Stall, is_stalled, live_words, stall_words
 from evener.runtime.standing import Standing
 from tests.ranks import RankPool
 
@@ -92,15 +93,42 @@ def test_a_live_line_shows_it_until_something_moves(capsys: pytest.CaptureFixtur
     told.show = shown.append
     for beat in (WAITS, WAITS, replace(WAITS, seconds=0.0), replace(WAITS, seconds=1.0)):
         told.tell(beat, [Standing(1, LATE)], speaks=False)
-    assert shown == [words(WAITS, LATE), words(WAITS, LATE), ""]
+    line = "no progress for 12 s: rank 1 at loop.py:3 in export, its program; rank 0 waits in all-reduce of step 4"
+    assert shown == [line, line, ""]
     assert capsys.readouterr().err == ""
+
+
+def test_a_line_of_80_columns_says_where_the_late_rank_is() -> None:
+    late = replace(
+        LATE, still=0.0, phase="loading a batch", step=5, where=("my_own_task.py:133 in __getitem__",)
+    )
+    assert live_words(WAITS, [Standing(1, late)])[:80].startswith(
+        "still computing after 12 s: rank 1 at my_own_task.py:133 in __getitem__, "
+    )
+    assert live_words(WAITS, [Standing(1, replace(LATE, ended=True, status=0))]).startswith(
+        "no progress for 12 s: rank 1 left with status 0; rank 0 waits in"
+    )
+    assert live_words(WAITS, [Standing(1)]).startswith("no progress for 12 s: rank 1 no sign of life yet; ")
+
+
+def test_what_is_said_aloud_replaces_a_live_line_which_is_drawn_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(stall.sys, "stderr", screen)
+    told = Stall()
+    told.show = lambda line: print(line, end="", file=screen)
+    told.tell(WAITS, [Standing(1, LATE)], speaks=True)
+    live = live_words(WAITS, [Standing(1, LATE)])
+    assert screen.getvalue() == f"\r\x1b[Jevener: {words(WAITS, LATE)}\n{live}"
 
 
 def late_rank() -> str:
     """Rank 1 comes late to a barrier; what rank 0 shows and says."""
     os.environ[FIRST_SECONDS] = "0.2"
     said: list[str] = []
-    print_to_stderr, Reminder.say = Reminder.say, lambda self, seconds, told: said.append(told())  # type: ignore[assignment,method-assign]
+    print_to_stderr, Reminder.say = Reminder.say, lambda self, seconds, told, over=False: said.append(told())  # type: ignore[assignment,method-assign]
     try:
         with Session(device="cpu", timeout_seconds=60) as session:
             session.control.barrier()

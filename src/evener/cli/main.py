@@ -6,6 +6,7 @@ The libraries behind a command are imported when it is called, so that ``evener 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -68,12 +69,12 @@ def parser(only: str | None = None) -> Parser:
     return top
 
 
-def _parsed(given: Sequence[str]) -> argparse.Namespace:
+def _parse(given: Sequence[str], parsed: argparse.Namespace) -> None:
     """With the settings that files and variables say."""
     named = next((word for word in given if not word.startswith("-")), "")
-    parsed: argparse.Namespace = parser(named).parse_args(given)
+    parser(named).parse_args(given, parsed)
+    parsed.given = tuple(given)
     sources.complete(parsed)
-    return parsed
 
 
 def _executed(parsed: argparse.Namespace) -> int:
@@ -87,12 +88,19 @@ def _executed(parsed: argparse.Namespace) -> int:
     return status
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, 1 (the answer is no, or the run failed), 2 (wrong command line)."""
+def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | None = None) -> int:
+    """Runs the command; returns the exit status: 0, 1 (the answer is no, or the run failed), 2 (wrong command line).
+
+    Args:
+        arguments: The words of the command line; None is those of the process.
+        parsed: Gets what they say.
+    """
     open_missing()
+    parsed = argparse.Namespace() if parsed is None else parsed
     try:
         with guarded():
-            status = _executed(_parsed(sys.argv[1:] if arguments is None else arguments))
+            _parse(sys.argv[1:] if arguments is None else arguments, parsed)
+            status = _executed(parsed)
     except SystemExit:
         raise
     except EvenerError as error:
@@ -123,13 +131,23 @@ def _told(text: str, status: int) -> int:
 
 def command() -> None:
     """Runs the command and ends the process, also where a thread of the user's own would keep it."""
-    status = main()
-    if "torch" in sys.modules:  # else nothing of the user's has run
-        from evener.runtime.ends import leaving
-        from evener.runtime.watchdog import TIMEOUT_SECONDS
+    parsed = argparse.Namespace()
+    try:
+        status = main(parsed=parsed)
+    finally:
+        if "torch" in sys.modules:  # else nothing of the user's has run
+            from evener.runtime.ends import leaving
 
-        leaving(TIMEOUT_SECONDS)
+            leaving(_limit_seconds(parsed))
     sys.exit(status)
+
+
+def _limit_seconds(parsed: argparse.Namespace) -> float:
+    """How long the process may take to end: the time limit that was given, if it can be one."""
+    from evener.runtime.watchdog import TIMEOUT_SECONDS
+
+    given = getattr(parsed, "timeout_seconds", None)
+    return given if given is not None and math.isfinite(given) and given > 0 else TIMEOUT_SECONDS
 
 
 if __name__ == "__main__":

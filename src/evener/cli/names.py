@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from evener.errors import ConfigurationError, ShareError, TaskError
-from evener.short_names import MEANINGS
+from evener.short_names import MEANINGS, check_axes
 
 
 def check_names(arguments: argparse.Namespace) -> None:
-    """Checks task, strategies, all-reduce and balancer, as far as the command has them.
+    """Checks task, strategies, all-reduce, balancer and the axes of a mesh, as far as the command has them.
 
     Raises:
         ConfigurationError: For a short name that neither Evener nor an installed package has given.
@@ -25,6 +25,8 @@ def check_names(arguments: argparse.Namespace) -> None:
         check_name(name or "auto", "strategy", MEANINGS["strategy"], ConfigurationError)
     for name in _given(arguments, "allreduce"):
         check_name(name, "all-reduce", MEANINGS["all-reduce"], ConfigurationError)
+    for mesh in _given(arguments, "mesh"):
+        check_axes(axis for axis, equals, _ in (part.partition("=") for part in mesh.split(",")) if equals)
     for name in _given(arguments, "balance"):
         if name[0].isalpha():
             check_name(name, "balancer", [*MEANINGS["balancer"], "weights such as 3,1"], ShareError)

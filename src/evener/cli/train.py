@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +29,9 @@ WORDS = Words(
         "evener train --config run.toml --batch-size 128",
     ),
 )
+_PLACES = ("--run-dir", "--resume", "--weights")
+"""Options with a value that a run has no more when it goes on: where from, and with which weights it began."""
+_REPLACING = ("--overwrite", "--no-overwrite")
 
 
 def fill(parser: Parser) -> None:
@@ -51,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))
-    with _saying_how_to_continue(arguments.task):
+    with saying_how_to_continue(arguments.given):
         trained = fit(
             arguments.task,
             config,
@@ -67,13 +71,36 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _saying_how_to_continue(task: str) -> Iterator[None]:
-    """A run that was stopped says the command that goes on from where it was saved."""
+def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
+    """A run that was stopped says the command that goes on from where it was saved.
+
+    Args:
+        given: The words of the command line.
+    """
     try:
         yield
     except InterruptedRunError as error:
-        words = error.message.replace("Continue with --resume", f"Continue: evener train {task} --resume")
+        before, saved, directory = error.message.partition("Continue with --resume ")
+        if not saved:
+            raise
+        words = f"{before}Continue: {command_that_continues(given, directory)}"
         raise InterruptedRunError(words, error.exit_status - 128) from error
+
+
+def command_that_continues(given: Sequence[str], directory: str) -> str:
+    """The same command line, quoted for a shell, but from the state in ``directory``.
+
+    What a file or a variable says is said again by these.
+    """
+    kept, words = ["evener"], iter(given)
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if option in _PLACES:
+            if not equals:
+                next(words, None)
+        elif option not in _REPLACING:
+            kept.append(word)
+    return shlex.join([*kept, "--resume", directory])
 
 
 def speaks(variables: Mapping[str, str]) -> bool:

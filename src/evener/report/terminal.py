@@ -28,6 +28,8 @@ LIVE_SECONDS = 0.5
 _SHARES_IN_A_LINE = 8
 _SAME_SHARES = 0.02
 _WORTH_A_WORD = 1.15
+_MOST_TOLD = 10
+"""Times as fast; an estimate of more is far from what was measured."""
 _RECENT_STEPS = 20
 """Steps of which the speed is told."""
 
@@ -125,6 +127,7 @@ class Terminal(Observer):
 
     def _waits(self, words: str) -> None:
         """Shows who waits for whom, while nothing moves, in place of the ranks' times."""
+        self._bar.refresh()  # with the steps that were taken since it was last drawn
         self._ranks.set_description_str(words)
 
     @staticmethod
@@ -197,6 +200,8 @@ def _shares_line(run: RunStart) -> list[str]:
 
 
 def _steps_words(run: RunStart) -> str:
+    if run.total_steps is not None and run.steps_done >= run.total_steps:
+        return f", nothing is left to train: {run.steps_done:,} steps are done, of {run.total_steps:,}"
     if run.steps_done:
         of = f" of {run.total_steps:,}" if run.total_steps else ""
         return f", goes on after step {run.steps_done}{of}"
@@ -224,14 +229,21 @@ def summary_text(summary: RunSummary) -> str:
     devices = ", ".join(sorted(set(summary.devices)))
     skipped = f"; {summary.skipped_steps:,} steps were left out" if summary.skipped_steps else ""
     metrics = "".join(f"\n  {name:<9} {value:.4f}" for name, value in summary.metrics.items())
+    trained = not _took_no_step(summary)
     lines = [
         f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
         f"on {summary.world_size} rank{'s' * (summary.world_size > 1)} ({devices})",
-        f"  {summary.steps:,} steps, {summary.epochs} epochs, {_samples_words(summary)} in {summary.seconds:.1f} s: "
-        f"{summary.samples_per_second:,.0f} samples/s",
-        f"  last loss {summary.final_loss:.4f}{skipped}{metrics}",
     ]
-    if summary.world_size > 1:
+    if trained:
+        lines += [
+            f"  {summary.steps:,} steps, {summary.epochs} epochs, {_samples_words(summary)} "
+            f"in {summary.seconds:.1f} s: {summary.samples_per_second:,.0f} samples/s",
+            f"  last loss {summary.final_loss:.4f}{skipped}{metrics}",
+        ]
+    else:
+        why = "none was taken" if summary.interrupted else "none was left to take"
+        lines += [f"  {summary.steps:,} steps, {summary.epochs} epochs were done before; {why}{metrics}"]
+    if summary.world_size > 1 and trained:
         lines += ["  rank   share   compute      wait     input"]
         lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
         lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
@@ -255,6 +267,11 @@ def summary_text(summary: RunSummary) -> str:
     return "\n".join([*lines, *([f"  {gained}"] if gained else [])])
 
 
+def _took_no_step(summary: RunSummary) -> bool:
+    """Whether the run went on from where nothing was left, or was stopped at once."""
+    return not summary.samples_in_seconds and math.isnan(summary.final_loss)
+
+
 def _samples_words(summary: RunSummary) -> str:
     """Samples of the time that is told: after a resume those since then, of all."""
     if summary.samples_in_seconds in (0, summary.samples):
@@ -265,22 +282,26 @@ def _samples_words(summary: RunSummary) -> str:
 def balance_words(summary: RunSummary) -> str:
     """The gain of unequal shares over equal ones, or what shares by speed would gain; empty where it is small.
 
-    A rank that took c seconds for its part s of all samples would take c / s for all. Equal shares of W ranks end when
-    the slowest has done 1 / W, shares by speed when all together have done the whole. What a step costs without any
-    sample is left out, so the numbers are estimates.
+    A rank with t seconds for a sample has s t for its part s of all. Equal shares of W ranks end when the slowest has
+    done 1 / W, shares by speed when all together have done the whole. What a step costs without any sample is left
+    out, so the numbers are estimates.
     """
-    work = [times["compute_seconds"] for times in summary.ranks]
-    divided = len(work) == len(summary.shares) > 1 and math.isclose(sum(summary.shares), 1.0)
-    if not divided or not all((*work, *summary.shares)):
+    each, shares = summary.sample_seconds, summary.shares
+    divided = len(each) == len(shares) > 1 and math.isclose(sum(shares), 1.0)
+    if not divided or not all((*each, *shares)):
         return ""
-    whole = [seconds / share for seconds, share in zip(work, summary.shares, strict=True)]
-    equal, taken, best = max(whole) / len(whole), max(work), 1 / sum(1 / seconds for seconds in whole)
-    unequal = max(summary.shares) - min(summary.shares) > _SAME_SHARES
+    work = [share * seconds for share, seconds in zip(shares, each, strict=True)]
+    equal, taken, best = max(each) / len(each), max(work), 1 / sum(1 / seconds for seconds in each)
+    unequal = max(shares) - min(shares) > _SAME_SHARES
     if unequal and equal / taken >= _WORTH_A_WORD:
-        return f"these shares: about {equal / taken:.2g}x of equal shares"
+        return f"these shares: {_times_words(equal / taken)} of equal shares"
     if not unequal and taken / best >= _WORTH_A_WORD:
-        return f"ranks waited for rank {work.index(taken)}: with --balance auto about {taken / best:.2g}x"
+        return f"ranks waited for rank {work.index(taken)}: with --balance auto {_times_words(taken / best)}"
     return ""
+
+
+def _times_words(gain: float) -> str:
+    return f"about {gain:.1f}x" if gain <= _MOST_TOLD else f"more than {_MOST_TOLD}x"
 
 
 def _memory_line(summary: RunSummary) -> str:

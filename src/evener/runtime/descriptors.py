@@ -1,20 +1,48 @@
 """Whether a process has used up its file descriptors, for which native code has other words.
 
-A socket that cannot be opened is "Cannot resolve 127.0.0.1" in gloo, and a time that ran out in PyTorch's store.
+A socket that cannot be opened is "Cannot resolve 127.0.0.1" in gloo, and a time that ran out in PyTorch's store. So the
+launcher makes room before it starts ranks, and refuses to start them where there can be none.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 
 import psutil
 
+from evener.errors import ConfigurationError
 from evener.system import words
 
+_NEEDED, _NEEDED_EACH = 40, 6
+"""Descriptors of a rank, and for each rank of its machine: a connection or two, and files of shared memory."""
+_AMPLE = 1024
+"""The limit on most machines."""
 _SPARE = 8
 """So few are soon used by what opens several at once."""
 _reserved: list[int] = []
+
+
+def make_room(ranks: int) -> None:
+    """Raises the limit of this process, which ranks inherit, if it is too low for so many on this machine.
+
+    Raises:
+        ConfigurationError: If the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _NEEDED + _NEEDED_EACH * ranks
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigurationError(
+            f"a process may have {hard} files open here, and {ranks} ranks need {needed} each: raise the hard limit "
+            "(ulimit -Hn, LimitNOFILE of a service), or take fewer processes"
+        )
+    ample = max(_AMPLE, 2 * needed)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (ample if hard == resource.RLIM_INFINITY else min(hard, ample), hard)
+    )
 
 
 def reserve() -> None:

@@ -23,6 +23,7 @@ from evener.errors import ConfigurationError
 from evener.ranges import one_number
 from evener.runtime import loopback
 from evener.runtime.agent import Agent
+from evener.runtime.descriptors import make_room
 from evener.runtime.environment import check_processes, default_processes, detect, kind_taken
 from evener.runtime.headcount import Headcount
 from evener.runtime.interrupt import GRACE_SECONDS
@@ -118,7 +119,11 @@ def run_job(
     Args:
         run_dir: A private directory, in which results are left.
         path: Where the ranks look for modules.
+
+    Raises:
+        ConfigurationError: If the job cannot be sent to them, or they may not open files enough.
     """
+    make_room(processes.start)
     _write_job(job, run_dir)
     (run_dir / "path.json").write_text(json.dumps(path))
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]

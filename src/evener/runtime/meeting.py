@@ -108,12 +108,20 @@ class Meeting:
     def words(self, error: BaseException) -> str:
         """Of the end of a wait."""
         came = "" if self._came is None else f", {self._came} of {self._machines} came"
-        said = f" ({str(error).strip().splitlines()[0]})" if str(error).strip() else ""
+        said = f" ({_first_line(error)})" if _first_line(error) else ""
         return (
             f"the machines of the run did not find each other within {self._timeout_seconds:g} s at "
             f"{self._rendezvous.endpoint}{came}{said}; is the command running on all of them, with the same endpoint "
             f"and id, and can the endpoint be reached from there?{shortage_words()}"
         )
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, which torch may have put into the one behind it."""
+    inner = error.__cause__ or error.__context__
+    if inner is not None and "See inner exception" in str(error):
+        return _first_line(inner)
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _refused(rendezvous: Rendezvous, error: ValueError) -> ConfigurationError:

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from evener import short_names
 from evener.errors import ConfigurationError
 from evener.runtime.hosts import connected, destroy
 
-AXES = ("pipeline", "data", "shard", "context", "tensor")
+AXES = short_names.AXES
 """From the axis whose messages are fewest to the one whose are most: neighbors on the last share a host first."""
 DIVIDING_SAMPLES = ("data", "shard")
 DIVIDING_TERMS = (*DIVIDING_SAMPLES, "context")
@@ -102,9 +103,7 @@ class Layout:
     speaks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = [axis for axis in (*self.degrees, *self.speaks) if axis not in AXES]
-        if unknown:
-            raise ConfigurationError(f"there is no axis {unknown[0]!r}; there are {', '.join(AXES)}")
+        short_names.check_axes((*self.degrees, *self.speaks))
         wrong = [axis for axis, degree in self.degrees.items() if degree < 1]
         if wrong:
             raise ConfigurationError(

@@ -22,6 +22,8 @@ FIRST_SECONDS = "EVENER__FIRST_WORD_SECONDS"
 """Environment variable with the seconds after which the first word is said, 10 where it is not set."""
 _AGAIN_SECONDS = 60.0
 _COMPUTES_SECONDS = 3.0
+_OVER = "\r\x1b[J"
+"""Clears this line of a terminal, and those below."""
 _RANKS_SHOWN = 6
 _GROUPS_SHOWN = 3
 
@@ -46,12 +48,16 @@ class Reminder:
         self._last = now if is_due else self._last
         return is_due
 
-    def say(self, seconds: float, words: Callable[[], str]) -> None:
-        """Prints ``words`` to standard error if they are due."""
+    def say(self, seconds: float, words: Callable[[], str], over: bool = False) -> None:
+        """Prints ``words`` to standard error if they are due.
+
+        Args:
+            over: Whether they are written over a live line of this process, which is drawn again below them.
+        """
         if self.is_due(seconds):
             with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
-                below = "\n" if sys.stderr.isatty() else ""  # of a live line
-                print(f"{below}evener: {words()}", file=sys.stderr, flush=True)
+                place = (_OVER if over else "\n") if sys.stderr.isatty() else ""  # below another's live line
+                print(f"{place}evener: {words()}", file=sys.stderr, flush=True)
 
 
 class Stall:
@@ -66,11 +72,12 @@ class Stall:
     def tell(self, here: Heartbeat, others: Collection[Standing], speaks: bool) -> None:
         """Says where all ranks stand if nothing moves; aloud only where this rank ``speaks`` for all."""
         stalled = is_stalled(here)
-        if self.show is not None and (stalled or self._shown):
-            self.show(stall_words(here, others) if stalled else "")
-            self._shown = stalled
         if stalled and speaks:
-            self._reminder.say(here.stuck_seconds, lambda: stall_words(here, others))
+            live = self.show is not None
+            self._reminder.say(here.stuck_seconds, lambda: stall_words(here, others), live)
+        if self.show is not None and (stalled or self._shown):
+            self.show(live_words(here, others) if stalled else "")
+            self._shown = stalled
 
 
 def is_stalled(here: Heartbeat) -> bool:
@@ -80,17 +87,41 @@ def is_stalled(here: Heartbeat) -> bool:
 
 def stall_words(here: Heartbeat, others: Iterable[Standing]) -> str:
     """``no progress for 12 s: rank 0 waits in all-reduce of step 4 for rank 1 (in its program, at a.py:3 in main)``."""
+    waiting, late = _told_apart(here, others)
+    words = {standing.rank: _doing(standing) for standing in late}
+    missing = " and ".join(f"{ranks} ({doing})" for ranks, doing in _grouped(words))
+    there = "; ".join(_waiting_words(waiting))
+    return _lead(here, words) + " for ".join(part for part in (there, missing) if part)
+
+
+def live_words(here: Heartbeat, others: Iterable[Standing]) -> str:
+    """``no progress for 12 s: rank 1 at a.py:3 in main, its program; rank 0 waits in all-reduce of step 4``.
+
+    A terminal cuts the end off, so the place of the rank that others wait for comes first.
+    """
+    waiting, late = _told_apart(here, others)
+    lead = _lead(here, {standing.rank: _doing(standing) for standing in late})
+    missing = [f"{ranks} {place}" for ranks, place in _grouped({each.rank: _at(each) for each in late})]
+    return lead + "; ".join([*missing, *_waiting_words(waiting)])
+
+
+def _told_apart(here: Heartbeat, others: Iterable[Standing]) -> tuple[dict[int, str], list[Standing]]:
+    """The ranks that wait, with the places, and all others."""
     standings = sorted([*others, Standing(here.rank, here)], key=lambda standing: standing.rank)
     waiting = {s.rank: _place(s.beat) for s in standings if _waits(s) and s.beat is not None}
-    late = {s.rank: _doing(s) for s in standings if s.rank not in waiting}
+    return waiting, [standing for standing in standings if standing.rank not in waiting]
+
+
+def _lead(here: Heartbeat, late: dict[int, str]) -> str:
     computes = any(words.startswith("computing") for words in late.values())
-    lead = f"{'still computing after' if computes else 'no progress for'} {here.stuck_seconds:.0f} s: "
-    missing = " and ".join(f"{ranks} ({words})" for ranks, words in _grouped(late))
-    there = "; ".join(
+    return f"{'still computing after' if computes else 'no progress for'} {here.stuck_seconds:.0f} s: "
+
+
+def _waiting_words(waiting: dict[int, str]) -> list[str]:
+    return [
         f"{ranks} {'wait' if ranks.startswith('ranks') else 'waits'} in {place}"
         for ranks, place in _grouped(waiting)
-    )
-    return lead + " for ".join(part for part in (there, missing) if part)
+    ]
 
 
 def _waits(standing: Standing) -> bool:
@@ -119,6 +150,15 @@ def _doing(standing: Standing) -> str:
     if standing.silent_seconds > SILENT_BEATS:
         return f"no sign of life for {standing.silent_seconds:.0f} s, last in {_place(beat)}"
     return f"{'computing ' * (beat.still < _COMPUTES_SECONDS)}in {_place(beat)}"
+
+
+def _at(standing: Standing) -> str:
+    """The same in the words of a narrow line, where it is known: its line of code first."""
+    beat = standing.beat
+    lives = standing.state == "running" and standing.silent_seconds <= SILENT_BEATS
+    if beat is None or not lives or not beat.where:
+        return _doing(standing)
+    return f"at {beat.where[0]}, {in_words(beat.phase or 'its program', beat.step)}"
 
 
 def _grouped(words: dict[int, str]) -> list[tuple[str, str]]:
