@@ -15,9 +15,10 @@ from evener.checkpoint import weights_digest
 from evener.config import RunConfig
 from evener.engine import Engine
 from evener.errors import ConfigurationError, DivergenceError, RankError, ShareError, TaskError
+from evener.files import dumps
 from evener.fitting import FitJob, check_plan, fit
 from evener.observer import Observer
-from evener.records import StepRecord, as_json, dumps
+from evener.records import StepRecord, as_json
 from evener.running import Trained
 from evener.step import Step
 from tests import tasks

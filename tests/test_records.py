@@ -7,9 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from evener.records import EvaluationRecord, RecordFile, StepRecord, as_json, dumps, write_json
+from evener.files import dumps, write_json
+from evener.records import EvaluationRecord, RecordFile, StepRecord, as_json
 
 
 def step(number: int, loss: float = 1.0) -> StepRecord:
@@ -63,15 +62,6 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
     assert json.loads(dumps(as_json(step(0, math.nan))))["loss"] is None
     write_json(tmp_path / "summary.json", {"a": [math.inf, 1.5], "b": {"c": (-math.inf,)}})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"a": [None, 1.5], "b": {"c": [None]}}
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"good": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"bad": object()})
-    assert json.loads(path.read_text()) == {"good": 1}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_told_of_a_step_before_it_is_no_step(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from evener.checkpoint.identity import write_mark
 from evener.errors import ConfigurationError, DivergenceError, StorageError, TaskError
+from evener.files import write_json
 from evener.fitting import fit
-from evener.records import Note, RunStart, write_json
+from evener.records import Note, RunStart
 from evener.rundir import Records, RunDirectory, goes_on_in, new_run_dir, refuse_finished
 from evener.runtime.scratch import clear, scratch
 from tests import tasks

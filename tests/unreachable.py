@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from evener.records import write_json
+from evener.files import write_json
 from evener.runtime.launch import launch
 from evener.runtime.session import Session
 

@@ -17,30 +17,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from evener.balance.base import Equal, Fixed
 from evener.data.batch import MicroBatch, map_leaves
-from evener.data.worker_count import Choice
 from evener.errors import ConfigurationError
+from evener.evaluation_options import EvaluationOptions
 from evener.given import check_dataset
 from evener.losses import Accumulator, metric
 from evener.skipping import Announcer
 from evener.strategies.learner import Learner
 from evener.strategies.reading import Reading
 from evener.types import Tree
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """How an evaluation is cut up; nothing of it changes its result."""
-
-    batch_size: int
-    micro_batch: int | None = None
-    workers: Callable[[Any], int | Choice] = lambda dataset: 0
-    """Processes that read a data set, or what chooses their number."""
-    ranks_beside: int = 1
-    """On this machine, with this one."""
-    skips: bool = False
-    """Whether samples that cannot be read are left out; not of predictions, which have the order of the dataset."""
-    weights: Sequence[float] | None = None
-    """Parts of a batch that the ranks take; None is equal parts."""
 
 
 class InputsOnly(Dataset[Any]):

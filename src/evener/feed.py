@@ -16,7 +16,7 @@ from evener.config import RunConfig
 from evener.data.batch import Batch
 from evener.data.loader import Loader
 from evener.errors import ConfigurationError
-from evener.evaluation import EvaluationOptions
+from evener.evaluation_options import EvaluationOptions
 from evener.progress import Progress, SampleOrder
 from evener.readers import Readers
 from evener.records import MemoryRecord, Note

@@ -17,10 +17,10 @@ from typing import Any
 
 from evener.config import RunConfig
 from evener.errors import ConfigurationError, DataError
-from evener.guarded_files import read_json
+from evener.files import read_json, write_json
 from evener.observer import Observer
 from evener.plugins import installed
-from evener.records import RunStart, write_json
+from evener.records import RunStart
 from evener.system import in_words
 from evener.task import TaskLike
 from evener.tasks import BUILT_IN

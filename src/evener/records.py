@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from evener.errors import DataError
-from evener.guarded_files import LONGEST_LINE, lines_of, open_regular, parsed
+from evener.files import LONGEST_LINE, dumps, lines_of, open_regular, parsed, replace_text
 
 
 @dataclass(frozen=True)
@@ -241,38 +240,6 @@ def as_json(record: Any) -> dict[str, Any]:
     return ({"kind": kind} if kind else {}) | fields
 
 
-def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: numbers that are not finite, for which JSON has no word, become null."""
-    try:
-        return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), indent=indent)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file of JSON whole or not at all."""
-    _replace(path, dumps(value, indent=2) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 RECORDS = "records.jsonl"
 """The file of a run directory that holds them."""
 
@@ -288,7 +255,7 @@ class RecordFile:
 
     def __init__(self, path: Path, steps_done: int = 0, evaluated: bool = True) -> None:
         kept = _records_until(path, steps_done, evaluated) if steps_done and path.exists() else []
-        _replace(path, "".join(kept))
+        replace_text(path, "".join(kept))
         steps = (record["step"] + 1 for record in map(json.loads, kept) if record["kind"] == StepRecord.kind)
         self.steps_done = max(steps, default=0)
         """So many steps are in what was kept; something else may be told of one before the step itself is."""

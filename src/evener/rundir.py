@@ -33,18 +33,9 @@ from filelock import FileLock, Timeout
 from evener.checkpoint.folder import CHECKPOINTS, Saved, clear, refuse_foreign, refuse_unwritable, saved_in
 from evener.checkpoint.identity import MARK, Identity, mark_in, write_mark
 from evener.errors import ConfigurationError, StorageError
-from evener.guarded_files import read_json, read_text
+from evener.files import read_json, read_text, write_json
 from evener.observer import Observer
-from evener.records import (
-    RECORDS,
-    EvaluationRecord,
-    RecordFile,
-    RunStart,
-    RunSummary,
-    StepRecord,
-    as_json,
-    write_json,
-)
+from evener.records import RECORDS, EvaluationRecord, RecordFile, RunStart, RunSummary, StepRecord, as_json
 from evener.runtime.session import RUN_DIR
 from evener.streams import unheard
 from evener.system import FULL, in_words, words

@@ -10,18 +10,12 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
+from evener.phase_marks import marked, process_watchdogs
 from evener.runtime.heartbeat import Heartbeat
 from evener.runtime.limited import LimitedStore
 from evener.runtime.roster import absent
 from evener.runtime.session import Session
-from evener.runtime.watchdog import (
-    BACKSTOP_SECONDS,
-    Phase,
-    Watchdog,
-    backstop,
-    marked,
-    process_watchdogs,
-)
+from evener.runtime.watchdog import BACKSTOP_SECONDS, Phase, Watchdog, backstop
 
 
 @pytest.fixture

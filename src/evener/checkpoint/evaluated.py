@@ -11,7 +11,7 @@ from evener.checkpoint.folder import BEST, BEST_VALUE, EVALUATION, foreign_value
 from evener.checkpoint.form import is_kept
 from evener.checkpoint.identity import Identity, mark_in
 from evener.errors import CheckpointError
-from evener.guarded_files import read_json
+from evener.files import read_json
 
 
 def is_of(checkpoint: Path, identity: Identity) -> bool:

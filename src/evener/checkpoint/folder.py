@@ -13,7 +13,7 @@ from pathlib import Path
 
 from evener.checkpoint.identity import MARK, UNMARKED, Identity, identity_in, lost_mark, mark_in, run_in
 from evener.errors import CheckpointError, ConfigurationError
-from evener.guarded_files import read_json, read_text
+from evener.files import read_json, read_text
 from evener.texts import few
 
 FORMAT = 2

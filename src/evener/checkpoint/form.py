@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evener.checkpoint.identity import Identity
-from evener.guarded_files import parsed
+from evener.files import parsed
 
 Check = Callable[[Any], bool]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evener.guarded_files import read_json
+from evener.files import read_json
 
 MARK = "evener.json"
 """The file that tells whose a directory is."""

@@ -19,7 +19,7 @@ from evener.checkpoint import folder, form, sums
 from evener.checkpoint.identity import UNMARKED, Identity, identity_in
 from evener.checkpoint.tensor_index import IndexReader, files_of, index_in, index_name
 from evener.errors import ConfigurationError, DataError
-from evener.guarded_files import open_regular
+from evener.files import open_regular
 from evener.runtime.channel import Channel, LocalChannel
 from evener.strategies.pieces import Piece, PieceLoader, quiet
 from evener.strategies.state import Held

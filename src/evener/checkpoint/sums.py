@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from evener.guarded_files import open_regular, read_json
+from evener.files import open_regular, read_json
 
 SUMS = "sums.json"
 _NAME = re.compile(r"rest\.pt|evaluation\.json|evener\.json|tensors\.json|\.metadata|__[0-9]+_[0-9]+\.distcp")

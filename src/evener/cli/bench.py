@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
     options.find_modules_here()
     from evener.benching import bench_all_reduce, parse_sizes, simulate_all_reduce
     from evener.collectives.choose.bench import table
-    from evener.records import write_json
+    from evener.files import write_json
 
     names = arguments.algorithms.split(",") if arguments.algorithms else None
     sizes = parse_sizes(arguments.sizes)

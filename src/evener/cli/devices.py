@@ -59,9 +59,10 @@ def fill(parser: Parser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Surveys or reads, and prints; 1 if something is wrong."""
     config = options.config_of(arguments)
+    from evener.files import write_json
     from evener.hardware.diagnosis.diagnose import diagnose
     from evener.hardware.survey import files
-    from evener.records import as_json, write_json
+    from evener.records import as_json
     from evener.surveying import survey_devices
 
     if arguments.source is not None:

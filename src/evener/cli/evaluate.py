@@ -70,7 +70,7 @@ def execute(arguments: argparse.Namespace) -> int:
     import dataclasses
 
     from evener.applying import evaluate_run
-    from evener.records import write_json
+    from evener.files import write_json
     from evener.texts import printable
 
     found = evaluate_run(applied, arguments.data, options.rendezvous_of(arguments))

@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     config = options.config_of(arguments)
     options.find_modules_here()
     from evener.estimation import estimate_memory
-    from evener.records import write_json
+    from evener.files import write_json
 
     estimate = estimate_memory(arguments.task, config, options=options.task_options_of(arguments))
     limits = parse_limits(arguments.memory_limit, len(estimate.ranks))

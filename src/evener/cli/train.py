@@ -49,8 +49,9 @@ def execute(arguments: argparse.Namespace) -> int:
     if speaks(os.environ):
         print(fitted(first_words(arguments.task, config), sys.stderr), file=unheard(sys.stderr), flush=True)
     options.find_modules_here()
+    from evener.files import write_json
     from evener.fitting import fit
-    from evener.records import as_json, write_json
+    from evener.records import as_json
     from evener.report.terminal import summary_text
 
     if config.run_dir is None:

@@ -103,7 +103,7 @@ def execute(arguments: argparse.Namespace) -> int:
     options.find_modules_here()
     import dataclasses
 
-    from evener.records import write_json
+    from evener.files import write_json
     from evener.verification import verify
 
     result = verify(
@@ -124,7 +124,7 @@ def execute_script(arguments: argparse.Namespace) -> int:
     config = options.config_of(arguments)
     import dataclasses
 
-    from evener.records import write_json
+    from evener.files import write_json
     from evener.verification.script import verify_script
 
     result = verify_script(arguments.task, arguments.script_arguments, config)

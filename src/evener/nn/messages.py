@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from evener.halves import added_in_float32
 from evener.hardware.stopwatch import waiting
-from evener.runtime.watchdog import marked
+from evener.phase_marks import marked
 
 _MOST_DIMS = 64
 """Of a tensor, by torch's own limit."""

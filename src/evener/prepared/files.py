@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from evener.errors import CheckpointError, ConfigurationError, DataError
-from evener.guarded_files import open_regular
+from evener.files import open_regular
 from evener.prepared.batches import batches_of
 from evener.prepared.place import Place
 from evener.prepared.preparing import current

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigurationError, DataError
-from evener.guarded_files import LONGEST_LINE, lines_of, open_regular, parsed
+from evener.files import LONGEST_LINE, lines_of, open_regular, parsed
 from evener.records import RECORDS
 from evener.report.drawing import Panel, Point, svg
 from evener.system import in_words

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 from evener.borrowed.rendezvous_state import NodeDesc, RendezvousState
-from evener.guarded_files import parsed
+from evener.files import parsed
 
 
 class JsonBackend(RendezvousBackend):

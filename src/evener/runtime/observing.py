@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from evener.records import write_json
+from evener.files import write_json
 from evener.runtime.onlooker import Onlooker, StepTimes
 from evener.runtime.script import Observer
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from evener.guarded_files import read_json
+from evener.files import read_json
 
 _PREFIX = "evener-run-"
 _OWNER = "owner"

@@ -27,6 +27,7 @@ from evener.borrowed.default_store import default_store
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
 from evener.hardware.neighbours import uuid_of
+from evener.phase_marks import process_watchdogs
 from evener.runtime import loopback
 from evener.runtime.agreement import Terms, agree
 from evener.runtime.backends import backend_of, library_of
@@ -46,13 +47,7 @@ from evener.runtime.grave import bury
 from evener.runtime.hosts import connected, destroy, host_token
 from evener.runtime.mesh import Layout, Mesh
 from evener.runtime.succession import RecalledError, Start
-from evener.runtime.watchdog import (
-    BACKSTOP_SECONDS,
-    TIMEOUT_SECONDS,
-    Watchdog,
-    current_watchdog,
-    process_watchdogs,
-)
+from evener.runtime.watchdog import BACKSTOP_SECONDS, TIMEOUT_SECONDS, Watchdog, current_watchdog
 from evener.version import evener_version
 
 _PATIENCE = timedelta(hours=24)

@@ -27,13 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
+from evener.phase_marks import marked
 from evener.runtime.environment import usable_cores
 from evener.runtime.futex import fence, sleep, wake
 from evener.runtime.hosts import all_gather
 from evener.runtime.patience import CROWD, give_way
 from evener.runtime.segment import Announcement, Segment, describe, has_died
 from evener.runtime.succession import check_recall
-from evener.runtime.watchdog import backstop, departed, marked, standings
+from evener.runtime.watchdog import backstop, departed, standings
 
 ENTERED, REDUCED, LEFT = range(3)
 """Stages of a chunk: its owner has copied it in, has added up its slice, needs nothing of it any more."""

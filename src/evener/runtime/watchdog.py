@@ -27,13 +27,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import Store
 
 from evener.errors import EvenerError, RankError, RankTimeoutError
+from evener.phase_marks import process_watchdogs
 from evener.runtime.activity import Activity
 from evener.runtime.failure import is_timeout, record_failure
 from evener.runtime.generation import next_name
@@ -54,26 +55,11 @@ BACKSTOP_SECONDS = 30.0
 
 _INTERVAL_SECONDS = 1.0
 
-process_watchdogs: list[Watchdog] = []
-"""Those that run in this process, the innermost last."""
-
 
 def current_watchdog() -> Watchdog | None:
     """The watchdog of this process, where Evener launched it or a session is open."""
-    return process_watchdogs[-1] if process_watchdogs else None
-
-
-def marked(name: str) -> AbstractContextManager[object]:
-    """Marks a wait for other ranks on the watchdog of this process, for code that may run without one.
-
-    A mark that is there already stays, for it says more. Other threads than the main one have no place of their own:
-    the main thread waits for them.
-    """
-    watchdog = current_watchdog()
-    is_main = threading.current_thread() is threading.main_thread()
-    if watchdog is None or not is_main or watchdog.is_waiting:
-        return nullcontext()
-    return watchdog.wait(name)
+    last = process_watchdogs[-1] if process_watchdogs else None
+    return last if isinstance(last, Watchdog) else None
 
 
 def standings() -> str:

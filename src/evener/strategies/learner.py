@@ -26,10 +26,10 @@ from evener.hardware.stopwatch import stopwatch, waiting
 from evener.nn.batch_norm import BatchNorm
 from evener.nn.names import clean_name
 from evener.nn.scope import Scope, scope
+from evener.phase_marks import marked
 from evener.runtime.hosts import destroy
 from evener.runtime.mesh import DIVIDING_TERMS, DataAxis, Mesh
 from evener.runtime.session import Session
-from evener.runtime.watchdog import marked
 from evener.strategies import gradients, model, state
 from evener.strategies.compiling import Graphs
 from evener.strategies.fused import lay_out

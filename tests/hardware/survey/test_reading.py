@@ -6,13 +6,13 @@ import os
 import pytest
 import torch
 
+from evener.files import dumps
 from evener.hardware.survey import reading
 from evener.hardware.survey.build import cudnn_text, read_software, seen_cards
 from evener.hardware.survey.facts import Card, Path, Plan, Survey
 from evener.hardware.survey.files import as_json, from_json
 from evener.hardware.survey.host import read_host
 from evener.hardware.survey.reading import glance, joined, merged, read_survey, variables_of_interest
-from evener.records import dumps
 from tests.hardware.survey.fake_nvml import FakeCard, FakeNvml
 
 PLAN = Plan(ranks=2, threads=1, device="cpu")

@@ -29,8 +29,8 @@ from evener.collectives.choose.select import Costs, Sample, best_segments
 from evener.collectives.choose.simulate import Network
 from evener.collectives.execute.messages import Messages
 from evener.collectives.schedules.schedule import Topology
+from evener.files import write_json
 from evener.hardware import accelerators
-from evener.records import write_json
 from evener.runtime.environment import usable_cores
 from evener.runtime.hosts import all_gather, host_identity, hosts_of
 

@@ -14,8 +14,8 @@ import typing
 from typing import Any
 
 from evener.errors import ConfigurationError
+from evener.files import write_json
 from evener.hardware.survey.facts import FORMAT, Survey
-from evener.records import write_json
 
 
 def save(survey: Survey, path: pathlib.Path) -> None:

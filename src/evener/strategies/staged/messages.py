@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.hardware.stopwatch import waiting
+from evener.phase_marks import marked
 from evener.runtime.mesh import Mesh
-from evener.runtime.watchdog import marked
 
 _PINGS = 8
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from evener import guarded_files
-from evener.guarded_files import lines_of, open_regular, read_bytes, read_json, read_text
+from evener import files
+from evener.files import lines_of, open_regular, read_bytes, read_json, read_text, write_json
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_a_file_ends_where_it_ended_when_it_was_opened(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_files, "LONGEST_LINE", 4)
+    monkeypatch.setattr(files, "LONGEST_LINE", 4)
     (tmp_path / "a").write_bytes(b"ab\n123456789\n")
     with open_regular(tmp_path / "a") as file:
         assert list(lines_of(file)) == [b"ab\n", b"1234", b"5678", b"9\n"]
@@ -86,3 +87,12 @@ def test_what_is_no_json_is_a_value_error(tmp_path: Path, content: bytes) -> Non
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(ValueError):  # noqa: PT011
         read_json(tmp_path / "a")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"good": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"bad": object()})
+    assert json.loads(path.read_text()) == {"good": 1}
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,4 @@
-"""Files that a stranger may have written, read without waiting and without end.
+"""Files that a stranger may have written, read without waiting and without end; and files written whole or not at all.
 
 A directory that was downloaded, or lies where others may write, can hold a pipe that nobody writes to, a link to
 ``/dev/zero``, or a gigabyte where a line is expected. The kernel's own files (``/proc/self/pagemap``) call themselves
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -115,3 +116,36 @@ def parsed(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it has too many levels") from None
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: numbers that are not finite, for which JSON has no word, become null."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of JSON whole or not at all."""
+    replace_text(path, dumps(value, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, in a directory that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
