@@ -16,9 +16,9 @@ import time
 import torch
 
 from benchmarks.interleaved import machine
-from evener.benching import bench_all_reduce, parse_sizes
-from evener.collectives.choose.bench import Row
-from evener.report.chart import size_text
+from evener.collectives.tuning.bench import Row
+from evener.tools.bench import bench_all_reduce, parse_sizes
+from evener.training.reporting.chart import size_text
 
 PEER = "native"
 

@@ -34,12 +34,12 @@ from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, ratio, take_turns
 from evener.balance import BySpeed, solve
 from evener.balance.base import Balancer
-from evener.balance.line import Line
-from evener.config import RunConfig
-from evener.engine import Engine
-from evener.observer import Observer
-from evener.records import StepRecord
-from evener.runtime.session import Session
+from evener.balance.time_model import Line
+from evener.core.config.run_config import RunConfig
+from evener.core.observer import Observer
+from evener.core.records import StepRecord
+from evener.distributed.session import Session
+from evener.training.engine import Engine
 
 BATCH_SIZE = 192
 WARM_UP = 40

@@ -17,7 +17,7 @@ import evener
 from benchmarks.contenders import Work, ours, plain_ddp
 from benchmarks.drawn import randint, randn
 from benchmarks.interleaved import Timing, machine, table, take_turns
-from evener.runtime.session import Session
+from evener.distributed.session import Session
 
 RANKS = 2
 WIDTHS = (64, 128, 256, 512)

@@ -34,8 +34,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.drawn import rand
 from benchmarks.interleaved import machine
-from evener.engine import Engine
-from evener.runtime.session import Session
+from evener.distributed.session import Session
+from evener.training.engine import Engine
 
 WIDTH = 1024
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import evener
-from evener.config import RunConfig
-from evener.runtime.session import Session
+from evener.core.config.run_config import RunConfig
+from evener.distributed.session import Session
 
 
 @dataclass(frozen=True)

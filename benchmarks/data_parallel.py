@@ -19,12 +19,12 @@ import evener
 from benchmarks.contenders import Contender, Work, ours
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
-from evener.engine import Engine
-from evener.runtime.environment import Environment
-from evener.runtime.session import Session
+from evener.distributed.environment import Environment
+from evener.distributed.session import Session
 from evener.strategies.base import Strategy
-from evener.strategies.data_parallel import DataParallel
-from evener.tasks import digits
+from evener.strategies.single_process.data_parallel import DataParallel
+from evener.training.builtin_tasks import digits
+from evener.training.engine import Engine
 
 CORES = 2
 PROCESSES, THREADS, ONE = "ddp, 2 processes", "data_parallel, 2 devices", "single, 2 threads an operation"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.interleaved import Timing
-from evener.engine import Engine
-from evener.memory import Accounting
-from evener.strategies.holdings import name_inputs, name_model
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.hardware.memory import Accounting
+from evener.strategies.memory_attribution import name_inputs, name_model
+from evener.training.engine import Engine
 
 WARM_UP = 5
 

@@ -36,18 +36,18 @@ from pathlib import Path
 
 from benchmarks.interleaved import machine
 from benchmarks.namespaces import Hosts, NoNamespacesError, Program
-from evener.benching import parse_sizes
-from evener.collectives.choose.bench import Row, bench
-from evener.collectives.choose.cost import Link
-from evener.collectives.choose.measure import measure_network
-from evener.collectives.choose.simulate import Network, simulate
 from evener.collectives.registry import make, tree_segment_nbytes
 from evener.collectives.schedules.algorithms import ALGORITHMS
 from evener.collectives.schedules.ring import ring
 from evener.collectives.schedules.schedule import Schedule, Topology
-from evener.report.chart import size_text
-from evener.runtime.hosts import hosts_of
-from evener.runtime.session import Session
+from evener.collectives.tuning.bench import Row, bench
+from evener.collectives.tuning.cost import Link
+from evener.collectives.tuning.measure import measure_network
+from evener.collectives.tuning.simulate import Network, simulate
+from evener.distributed.hosts import hosts_of
+from evener.distributed.session import Session
+from evener.tools.bench import parse_sizes
+from evener.training.reporting.chart import size_text
 
 NAMES = ("native", "ring", "tree", "halving", "ring-tree", "direct", "two-level", "auto")
 PEER = "ring"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Work
-from evener.runtime.session import Session
+from evener.distributed.session import Session
 
 
 @dataclass(frozen=True)

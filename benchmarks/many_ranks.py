@@ -22,12 +22,12 @@ import numpy as np
 
 from benchmarks.interleaved import machine
 from evener.balance import BySpeed
-from evener.balance.many import BySpeedOfMany
-from evener.memory.use import NOTHING
-from evener.runtime.channel import Pending
-from evener.runtime.mesh import Layout, Mesh
-from evener.step import Signal
-from evener.telling import ByRows, BySums, Heard
+from evener.balance.by_speed_large import BySpeedOfMany
+from evener.distributed.control_channel import Pending
+from evener.distributed.mesh import Layout, Mesh
+from evener.hardware.memory.step_usage import NOTHING
+from evener.training.step.exchange import ByRows, BySums, Heard
+from evener.training.step.step import Signal
 
 OWN = 3
 SAMPLES = 32

@@ -28,15 +28,15 @@ from typing import Any
 import torch
 
 from benchmarks.memory_models import MODELS, OPTIMIZERS, STRATEGIES, task_of
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.core.config.sizes import size_words
+from evener.core.task.task import Task
+from evener.distributed.launch.launch import launch
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.estimation import RankMemory, estimate_memory
-from evener.estimation.measure import measure_memory
-from evener.runtime.launch import launch
-from evener.runtime.session import Session
-from evener.sizes import size_words
-from evener.task import Task
+from evener.tools.estimate import RankMemory, estimate_memory
+from evener.tools.estimate.measure import measure_memory
+from evener.training.engine import Engine
 
 Case = tuple[str, str, str]
 """Model, optimizer and strategy."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from benchmarks.drawn import rand
-from evener.task import Task
+from evener.core.task.task import Task
 
 KINDS, WORDS, LENGTH = 10, 2000, 64
 

@@ -21,8 +21,8 @@ import torch
 from benchmarks.engines import Contender, in_turns
 from benchmarks.interleaved import Timing, machine, ratio
 from benchmarks.recompute import gpt, resnet
-from evener.sizes import size_words
-from evener.task import Task
+from evener.core.config.sizes import size_words
+from evener.core.task.task import Task
 
 MODELS = {"GPT": gpt, "ResNet": lambda: resnet(32, 8)}
 WAYS: dict[str, dict[str, Any]] = {

@@ -23,9 +23,9 @@ from benchmarks.contenders import Work
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import machine
 from benchmarks.memory_models import Attention, Block
-from evener.engine import Engine
-from evener.runtime.session import Session
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.distributed.session import Session
+from evener.training.engine import Engine
 
 fused_adamw = partial(torch.optim.AdamW, fused=True)
 GPU = torch.device("cuda", 0)

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.contenders import Work
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import machine
-from evener.engine import Engine
-from evener.runtime.session import Session
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.distributed.session import Session
+from evener.training.engine import Engine
 
 fused_adamw = partial(torch.optim.AdamW, fused=True)
 Times = list[tuple[float, float]]

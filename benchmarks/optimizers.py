@@ -17,7 +17,7 @@ import torch
 from benchmarks.engines import Contender, in_turns
 from benchmarks.interleaved import machine, ratio
 from benchmarks.recompute import gpt
-from evener.sizes import size_words
+from evener.core.config.sizes import size_words
 
 WAYS: dict[str, dict[str, Any]] = {
     "usual": {},

@@ -14,8 +14,8 @@ import evener
 from benchmarks.contenders import PEERS, Work, ours, prepared
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
-from evener.runtime.session import Session
-from evener.tasks import digits
+from evener.distributed.session import Session
+from evener.training.builtin_tasks import digits
 
 
 def works() -> list[Work]:

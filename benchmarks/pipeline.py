@@ -25,10 +25,10 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.drawn import randn
 from benchmarks.interleaved import machine
-from evener.engine import Engine
-from evener.runtime.session import Session
-from evener.strategies.pipeline import Pipeline, draw
-from evener.strategies.staged.schedule import bubble, length
+from evener.distributed.session import Session
+from evener.strategies.pipeline.pipeline import Pipeline, draw
+from evener.strategies.pipeline.schedule import bubble, length
+from evener.training.engine import Engine
 
 WIDTH, SAMPLES, BATCH = 256, 1024, 256
 COSTS = (1, 1, 1, 1, 1, 1, 1, 1, 1, 10, 1, 10, 1, 10, 10, 10)

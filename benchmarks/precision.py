@@ -18,7 +18,7 @@ from benchmarks.contenders import PEERS, Work, ours
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from benchmarks.towers import tower
-from evener.runtime.session import Session
+from evener.distributed.session import Session
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 from benchmarks.engines import Contender, in_turns
 from benchmarks.interleaved import Timing, machine, ratio
 from benchmarks.memory_models import WORDS, Attention, Block, Words
-from evener.sizes import size_words
-from evener.task import Task
+from evener.core.config.sizes import size_words
+from evener.core.task.task import Task
 
 BLOCKS, KINDS = 12, 10
 

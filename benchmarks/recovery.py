@@ -51,7 +51,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import evener
 from benchmarks.interleaved import machine
-from evener.tasks import digits
+from evener.training.builtin_tasks import digits
 
 PLACE = "EVENER__RECOVERY"
 """The variable that names the directory in which ranks tell of themselves."""

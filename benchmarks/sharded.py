@@ -33,10 +33,10 @@ from benchmarks import balance
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
-from evener.config import RunConfig
-from evener.engine import Engine
-from evener.runtime.session import Session
-from evener.strategies.sharding.zero import Zero
+from evener.core.config.run_config import RunConfig
+from evener.distributed.session import Session
+from evener.strategies.sharded.zero import Zero
+from evener.training.engine import Engine
 
 OWNS = "2,1,1"
 """Of the three ranks on two cores."""

@@ -22,8 +22,8 @@ from benchmarks.communication_bound import mlp
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
-from evener.runtime.session import Session
-from evener.strategies.sharded import Sharded
+from evener.distributed.session import Session
+from evener.strategies.sharded.sharded import Sharded
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from tests.balance.simulator import Rank, slow_between
-from tests.balance.test_many import Crowd
+from tests.balance.test_by_speed_large import Crowd
 from tests.balance.weather import WEATHERS, Weather, best, lived
 
 from evener.balance import BySpeed

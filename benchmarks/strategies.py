@@ -30,7 +30,7 @@ import evener
 from benchmarks.contenders import Contender, Work, ours
 from benchmarks.interleaved import Timing, machine, table, take_turns
 from benchmarks.sharded import plain_fsdp
-from evener.runtime.session import Session
+from evener.distributed.session import Session
 from evener.strategies import Pipeline, Sharded, TensorParallel
 
 DEPTH, CLASSES, MICROS = 6, 10, 4

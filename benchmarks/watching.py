@@ -30,12 +30,12 @@ import evener
 from benchmarks.contenders import Contender, Work
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
-from evener.config import RunConfig
-from evener.hardware.readout import Here, Readout
-from evener.runtime.session import Session
-from evener.strategies.gradients import Unsound
-from evener.strategies.holdings import nbytes_of
-from evener.strategies.watching import EVERY
+from evener.components.gradients import Unsound
+from evener.core.config.run_config import RunConfig
+from evener.distributed.session import Session
+from evener.hardware.async_read import Here, Readout
+from evener.strategies.memory_attribution import nbytes_of
+from evener.strategies.memory_monitor import EVERY
 
 
 class Blind(Unsound):

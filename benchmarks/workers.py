@@ -33,8 +33,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import machine
-from evener.engine import Engine
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.training.engine import Engine
 
 _AHEAD = 5
 """Batches that two workers have read when they are asked for the next one, and one more."""

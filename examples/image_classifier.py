@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import evener
-from evener.tasks import digits
+from evener.training.builtin_tasks import digits
 
 
 class Residual(nn.Module):

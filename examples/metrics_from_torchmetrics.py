@@ -13,7 +13,7 @@ import dataclasses
 from torchmetrics.classification import MulticlassCalibrationError, MulticlassF1Score
 
 import evener
-from evener.tasks.digits import task as digits
+from evener.training.builtin_tasks.digits import task as digits
 
 
 def task() -> evener.Task:

@@ -6,7 +6,7 @@ python examples/own_loop.py
 from __future__ import annotations
 
 import evener
-from evener.tasks.digits import task
+from evener.training.builtin_tasks.digits import task
 
 
 def train() -> None:

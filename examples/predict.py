@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import evener
 from evener.data.datasets.digits import digits
-from evener.tasks.digits import task
+from evener.training.builtin_tasks.digits import task
 
 
 def train_and_predict() -> None:

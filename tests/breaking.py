@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import draws
 
 SAMPLES, BATCH = 40, 8

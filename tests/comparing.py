@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.config import RunConfig
-from evener.engine import Engine
-from evener.task import Task
-from evener.verification import relative_error
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.tools.verify import relative_error
+from evener.training.engine import Engine
 
 
 def worst(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

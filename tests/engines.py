@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.training.engine import Engine
 from tests import tasks
 
 Weights = dict[str, Tensor]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.observer import Observer
-from evener.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.core.observer import Observer
+from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 
 
 class Remembering(Observer):

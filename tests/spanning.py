@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import evener
 from evener.collectives.registry import make
+from evener.distributed import session as session_module
+from evener.distributed.hosts import hosts_of
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.runtime.hosts import hosts_of
-from evener.runtime.session import Session
 
 STEPS = 4
 
@@ -39,7 +40,7 @@ def summed(name: str | None) -> tuple[str, bool]:
 def of_two_makers() -> Any:
     """The hosts' devices are of kinds that cannot meet, as those of two makers."""
     mine = f"library of host {os.environ['GROUP_RANK']}"
-    return mock.patch("evener.runtime.session.library_of", return_value=mine)
+    return mock.patch.object(session_module, "library_of", return_value=mine)
 
 
 def mixed_refusal(**settings: Any) -> str:

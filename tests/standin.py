@@ -3,7 +3,7 @@
 A step that asks a GPU for a number stops the host until the device has done all that was queued before; where there is
 no GPU nobody sees it. On meta tensors there are no numbers, so whoever asks for one finds an error. What PyTorch lets
 pass there all the same (``print``, assignment through a mask, copies to the device, constants made on it) is found by
-watching every operation, and what is read through :mod:`evener.hardware.readout` may be read from the next step on::
+watching every operation, and what is read through :mod:`evener.hardware.async_read` may be read from the next step on::
 
     device = StandIn()
     with device.session(rank=1, world_size=4) as session, Engine(task, session=session, steps=3) as engine:
@@ -33,17 +33,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evener.data.delivery import DELIVERIES, Batches, Copy
-from evener.engine import Engine
-from evener.estimation.world import Echo
-from evener.hardware.readout import READERS, Readout
-from evener.hardware.sending import SENDERS
-from evener.hardware.stopwatch import STOPWATCHES, HostStopwatch
-from evener.runtime.channel import Channel
-from evener.runtime.environment import Environment
-from evener.runtime.session import Session
-from evener.runtime.watchdog import Watchdog
-from evener.step import Step
+from evener.data.prefetch import DELIVERIES, Batches, Copy
+from evener.distributed.control_channel import Channel
+from evener.distributed.environment import Environment
+from evener.distributed.session import Session
+from evener.distributed.watchdog.watchdog import Watchdog
+from evener.hardware.async_copy import SENDERS
+from evener.hardware.async_read import READERS, Readout
+from evener.hardware.timers import STOPWATCHES, HostStopwatch
+from evener.tools.estimate.fake_world import Echo
+from evener.training.engine import Engine
+from evener.training.step.step import Step
 
 META = torch.device("meta")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import evener
-from evener.task import Task
-from evener.testing import tasks as testing_tasks
+from evener.core.task.task import Task
+from evener.tools.conformance import tasks as testing_tasks
 
 SAMPLES = 47
 Tokens = testing_tasks.Tokens

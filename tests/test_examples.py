@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from evener.prepared import preparing
+from evener.training.prepare import prepare as preparing
 
 pytestmark = pytest.mark.slow
 

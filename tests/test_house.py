@@ -1,114 +1,37 @@
-"""The plan of the house, held by the syntax trees: who may import whom, what is public, and how long things are."""
+"""The plan of the house, held by the syntax trees: which room may import which, what is public, how long a file is."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import graphlib
-import io
-import statistics
-import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import evener
 
 ROOT = Path(next(iter(evener.__path__)))
-COLUMNS = (
-    ("borrowed",),
-    (
-        *(
-            "version",
-            "errors",
-            "texts",
-            "files",
-            "phase_marks",
-            "spelling",
-            "system",
-            "streams",
-            "calling",
-            "types",
-            "short_names",
-            "plugins",
-            "placement",
-            "intervals",
-        ),
-        *(
-            "halves",
-            "sizes",
-            "budgets",
-            "offload",
-            "ranges",
-            "settings_checks",
-            "settings_help",
-            "config",
-            "settings",
-            "records",
-            "observer",
-            "losses",
-            "given",
-            "task",
-        ),
-    ),
-    ("hardware", "memory"),
-    ("runtime",),
-    ("collectives", "balance", "data", "nn"),
-    ("strategies", "tasks"),
-    (
-        *(
-            "checkpoint",
-            "weights",
-            "step",
-            "skipping",
-            "same_data",
-            "evaluation_options",
-            "evaluation",
-            "progress",
-            "telling",
-            "rounding",
-        ),
-        *(
-            "ledger",
-            "by_hand",
-            "describing",
-            "equality",
-            "guard",
-            "replicas",
-            "assembly",
-            "unlike",
-            "shortage",
-            "readers",
-            "feed",
-        ),
-        *("overriding", "run_state", "recomputing", "engine"),
-        *("report", "rundir", "origin", "outputs", "observers"),
-    ),
-    (
-        "surveying",
-        "saving",
-        "stopping",
-        "tally",
-        "returning",
-        "generators",
-        "inheritance",
-        "attendant",
-        "running",
-        "elastic",
-        "fitting",
-        "applying",
-        "estimation",
-        "verification",
-        "benching",
-        "testing",
-        "prepared",
-        "integrations",
-    ),
-    ("cli", "__main__"),
+TESTS = Path(__file__).parent
+FLOORS = (
+    ("errors", "version", "files", "torch_internals"),
+    ("core", "hardware"),
+    ("distributed", "nn", "data", "balance"),
+    ("components", "collectives"),
+    ("strategies", "checkpoint"),
+    ("training",),
+    ("tools", "integrations"),
+    ("cli", "testing"),
+    ("__main__",),
 )
-"""Imports go to the left only; within a column a single file may import, and be imported, in the order written."""
-PLACES = {name: (column, i) for column, names in enumerate(COLUMNS) for i, name in enumerate(names)}
+"""Rooms and loose files, from the lowest floor up. What is on a floor imports from lower ones and from itself alone."""
+MOST_ROOMS, MOST_LOOSE_FILES, MOST_FLOORS, LONGEST_FILE = 15, 8, 9, 400
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+WHOLE = {"conformance", "faults", "zoo"}
+"""Directories of tests that are of no single room: all strategies by all models, injected faults, public models."""
 FILES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in FILES.items()}
+ROOMS = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -122,33 +45,61 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield from (name if name in MODULES else node.module for name in names)
 
 
-def may_import(importer: str, found: str) -> bool:
-    (column, place), (other_column, other_place) = PLACES[importer], PLACES[found]
-    both_packages = (ROOT / importer).is_dir() and (ROOT / found).is_dir()
-    return (
-        importer == found
-        or column > other_column
-        or (column == other_column and place > other_place and not both_packages)
-    )
+def edges() -> Iterator[tuple[str, str]]:
+    """Every module with each that it imports, but for the package itself, which knows the homes of public names."""
+    for name, tree in MODULES.items():
+        if name != "evener":
+            yield from ((name, found) for found in sorted(set(imported(tree)) - {name}))
 
 
-def test_every_part_has_a_place() -> None:
-    assert {name.split(".")[1] for name in MODULES if "." in name} == PLACES.keys()
+def place_of(module: str, depth: int) -> str:
+    """The room of a module, or with ``depth`` 2 the room in it, as ``strategies.pipeline``."""
+    return ".".join(module.split(".")[1 : 1 + depth])
 
 
-def test_the_design_shows_every_package() -> None:
-    design = (Path(__file__).parents[1] / "docs/design.md").read_text()
-    packages = [path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()]
-    assert not [name for name in packages if f"`{name}`" not in design]
+# Rooms and floors
 
 
-def test_imports_go_to_the_left() -> None:
-    edges = {(name, found) for name, tree in MODULES.items() if name != "evener" for found in imported(tree)}
-    wrong = sorted(
-        (a, b) for a, b in edges if b != "evener" and not may_import(a.split(".")[1], b.split(".")[1])
-    )
+def test_every_room_and_loose_file_has_a_floor() -> None:
+    assert {place_of(name, 1) for name in MODULES if name != "evener"} == FLOOR_OF.keys()
+
+
+def test_the_house_is_small() -> None:
+    loose = [path.name for path in ROOT.glob("*.py")]
+    assert len(ROOMS) <= MOST_ROOMS
+    assert len(loose) <= MOST_LOOSE_FILES, "a file belongs in a room"
+    assert len(FLOORS) <= MOST_FLOORS
+
+
+def test_the_design_shows_every_room() -> None:
+    design = (TESTS.parent / "docs/design.md").read_text()
+    assert not [name for name in ROOMS if f"`{name}`" not in design]
+
+
+def test_imports_go_down() -> None:
+    found = [(a, b) for a, b in edges() if place_of(a, 1) != place_of(b, 1)]
+    assert not [a for a, b in found if b == "evener"], "the public names are for users"
+    wrong = [(a, b) for a, b in found if FLOOR_OF[place_of(a, 1)] <= FLOOR_OF[place_of(b, 1)]]
     assert not wrong
-    assert not [a for a, b in edges if b == "evener"], "the public names are for users"
+
+
+def test_no_room_in_a_room_imports_itself_through_others() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for a, b in edges():
+        inner, other = place_of(a, 2), place_of(b, 2)
+        if place_of(a, 1) == place_of(b, 1) and inner != other and other in MODULES_AND_ROOMS:
+            graph[inner].add(other)
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+MODULES_AND_ROOMS = {place_of(name, 2) for name in MODULES if name.count(".") >= 2}
+
+
+def test_tests_mirror_the_rooms() -> None:
+    """A test of a room lies in the directory of tests that has the room's path."""
+    directories = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} - {Path(".")}
+    strange = [str(path) for path in directories if path.parts[0] not in WHOLE and not (ROOT / path).is_dir()]
+    assert not strange
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -225,60 +176,16 @@ def test_private_names_of_others_are_borrowed_in_one_place() -> None:
     strange = [
         f"{module}:{line} {name}"
         for module, tree in MODULES.items()
-        if not module.startswith("evener.borrowed.")
+        if not module.startswith("evener.torch_internals.")
         for line, name in private_names(tree)
         if private(name) and name not in own
     ]
-    assert not strange, "use a public name, or give it a file in evener/borrowed with its reason and a test"
+    assert not strange, (
+        "use a public name, or give it a file in evener/torch_internals with its reason and a test"
+    )
 
 
 # Lengths
-
-LONGEST_FILE, MEDIAN_FUNCTION = 400, 5
-
-
-def code_lines(source: str) -> set[int]:
-    """The lines that hold more than a comment."""
-    idle = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in idle]
-    return {line for first, last in spans for line in range(first, last + 1)}
-
-
-def lengths(source: str) -> Iterator[int]:
-    """Of every function, from ``def`` to its end, without docstring, blank lines and comments."""
-    code = code_lines(source)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            docstring = node.body[0] if ast.get_docstring(node) is not None else None
-            without = range(docstring.lineno, docstring.end_lineno + 1) if docstring else ()
-            yield len({*range(node.lineno, node.end_lineno + 1)} & code - {*without})
-
-
-def test_length_of_a_function_is_that_of_its_code() -> None:
-    source = '''
-def three(a,
-          b):
-    """A docstring
-    of two lines."""
-
-    # a comment
-    return a
-'''
-    assert list(lengths(source)) == [3]
-
-
-def test_functions_are_short() -> None:
-    found = [length for path in FILES.values() for length in lengths(path.read_text())]
-    median = statistics.median(found)
-    assert median <= MEDIAN_FUNCTION, f"the median of {len(found)} functions has {median} lines"
 
 
 def test_files_are_short() -> None:

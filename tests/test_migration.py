@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.prepared.preparing import end
+from evener.training.prepare.prepare import end
 
 PAGE = (Path(__file__).parents[1] / "docs/migration.md").read_text()
 SECTIONS = re.findall(r"^## From (.*?)\n+```diff\n(.*?)^```", PAGE, re.M | re.S)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evener.plugins import find
+from evener.core.plugins import find
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -13,7 +13,7 @@ import pytest
 
 import evener.balance
 import evener.checkpoint
-import evener.memory
+import evener.hardware.memory
 import evener.nn
 import evener.strategies
 import evener.testing
@@ -62,9 +62,12 @@ def test_the_reference_has_what_users_import() -> None:
     assert "evener.testing" in entries
     covered = [
         pkgutil.resolve_name(name)
-        for name in (*entries, *(f"evener.testing.{name}" for name in evener.testing.__all__))
+        for name in (
+            *entries,
+            *(f"evener.testing.{name}" for name in evener.testing.__all__),
+        )
     ]
-    packages = (evener.strategies, evener.balance, evener.nn, evener.checkpoint, evener.memory)
+    packages = (evener.strategies, evener.balance, evener.nn, evener.checkpoint, evener.hardware.memory)
     public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
     wanted = {name: pkgutil.resolve_name(name) for name in public | imported_by_users()}
     missing = [name for name, value in wanted.items() if not any(value is each for each in covered)]

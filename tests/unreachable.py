@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from evener.distributed.launch.launch import launch
+from evener.distributed.session import Session
 from evener.files import write_json
-from evener.runtime.launch import launch
-from evener.runtime.session import Session
 
 PATIENCE_SECONDS = 40.0
 

@@ -23,10 +23,10 @@ import cloudpickle
 import pytest
 
 from evener.cli.main import main
-from evener.runtime.environment import detect
-from evener.runtime.failure import Failure, failure_of
-from evener.runtime.headcount import Headcount
-from evener.runtime.launch import Job
+from evener.distributed.environment import detect
+from evener.distributed.failure import Failure, failure_of
+from evener.distributed.launch.launch import Job
+from evener.distributed.launch.process_count import Headcount
 from tests.ranks import RankPool
 
 
@@ -83,7 +83,7 @@ class Warm:
 
     def __init__(self, directory: Path, ranks: Callable[[int], RankPool], patch: pytest.MonkeyPatch) -> None:
         self._directory, self._ranks = str(directory), ranks
-        patch.setattr("evener.runtime.launch.run_job", self._launch)
+        patch.setattr("evener.distributed.launch.launch.run_job", self._launch)
 
     def carry_out(self, commands: str) -> str:
         """Each of ``evener ...`` and ``python FILE``, one a line, with success; returns what they print."""

@@ -1,4 +1,5 @@
-"""Writes ``src/evener/settings.py``, by which an editor and mypy know the settings, from the record of settings.
+"""Writes ``src/evener/core/config/kwargs.py``, by which an editor and mypy know the settings, from the record of
+settings.
 
 python -m tests.writing_settings
 """
@@ -8,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from evener.config import RunConfig
-from evener.prepared.preparing import SETTINGS
+from evener.core.config.run_config import RunConfig
+from evener.training.prepare.prepare import SETTINGS
 
-TARGET = Path(__file__).parents[1] / "src/evener/settings.py"
+TARGET = Path(__file__).parents[1] / "src/evener/core/config/kwargs.py"
 _HEAD = '''"""The settings as keyword arguments: what an editor completes in a call of ``fit``, and mypy checks there.
 
 Written from the fields of ``RunConfig`` by ``python -m tests.writing_settings``; a test compares both.
@@ -22,7 +23,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
-from evener.config import Recipe
+from evener.core.config.run_config import Recipe
 
 
 class Settings(TypedDict, total=False):

@@ -27,18 +27,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evener import nn
-    from evener.attendant import Attendant
-    from evener.config import RunConfig
+    from evener.core.config.run_config import RunConfig
+    from evener.core.losses import Loss, Sum, SumLoss, accuracy, loss
+    from evener.core.observer import Observer
+    from evener.core.records import RunSummary
+    from evener.core.task.task import Task, call_model
     from evener.data.batch import Batch, MicroBatch
-    from evener.engine import Engine
+    from evener.distributed.launch.launch import launch
+    from evener.distributed.launch.rendezvous import Rendezvous
+    from evener.distributed.session import Session
     from evener.errors import EvenerError
-    from evener.estimation import MemoryEstimate, estimate_memory
-    from evener.fitting import fit
-    from evener.losses import Loss, Sum, SumLoss, accuracy, loss
-    from evener.observer import Observer
-    from evener.prepared.batches import batch
-    from evener.prepared.files import load, save
-    from evener.prepared.helpers import (
+    from evener.tools.estimate import MemoryEstimate, estimate_memory
+    from evener.tools.verify import Verification, verify
+    from evener.tools.verify_script import ScriptVerification, verify_script
+    from evener.training.engine import Engine
+    from evener.training.fit import fit
+    from evener.training.lifecycle.attendant import Attendant
+    from evener.training.prepare.batch import batch
+    from evener.training.prepare.checkpoint import load, save
+    from evener.training.prepare.helpers import (
         barrier,
         batch_size,
         device,
@@ -50,16 +57,9 @@ if TYPE_CHECKING:
         rank,
         world_size,
     )
-    from evener.prepared.helpers import print as print
-    from evener.prepared.preparing import prepare
-    from evener.records import RunSummary
-    from evener.running import Trained
-    from evener.runtime.launch import launch
-    from evener.runtime.rendezvous import Rendezvous
-    from evener.runtime.session import Session
-    from evener.task import Task, call_model
-    from evener.verification import Verification, verify
-    from evener.verification.script import ScriptVerification, verify_script
+    from evener.training.prepare.helpers import print as print
+    from evener.training.prepare.prepare import prepare
+    from evener.training.run import Trained
 
 __all__ = [
     "Attendant",
@@ -107,46 +107,46 @@ __all__ = [
 
 _HOMES = {
     "Batch": "data.batch",
-    "Engine": "engine",
+    "Engine": "training.engine",
     "EvenerError": "errors",
-    "Loss": "losses",
-    "MemoryEstimate": "estimation",
+    "Loss": "core.losses",
+    "MemoryEstimate": "tools.estimate",
     "MicroBatch": "data.batch",
-    "Attendant": "attendant",
-    "Observer": "observer",
-    "Rendezvous": "runtime.rendezvous",
-    "RunConfig": "config",
-    "RunSummary": "records",
-    "ScriptVerification": "verification.script",
-    "Session": "runtime.session",
-    "Sum": "losses",
-    "SumLoss": "losses",
-    "Task": "task",
-    "Trained": "running",
-    "Verification": "verification",
-    "accuracy": "losses",
-    "barrier": "prepared.helpers",
-    "batch": "prepared.batches",
-    "batch_size": "prepared.helpers",
-    "call_model": "task",
-    "device": "prepared.helpers",
-    "draw": "prepared.helpers",
-    "estimate_memory": "estimation",
-    "fit": "fitting",
-    "gather": "prepared.helpers",
-    "global_mean": "prepared.helpers",
-    "is_main": "prepared.helpers",
-    "launch": "runtime.launch",
-    "load": "prepared.files",
-    "loss": "losses",
-    "no_sync": "prepared.helpers",
-    "prepare": "prepared.preparing",
-    "print": "prepared.helpers",
-    "rank": "prepared.helpers",
-    "save": "prepared.files",
-    "verify": "verification",
-    "verify_script": "verification.script",
-    "world_size": "prepared.helpers",
+    "Attendant": "training.lifecycle.attendant",
+    "Observer": "core.observer",
+    "Rendezvous": "distributed.launch.rendezvous",
+    "RunConfig": "core.config.run_config",
+    "RunSummary": "core.records",
+    "ScriptVerification": "tools.verify_script",
+    "Session": "distributed.session",
+    "Sum": "core.losses",
+    "SumLoss": "core.losses",
+    "Task": "core.task.task",
+    "Trained": "training.run",
+    "Verification": "tools.verify",
+    "accuracy": "core.losses",
+    "barrier": "training.prepare.helpers",
+    "batch": "training.prepare.batch",
+    "batch_size": "training.prepare.helpers",
+    "call_model": "core.task.task",
+    "device": "training.prepare.helpers",
+    "draw": "training.prepare.helpers",
+    "estimate_memory": "tools.estimate",
+    "fit": "training.fit",
+    "gather": "training.prepare.helpers",
+    "global_mean": "training.prepare.helpers",
+    "is_main": "training.prepare.helpers",
+    "launch": "distributed.launch.launch",
+    "load": "training.prepare.checkpoint",
+    "loss": "core.losses",
+    "no_sync": "training.prepare.helpers",
+    "prepare": "training.prepare.prepare",
+    "print": "training.prepare.helpers",
+    "rank": "training.prepare.helpers",
+    "save": "training.prepare.checkpoint",
+    "verify": "tools.verify",
+    "verify_script": "tools.verify_script",
+    "world_size": "training.prepare.helpers",
 }
 
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+PACKAGE = Path(__file__).parent
+"""Where Evener's own code is."""
 LONGEST = 1 << 28
 """Bytes of a text that is read whole: far more than any file that Evener writes of itself takes."""
 LONGEST_LINE = 1 << 26

@@ -8,7 +8,7 @@ import pytest
 
 from evener.balance.base import Equal
 from evener.balance.by_speed import BySpeed
-from evener.balance.judgement import Policy
+from evener.balance.policy import Policy
 from evener.errors import ConfigurationError, ShareError
 from tests.balance.simulator import Rank, Step, simulate, slow_between
 

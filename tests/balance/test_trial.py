@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from evener.balance.judgement import Policy
+from evener.balance.policy import Policy
 from evener.balance.trial import Comparison
 
 OLD, NEW = (8, 8), (12, 4)

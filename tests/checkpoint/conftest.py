@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.engine import Engine
+from evener.training.engine import Engine
 from tests import tasks
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from evener import checkpoint
-from evener.checkpoint.sums import SUMS, sum_of
-from evener.config import RunConfig
-from evener.engine import Engine
-from evener.weights import export, filler
+from evener.checkpoint.checksums import SUMS, sum_of
+from evener.checkpoint.weights_file import export, filler
+from evener.core.config.run_config import RunConfig
+from evener.training.engine import Engine
 from tests import tasks
 
 

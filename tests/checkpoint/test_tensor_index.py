@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from evener import checkpoint
 from evener.checkpoint import tensor_index
-from evener.checkpoint.randomness import draw_on
-from evener.checkpoint.sums import SUMS, sum_of
+from evener.checkpoint.checksums import SUMS, sum_of
+from evener.checkpoint.rng_state import draw_on
 from evener.checkpoint.tensor_index import INDEX, PICKLE
-from evener.engine import Engine
+from evener.checkpoint.weights_file import export
 from evener.errors import DataError, EvenerError
-from evener.weights import export
+from evener.training.engine import Engine
 from tests import tasks
 from tests.checkpoint.strangers import entered, summed
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from evener import benching
-from evener.benching import BenchResult
 from evener.cli.main import main
-from evener.collectives.choose.bench import Row
+from evener.collectives.tuning.bench import Row
+from evener.tools import bench as benching
+from evener.tools.bench import BenchResult
 
 FIELDS = {"algorithm", "size", "count", "type", "redop", "time", "algbw", "busbw", "wrong", "predicted"}
 

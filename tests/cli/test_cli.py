@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from evener.cli.main import command, main
-from evener.runtime import ends
-from tests.runtime.processes import await_death, end, run, start
+from evener.distributed.launch import exit_watch as ends
+from tests.distributed.processes import await_death, end, run, start
 
 TRAIN = ["--processes", "1", "--device", "cpu"]
 PAIR = ["--processes", "2", "--device", "cpu", "--timeout-seconds", "60"]
@@ -211,7 +211,7 @@ def test_a_division_of_the_work_is_verified(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_wrong_division_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["verify", "tests.tasks:plain", *PAIR, "--steps", "4", "--json", "out.json"]
-    assert status_of(*verify, "--strategy", "tests.test_exactness:Averaging", "--shares", "3,1") == 1
+    assert status_of(*verify, "--strategy", "tests.training.test_exactness:Averaging", "--shares", "3,1") == 1
     result = json.loads(Path("out.json").read_text())
     assert result["passed"] is False
     assert result["max_relative_weight_error"] > 1e-4

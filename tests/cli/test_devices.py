@@ -71,8 +71,8 @@ def test_without_measuring_no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -
     def launch(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("evener.surveying.launch", launch)
-    monkeypatch.setattr("evener.surveying.measure", launch)
+    monkeypatch.setattr("evener.training.survey.launch", launch)
+    monkeypatch.setattr("evener.training.survey.measure", launch)
     assert devices("--no-measure", "--device", "cpu", "--processes", "2", "--save", "here.json") == 0
     assert files.load(Path("here.json")).speeds == ()
 

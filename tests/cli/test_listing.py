@@ -11,12 +11,12 @@ from evener.balance.registry import BALANCERS, decides, fixed_weights, make_bala
 from evener.cli.listing import KINDS
 from evener.cli.main import main
 from evener.collectives.registry import ALL_REDUCES, find
+from evener.core.config.strategy_names import STRATEGIES
+from evener.core.plugins import installed, suggestion
+from evener.core.task.task import resolve
 from evener.errors import ConfigurationError, TaskError
-from evener.plugins import installed, suggestion
-from evener.short_names import STRATEGIES
-from evener.strategies.names import strategies_called
-from evener.task import resolve
-from evener.tasks import BUILT_IN
+from evener.strategies.registry import strategies_called
+from evener.training.builtin_tasks import BUILT_IN
 
 POINTS = """
 [evener.tasks]

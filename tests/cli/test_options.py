@@ -10,7 +10,7 @@ import pytest
 from evener.cli.main import main
 from evener.cli.options import add_config_options, add_rendezvous_options, config_of
 from evener.cli.parsing import Parser
-from evener.short_names import NAMES, SYNONYMS, called_here
+from evener.core.config.strategy_names import NAMES, SYNONYMS, called_here
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from evener import settings_help
 from evener.cli.main import main, parser
 from evener.cli.parsing import WIDTH, Parser
 from evener.cli.train import speaks
-from evener.config import RunConfig
-from tests.runtime.processes import run
+from evener.core.config import help_text as settings_help
+from evener.core.config.run_config import RunConfig
+from tests.distributed.processes import run
 
 
 def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

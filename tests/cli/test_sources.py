@@ -12,7 +12,7 @@ import pytest
 from evener.cli import sources
 from evener.cli.main import main, parser
 from evener.cli.options import config_of, rendezvous_of, task_options_of
-from evener.config import RunConfig
+from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError
 
 ALL = """
@@ -178,7 +178,9 @@ def test_what_toml_has_no_word_for_is_refused() -> None:
 
 
 def test_variables_of_evener_itself_are_no_settings() -> None:
-    from evener.runtime import keeper, session, succession
+    from evener.distributed import session
+    from evener.distributed.recovery import replacement as succession
+    from evener.distributed.watchdog import store_health as keeper
 
     for name in (keeper.LAUNCHER_PID, session.RUN_DIR, succession.ALLOWED):
         assert name.startswith(sources.OWN)

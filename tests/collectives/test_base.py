@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from evener.collectives.base import After, AllReduce, Work
 from evener.collectives.compress import Half, Int8, TopK
-from evener.collectives.execute import executor
+from evener.collectives.executor import executor
 from evener.collectives.registry import make
 
 Trace = dict[str, set[int]]

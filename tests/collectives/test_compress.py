@@ -9,7 +9,7 @@ import torch.distributed as dist
 from evener.collectives.base import Piece, key_of
 from evener.collectives.compress import Feedback, Int8, TopK, decode, encode
 from evener.collectives.registry import COMPRESSIONS, check_compression, make
-from evener.collectives.shared_memory import two_level as two_level_module
+from evener.collectives.shared_memory import multi_host as two_level_module
 from evener.collectives.shared_memory.all_reduce import SharedMemory
 from evener.errors import ConfigurationError
 

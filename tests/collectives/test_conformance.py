@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from evener.collectives.base import AllReduce
-from evener.collectives.choose.auto import Fastest
 from evener.collectives.native import Native
 from evener.collectives.registry import ALL_REDUCES, COMPRESSIONS, default, make
-from evener.collectives.shared_memory import two_level as two_level_module
+from evener.collectives.shared_memory import multi_host as two_level_module
 from evener.collectives.shared_memory.all_reduce import SharedMemory
-from evener.collectives.shared_memory.two_level import MakeAllReduce, TwoLevel, two_level
+from evener.collectives.shared_memory.multi_host import MakeAllReduce, TwoLevel, two_level
+from evener.collectives.tuning.auto import Fastest
 from evener.testing import check_all_reduce
-from tests.collectives.choose.test_auto import COSTS
+from tests.collectives.tuning.test_auto import COSTS
 
 NAMES = [name for name in ALL_REDUCES if name != "auto"]
 OF_GLOO = [torch.int64, torch.bfloat16, torch.float32]

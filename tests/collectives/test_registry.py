@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.borrowed.named_group import groups_open
 from evener.collectives import registry
-from evener.collectives.choose import measure
-from evener.collectives.execute.subgroup import subgroup
+from evener.collectives.executor.subgroup import subgroup
 from evener.collectives.native import Native, nccl_algorithm
 from evener.collectives.registry import ALL_REDUCES, make
 from evener.collectives.schedules.schedule import Topology
-from evener.collectives.shared_memory.two_level import two_level
+from evener.collectives.shared_memory.multi_host import two_level
+from evener.collectives.tuning import measure
+from evener.distributed.hosts import destroy, hosts_of
 from evener.errors import ConfigurationError
-from evener.runtime.hosts import destroy, hosts_of
+from evener.torch_internals.named_group import groups_open
 
 
 def default_name() -> str:
@@ -31,7 +31,7 @@ def rank_1_on_another_machine() -> Iterator[None]:
     """One on which memory cannot be shared; the measurements are short."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("evener.runtime.slots.platform.machine", lambda: "aarch64")
+            patch.setattr("evener.distributed.shm.slots.platform.machine", lambda: "aarch64")
         patch.setattr(measure, "SIZES", (1024, 4096))
         patch.setattr(measure, "_BUDGET_SECONDS", 0.001)
         yield
@@ -49,7 +49,7 @@ def without_shared_memory(name: str | None, cache: str) -> tuple[str, list[float
 def two_hosts_of_which_one_cannot(name: str) -> str:
     """Rank 0 is alone on its host and needs no memory; on the other host rank 1 cannot share any."""
     with rank_1_on_another_machine(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evener.collectives.shared_memory.two_level.hosts_of", lambda group: ((0,), (1, 2)))
+        patch.setattr("evener.collectives.shared_memory.multi_host.hosts_of", lambda group: ((0,), (1, 2)))
         with make(name, timeout_seconds=10) as all_reduce:
             tensor = torch.ones(3)
             all_reduce(tensor).wait()
@@ -108,7 +108,7 @@ def with_a_closed_proc(cache: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("evener.runtime.slots.Segment.open", refuse)
+            patch.setattr("evener.distributed.shm.slots.Segment.open", refuse)
         patch.setattr(measure, "SIZES", (1024,))
         patch.setenv("XDG_CACHE_HOME", cache)
         with make("auto", timeout_seconds=20) as all_reduce:
@@ -182,9 +182,9 @@ def test_what_is_made_half_way_is_given_back(ranks: Any, tmp_path: Path) -> None
         return [
             half_way((registry, "COMPRESSIONS", {"odd": fail}), "native", "odd"),
             half_way((registry, "measured", fail), "auto"),
-            half_way(("evener.collectives.choose.measure._link", fail), "auto"),
+            half_way(("evener.collectives.tuning.measure._link", fail), "auto"),
             half_way((registry, "ALL_REDUCES", {**with_kept, "ring": fail}), "auto"),
-            half_way(("evener.collectives.shared_memory.two_level.Told.of", fail), "two-level"),
+            half_way(("evener.collectives.shared_memory.multi_host.Told.of", fail), "two-level"),
             half_way((registry, "SharedMemory", fail), "two-level"),
         ]
 

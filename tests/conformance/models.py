@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import evener
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import classes, draws
 
 SAMPLES, BATCH, WORDS, LENGTH, IGNORED = 23, 9, 11, 6, -100

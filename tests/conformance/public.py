@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import evener
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import classes, draws
 
 SAMPLES, BATCH, WORDS, LENGTH, WIDTH, HEADS, DEPTH = 23, 9, 13, 6, 8, 2, 4

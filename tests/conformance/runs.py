@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.config import RunConfig
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
 from evener.data.batch import map_leaves
-from evener.engine import Engine
+from evener.distributed.environment import Environment
+from evener.distributed.session import Session
 from evener.errors import EvenerError
-from evener.runtime.environment import Environment
-from evener.runtime.session import Session
-from evener.task import Task
+from evener.training.engine import Engine
 from tests.conformance import models, public
 
 STEPS, CLIP = 6, 0.4

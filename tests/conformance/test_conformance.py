@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from evener.short_names import STRATEGIES
+from evener.core.config.strategy_names import STRATEGIES
 from evener.strategies.features import FeatureParallel
-from evener.strategies.sharded import Sharded
-from evener.strategies.tensor import TensorParallel
+from evener.strategies.sharded.sharded import Sharded
+from evener.strategies.tensor.tensor import TensorParallel
 from tests.comparing import worst
 from tests.conformance.models import MODELS
 from tests.conformance.runs import Outcome, run

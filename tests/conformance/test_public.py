@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from evener.strategies.pipeline import Pipeline
-from evener.strategies.sharded import Sharded
+from evener.strategies.pipeline.pipeline import Pipeline
+from evener.strategies.sharded.sharded import Sharded
 from tests.comparing import worst
 from tests.conformance import public
 from tests.conformance.runs import Outcome, run

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from evener.data import auto_workers, worker_count
+from evener.data import auto_workers
+from evener.data import worker_tuning as worker_count
 from evener.data.auto_workers import AutoWorkers, Requests, nbytes_of, room_for
 from evener.data.batch import Batch
 from evener.data.loader import Loader
-from evener.data.order import Order
-from evener.data.worker_count import Choice
+from evener.data.sampler import Order
+from evener.data.worker_tuning import Choice
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError, DataError
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from evener.data.loader import Loader
-from evener.data.naming import called
-from evener.data.order import Order
+from evener.data.sample_names import called
+from evener.data.sampler import Order
 from evener.errors import ConfigurationError, DataError, InterruptedRunError
 
 

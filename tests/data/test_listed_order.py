@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from evener.config import RunConfig
-from evener.data.order import ListedOrder
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.data.sampler import ListedOrder
 from evener.errors import ConfigurationError
-from evener.task import Task
+from evener.training.engine import Engine
 from tests import tasks
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from evener.data.batch import Batch
 from evener.data.division import by_weights
 from evener.data.loader import Loader
-from evener.data.order import Order
+from evener.data.sampler import Order
 from evener.errors import ConfigurationError, DataError, InterruptedRunError, ShareError
 
 Ids = list[int]

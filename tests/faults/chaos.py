@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import evener
-from evener.observer import Observer
-from evener.records import RunStart
-from evener.runtime.environment import detect
-from evener.runtime.rendezvous import Rendezvous
-from evener.task import Task
-from evener.tasks import digits
+from evener.core.observer import Observer
+from evener.core.records import RunStart
+from evener.core.task.task import Task
+from evener.distributed.environment import detect
+from evener.distributed.launch.rendezvous import Rendezvous
+from evener.training.builtin_tasks import digits
 
 PROCESSES, EPOCHS = 3, 30
 

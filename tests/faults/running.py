@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.processes import Ended, await_files, end, start
+from tests.distributed.processes import Ended, await_files, end, start
 from tests.warm import Warm
 
 START_SECONDS = 25.0

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.runtime.environment import detect
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.distributed.environment import detect
 from tests.breaking import brittle, data
 from tests.tasks import classes, draws
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, get_worker_info
 
-from evener.runtime.environment import detect
-from evener.runtime.watchdog import current_watchdog
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.distributed.environment import detect
+from evener.distributed.watchdog.watchdog import current_watchdog
 from tests.faults import tasks
 from tests.faults.tasks import SAMPLES, Acts, begun
 from tests.tasks import classes, draws

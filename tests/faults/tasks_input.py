@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.faults.tasks import SAMPLES, Acts, begun, task
 from tests.tasks import classes, draws
 

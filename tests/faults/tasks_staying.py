@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.runtime.environment import detect
-from evener.runtime.generation import generation
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.distributed.environment import detect
+from evener.distributed.restart_count import generation
 from tests.faults import tasks
 
 DEATHS = {"forward": 1, "backward": 0, "update": 2, "raise": 1, "evaluation": 0, "first update": 0}

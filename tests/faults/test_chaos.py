@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from evener.fitting import fit
-from evener.records import RunSummary
+from evener.core.records import RunSummary
+from evener.training.fit import fit
+from tests.distributed.processes import end, start
 from tests.faults import chaos
-from tests.runtime.processes import end, start
 
 KILLS, SEED = 12, 7
 

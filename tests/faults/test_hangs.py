@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.processes import Ended, end, start
 from tests.faults.running import Fault, rows, suffer
 from tests.faults.tasks_hangs import TIMEOUT_SECONDS
-from tests.runtime.processes import Ended, end, start
 
 HERE = "tests.faults.tasks_hangs"
 WAITS = r"RankTimeoutError: rank 0 has waited \d+ s in .* \(timeout 3 s\)"
@@ -118,7 +118,7 @@ def test_a_rank_alone_that_makes_no_progress_ends(tmp_path: Path) -> None:
 # Scripts
 
 LIMIT = """
-from evener.runtime.watchdog import current_watchdog
+from evener.distributed.watchdog.watchdog import current_watchdog
 
 def limit():  # for the hang, and not for the start on a busy machine
     current_watchdog().timeout_seconds = 3.0
@@ -190,7 +190,7 @@ LOOP = (
     + """
 import sys
 import evener
-from evener.runtime.session import Session
+from evener.distributed.session import Session
 from tests.faults.tasks import task
 
 mode = sys.argv[1]

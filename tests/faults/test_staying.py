@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from evener.fitting import fit
-from evener.records import RunSummary
-from evener.running import Trained
-from evener.runtime.rendezvous import Rendezvous
+from evener.core.records import RunSummary
+from evener.distributed.launch.rendezvous import Rendezvous
+from evener.training.fit import fit
+from evener.training.run import Trained
 from tests.faults import tasks_staying
 
 PROCESSES = 3

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from evener import checkpoint
+from tests.distributed.processes import await_death, await_files, end, start
 from tests.faults import tasks
 from tests.faults.running import Fault, rows, suffer
-from tests.runtime.processes import await_death, await_files, end, start
 
 SAVED = r"\d, saved. Continue: evener train \S+ (\S+ )*--resume \S+"
 INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
@@ -153,7 +153,7 @@ def test_what_every_start_would_meet_again_is_no_reason_to_start_again(tmp_path:
 
 def test_a_moment_has_passed() -> None:
     """Signals of one kind that come later than the shortest gap are two: the rows above rely on it."""
-    from evener.runtime.interrupt import Deferral
+    from evener.distributed.signals import Deferral
 
     deferral = Deferral(1.0)
     assert deferral.hears(INT)

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evener.fitting import fit
+from evener.training.fit import fit
+from tests.distributed.processes import await_death, await_files, end, start
 from tests.faults.tasks_hangs import TIMEOUT_SECONDS
-from tests.runtime.processes import await_death, await_files, end, start
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "evener.cli.main")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.processes import await_files, end, start
 from tests.faults.running import Fault, rows, suffer
-from tests.runtime.processes import await_files, end, start
 
 TASK = "tests.faults.tasks_input:items"
 FAULTS = (

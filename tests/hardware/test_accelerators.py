@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from evener.config import RunConfig
+from evener.components.amp.policy import able
+from evener.core.config.run_config import RunConfig
+from evener.distributed import environment, session
+from evener.distributed.backends import backend_of
+from evener.distributed.environment import RANKS_PER_CARD, Environment, check_processes, default_processes
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.hardware import accelerators, memory
-from evener.memory.gauge import OfCard, gauge_of
-from evener.memory.use import Lap
-from evener.runtime import environment, session
-from evener.runtime.backends import backend_of
-from evener.runtime.environment import RANKS_PER_CARD, Environment, check_processes, default_processes
-from evener.runtime.session import Session
-from evener.strategies.precision import able
+from evener.hardware import accelerators
+from evener.hardware import memory_size as memory
+from evener.hardware.memory.step_usage import Lap
+from evener.hardware.memory.usage import OfCard, gauge_of
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 BYTES = {"allocated": (300, 900), "reserved": (1000, 1000), "inactive_split": (50, 60)}

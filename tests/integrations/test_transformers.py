@@ -11,8 +11,8 @@ from torch import Tensor
 
 import evener
 from evener.errors import ConfigurationError, DataError
-from evener.integrations.dictionaries import token_loss
-from tests.integrations.test_dictionaries import WORDS, Model, padded, texts
+from evener.integrations.hf_outputs import token_loss
+from tests.integrations.test_hf_outputs import WORDS, Model, padded, texts
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")  # aliases of arguments

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import evener
 from evener.errors import ConfigurationError
-from tests.integrations.test_dictionaries import WORDS, padded, texts
+from tests.integrations.test_hf_outputs import WORDS, padded, texts
 from tests.integrations.test_transformers import answered, answers, classifier, model, trainer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -205,8 +205,8 @@ class AddsLMHeadModel(transformers.GPT2LMHeadModel):  # type: ignore[misc]
 def test_a_mixture_whose_loss_was_checked_goes_to_a_process_that_has_made_none(tmp_path: Path) -> None:
     """``transformers`` puts hooks that cannot be sent into a mixture that computes, and notes by its class, where it
     makes one, that there are scores of routers."""
-    from evener.integrations.transformers.given import copied
-    from evener.integrations.transformers.routers import with_routers
+    from evener.integrations.transformers.model_init import copied
+    from evener.integrations.transformers.router_loss import with_routers
 
     made = trainer(str(tmp_path), {"processes": 2}, given={"model": mixture()}, remove_unused_columns=False)
     made._check_loss()

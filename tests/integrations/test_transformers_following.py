@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evener.errors import ConfigurationError
-from tests.integrations.test_dictionaries import texts
+from tests.integrations.test_hf_outputs import texts
 from tests.integrations.test_transformers import answered, answers, classifier, rows_of, trainer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")

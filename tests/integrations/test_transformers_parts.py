@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from evener.errors import ConfigurationError, DataError, LossError
-from tests.integrations.test_dictionaries import texts
+from tests.integrations.test_hf_outputs import texts
 from tests.integrations.test_transformers import answered, answers, classifier, model, trainer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -154,7 +154,7 @@ def test_an_optimizer_of_the_users_is_made_again_for_the_tasks_model(tmp_path: P
     ids=["linear", "cosine", "steps", "function", "transformers"],
 )
 def test_a_scheduler_of_the_users_is_made_again(make: Any) -> None:
-    from evener.integrations.transformers.optimizing import bound_again, made_again
+    from evener.integrations.transformers.optimizers import bound_again, made_again
 
     own = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(own.parameters(), lr=0.4)
@@ -189,7 +189,7 @@ def test_optimizers_that_cannot_be_made_again_are_refused(tmp_path: Path) -> Non
 
 
 def test_the_oldest_checkpoints_go_but_not_the_best(tmp_path: Path) -> None:
-    from evener.integrations.transformers.following import rotate
+    from evener.integrations.transformers.trainer_state import rotate
 
     for step in (1, 2, 3, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from evener.errors import ConfigurationError
 from evener.nn import attention, positions, ring
-from evener.nn import sequence as sequence_module
-from evener.nn.attending import attending
-from evener.nn.scope import scope
-from evener.nn.sequence import ORDERS, DividedSequence, pieces
+from evener.nn import sequence_layout as sequence_module
+from evener.nn.attention_dispatch import attending
+from evener.nn.context import scope
+from evener.nn.sequence_layout import ORDERS, DividedSequence, pieces
 
 BATCH, WIDTH, VALUES = 2, 5, 3
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from evener.errors import ConfigurationError
 from evener.nn import BatchNorm, exact_batch_norm
 from evener.nn.batch_norm import local_batch_norm
-from evener.nn.scope import scope
+from evener.nn.context import scope
 
 SHAPES = {
     nn.BatchNorm1d: (6,),
@@ -212,7 +212,7 @@ def normalize_late() -> list[tuple[bool, bool]]:
     with (
         mock.patch("evener.nn.batch_norm.is_late", return_value=True),
         mock.patch("evener.nn.batch_norm.light", lambda of_channels: of_channels),
-        mock.patch("evener.nn.moments.light", lambda of_channels: of_channels),
+        mock.patch("evener.nn.batch_norm_kernels.light", lambda of_channels: of_channels),
     ):
         for size in (1 - dist.get_rank(), 1):
             module = exact_batch_norm(nn.BatchNorm1d(3), dist.group.WORLD)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.errors import ConfigurationError
-from evener.hardware.stopwatch import HostStopwatch
+from evener.hardware.timers import HostStopwatch
 from evener.nn import (
     all_gather,
     all_reduce,

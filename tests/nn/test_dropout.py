@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import Environment
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError
 from evener.nn import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
-from evener.nn.names import clean_name
-from evener.nn.scope import scope
-from evener.runtime.environment import Environment
-from evener.runtime.session import Session
+from evener.nn.context import scope
+from evener.nn.fqn import clean_name
+from evener.training.engine import Engine
 from tests import tasks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evener.errors import ConfigurationError
 from evener.nn import Experts, Mixed
-from evener.nn.scope import scope
+from evener.nn.context import scope
 
 
 def layer(**options: Any) -> Experts:

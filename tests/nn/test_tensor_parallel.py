@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.distributed.mesh import Layout
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError, TaskError
-from evener.nn.divided_attention import DividedAttention
-from evener.nn.drawing import drawing_apart
+from evener.nn.context import scope
 from evener.nn.dropout import Dropout, Dropout1d
-from evener.nn.scope import scope
+from evener.nn.head_parallel_attention import DividedAttention
+from evener.nn.rng import drawing_apart
 from evener.nn.tensor_parallel import COLUMNS, Parts, divide_layer
-from evener.runtime.mesh import Layout
-from evener.runtime.session import Session
-from evener.strategies.parts import Settings
-from evener.strategies.slices import slice_of
-from evener.strategies.tensor import TensorParallel
+from evener.strategies.interfaces import Settings
+from evener.strategies.tensor.tensor import TensorParallel
 
 
 class Several(nn.Module):

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evener.distributed.mesh import Layout
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError, LossError
 from evener.nn import VocabularyParallelCrossEntropy, vocabulary_parallel_cross_entropy
 from evener.nn.collectives import split
 from evener.nn.tensor_parallel import Parts
-from evener.runtime.mesh import Layout
-from evener.runtime.session import Session
 
 CLASSES, IGNORED = 7, 4
 

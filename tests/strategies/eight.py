@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import classes, draws
 
 

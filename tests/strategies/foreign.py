@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import classes
 
 SAMPLES, WORDS, LENGTH, WIDTH, HEADS, HIDDEN = 20, 13, 6, 12, 3, 16

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.engine import Engine
-from evener.strategies.plain import Plain
 from evener.strategies.single import Single
+from evener.strategies.steppers.plain import Plain
+from evener.training.engine import Engine
 from tests.comparing import worst
 from tests.tasks import classes, draws
 

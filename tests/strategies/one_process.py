@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from evener.engine import Engine
-from evener.runtime.environment import Environment
-from evener.runtime.session import Session
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
+from evener.distributed.session import Session
 from evener.strategies.base import Strategy
-from evener.task import Task
-from evener.testing import tasks
-from evener.testing.strategies import difference
-from evener.testing.trials import TRIALS, Findings, Place, alone, reference_of
+from evener.tools.conformance import tasks
+from evener.tools.conformance.harness import TRIALS, Findings, Place, alone, reference_of
+from evener.tools.conformance.strategies import difference
+from evener.training.engine import Engine
 
 TRIED = [trial for trial in TRIALS if trial.name != "error"]
 """All but those in which one rank of several fails."""

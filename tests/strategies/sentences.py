@@ -12,12 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 import evener
-from evener.config import RunConfig
-from evener.engine import Engine
-from evener.runtime.environment import Environment
-from evener.strategies.context import ContextParallel
-from evener.task import Task
-from evener.verification import Trajectory, record
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
+from evener.strategies.context.context import ContextParallel
+from evener.tools.verify import Trajectory, record
+from evener.training.engine import Engine
 
 WORDS, WIDTH, HEADS, SAMPLES, LONGEST = 11, 6, 3, 21, 15
 PADDING = -100

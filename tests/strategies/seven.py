@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import evener
+from evener.core.task.task import Task
 from evener.data.batch import Batch
-from evener.engine import Engine
-from evener.task import Task
+from evener.training.engine import Engine
 from tests.tasks import _task, classes, draws
 
 FEATURES, SAMPLES = 7, 41

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.runtime.mesh import Mesh
-from evener.strategies.parts import Settings
-from evener.strategies.sharding.fsdp import Fsdp
-from evener.task import Task
+from evener.core.task.task import Task
+from evener.distributed.mesh import Mesh
+from evener.strategies.interfaces import Settings
+from evener.strategies.sharded.fsdp import Fsdp
 
 WORDS, WIDTH, LENGTH, SAMPLES, PADDING = 11, 6, 5, 37, -100
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import evener
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import _task
 
 WORDS, WIDTH, SAMPLES, PADDING = 11, 6, 37, -100

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.strategies.wide import WORDS, draws, task_of
 
 WIDTH, LENGTH, SAMPLES = 10, 7, 29

@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 
 import pytest
 
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError
-from evener.fitting import check_plan, fit
-from evener.runtime.environment import Environment
 from evener.strategies import Ddp, Settings, Strategy
-from evener.strategies.afterwards import Afterwards, summing_afterwards
+from evener.strategies.after_backward import Afterwards, summing_afterwards
 from evener.strategies.composed import Composed, degrees_of, laid
 from evener.strategies.features import FeatureParallel
-from evener.strategies.names import strategies_called
+from evener.strategies.registry import strategies_called
 from evener.strategies.single import Single
 from evener.testing import check_strategy
-from evener.verification import record
+from evener.tools.verify import record
+from evener.training.engine import Engine
+from evener.training.fit import check_plan, fit
 from tests.comparing import worst
 from tests.strategies.seven import normalised, plain  # noqa: F401 (tasks of this module, by name)
 

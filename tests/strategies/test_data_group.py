@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.borrowed.named_group import groups_open
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
+from evener.distributed.session import Session
 from evener.nn import all_gather, data_group, without_placeholder
-from evener.nn.scope import scope
-from evener.runtime.environment import Environment
-from evener.runtime.session import Session
-from evener.task import Task
+from evener.nn.context import scope
+from evener.torch_internals.named_group import groups_open
+from evener.training.engine import Engine
 
 SAMPLES = 29
 

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, TaskError
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import Ddp, DdpSum
-from evener.strategies.names import strategy_called
-from evener.strategies.parts import Settings
+from evener.strategies.interfaces import Settings
+from evener.strategies.registry import strategy_called
 from evener.strategies.single import Single
+from evener.training.engine import Engine
 from tests import tasks
 
 

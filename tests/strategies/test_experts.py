@@ -15,14 +15,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.nn import Experts
-from evener.runtime.environment import Environment
-from evener.strategies.slices import slice_of
-from evener.task import Task
-from evener.verification import Trajectory, record, relative_error
+from evener.tools.verify import Trajectory, record, relative_error
+from evener.training.engine import Engine
 from tests.comparing import handed_on, trained_by_hand, worst
 
 WORDS, WIDTH, SAMPLES = 11, 6, 37

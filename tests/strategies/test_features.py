@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import evener
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, EvenerError, TaskError
-from evener.runtime.environment import Environment
-from evener.task import Task
-from evener.verification import Trajectory, record, relative_error
+from evener.tools.verify import Trajectory, record, relative_error
+from evener.training.engine import Engine
 from tests.comparing import worst
 from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module, by name)
     FEATURES,

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.assembly import check_division
-from evener.config import RunConfig
-from evener.engine import Engine
+from evener.core.config.run_config import RunConfig
+from evener.core.observer import Observer
+from evener.core.records import RunStart, StepRecord
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, DivergenceError, EvenerError, RankError, ShareError
-from evener.hardware.readout import Here
-from evener.observer import Observer
-from evener.records import RunStart, StepRecord
-from evener.report.ranks import RecentSteps
-from evener.report.terminal import summary_text
-from evener.runtime.environment import Environment
-from evener.task import Task
+from evener.hardware.async_read import Here
 from evener.testing import check_strategy
-from evener.testing.tasks import broken
-from evener.verification import Trajectory, relative_error
-from evener.verification import record as record_steps
+from evener.tools.conformance.tasks import broken
+from evener.tools.verify import Trajectory, relative_error
+from evener.tools.verify import record as record_steps
+from evener.training.engine import Engine
+from evener.training.factory import check_division
+from evener.training.reporting.ranks import RecentSteps
+from evener.training.reporting.terminal import summary_text
 from tests.comparing import handed_on, worst
 from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module, by name)
     FEATURES,

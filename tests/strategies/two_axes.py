@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
+from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
-from evener.runtime.mesh import Layout
 from evener.strategies.features import FeatureParallel
-from evener.strategies.parts import Settings
+from evener.strategies.interfaces import Settings
 
 
 class TwoAxes(FeatureParallel):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
+from evener.core.task.task import Task
 from evener.nn import VocabularyParallelCrossEntropy
-from evener.task import Task
 
 SAMPLES, PADDING = 29, -100
 WORDS, WIDTH, LENGTH = 13, 10, 6

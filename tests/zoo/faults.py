@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.data.batch import Batch
-from evener.engine import Engine
+from evener.training.engine import Engine
 
 
 def before_update(engine: Engine, act: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from evener.task import Task
+from evener.core.task.task import Task
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], seed: int = 2) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from evener.config import RunConfig
-from evener.runtime.environment import Environment
-from evener.verification import Trajectory, Verification, record
-from evener.verification.proof import OneDevice, alone, judge
-from evener.verification.verdict import Runs, compare
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import Environment
+from evener.tools.verify import Trajectory, Verification, record
+from evener.tools.verify.comparison import Runs, compare
+from evener.tools.verify.verification import OneDevice, alone, judge
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 MODELS = ("gpt2", "llama", "gpt2_classifier", "bert", "t5", "vit")

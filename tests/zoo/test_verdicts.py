@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from evener.config import RunConfig
-from evener.runtime.environment import Environment
-from evener.verification import Trajectory, Verification, record
-from evener.verification.proof import STRONGER, OneDevice, alone, judge
-from evener.verification.recording import Batches
-from evener.verification.verdict import LIMIT, Runs, compare, type_of
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import Environment
+from evener.tools.verify import Trajectory, Verification, record
+from evener.tools.verify.comparison import LIMIT, Runs, compare, type_of
+from evener.tools.verify.trajectory import Batches
+from evener.tools.verify.verification import STRONGER, OneDevice, alone, judge
 from tests.zoo import faults
 
 TASKS = {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.zoo.parts import init_normal, integers, task
 
 WORDS, LENGTH, WIDTH, HEADS, SAMPLES = 37, 9, 16, 2, 44

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import evener
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import classes, draws
 
 SAMPLES, WORDS, LENGTH, KINDS = 21, 31, 6, 3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evener.task import Task
+from evener.core.task.task import Task
 from tests.tasks import draws
 from tests.zoo.parts import integers, momentum, task
 

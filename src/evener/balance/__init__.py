@@ -2,12 +2,12 @@
 
 from evener.balance.base import Balancer, Decision, Equal, Fixed
 from evener.balance.by_speed import BySpeed
-from evener.balance.emulate import Throttle
-from evener.balance.judgement import Policy
-from evener.balance.partition import partition_layers
+from evener.balance.layer_partition import partition_layers
+from evener.balance.policy import Policy
 from evener.balance.registry import BALANCERS, make_balancer
 from evener.balance.shares import parse_shares, solve, validate_shares
 from evener.balance.speed import SpeedModel
+from evener.balance.throttle import Throttle
 
 __all__ = [
     "BALANCERS",

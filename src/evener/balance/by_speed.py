@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from evener.balance.controller import Controller
-from evener.balance.judgement import EVEN, Judgement, judge, learned_lines
-from evener.balance.noise import LEVEL_STEPS, common
-from evener.balance.rules import Divides, Division, tilted
+from evener.balance.division import Divides, Division, tilted
+from evener.balance.noise_model import LEVEL_STEPS, common
+from evener.balance.policy import EVEN, Judgement, judge, learned_lines
 from evener.balance.speed import SpeedModel
 from evener.errors import ShareError
 

@@ -32,10 +32,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from evener.balance.backoff import Doubt
 from evener.balance.base import Balancer, Decision
-from evener.balance.doubt import Doubt
-from evener.balance.judgement import Judgement, Policy
-from evener.balance.rules import Divides, Division, Rule
+from evener.balance.division import Divides, Division, Rule
+from evener.balance.policy import Judgement, Policy
 from evener.balance.shares import normalize_caps
 from evener.balance.trial import Comparison
 from evener.errors import ConfigurationError

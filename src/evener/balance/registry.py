@@ -22,9 +22,9 @@ from evener.balance.base import Balancer, Equal, Fixed
 from evener.balance.by_speed import BySpeed
 from evener.balance.controller import DEFAULT_LOOKAHEAD
 from evener.balance.shares import parse_shares
-from evener.calling import called_with, names_taken
+from evener.core.call_by_name import called_with, names_taken
+from evener.core.plugins import find, is_named, suggestion
 from evener.errors import ConfigurationError, ShareError
-from evener.plugins import find, is_named, suggestion
 
 Caps = Sequence[int | None] | None
 

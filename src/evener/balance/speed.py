@@ -26,8 +26,8 @@ from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from evener.balance.line import Fit, Point, Shape, fit_line
-from evener.balance.noise import USUAL_MEMORY, memory
+from evener.balance.noise_model import USUAL_MEMORY, memory
+from evener.balance.time_model import Fit, Point, Shape, fit_line
 
 WINDOW = 48
 """Observations kept at each size."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evener.balance.judgement import Policy
+from evener.balance.policy import Policy
 
 MEDIAN_ERROR = 1.2533
 """Standard error of a median of normal values over that of their mean."""

@@ -18,24 +18,24 @@ lies in one small file::
         best                                likewise, of the best evaluation so far, if one is kept
 
 ====================  ===========================================================
-:mod:`.identity`      marks, and the run that a checkpoint is of
-:mod:`.folder`        names, pointers, what is kept and what goes
-:mod:`.evaluated`     what an evaluation adds: what is remembered after it, and the best
-:mod:`.saving`        copies of the state, and the thread that writes them
-:mod:`.reading`       what is there, whether it is whole, and a rank's part of it
-:mod:`.form`          of what form the parts are that are no tensors
-:mod:`.sums`          checksums
+:mod:`.run_mark`      marks, and the run that a checkpoint is of
+:mod:`.layout`        names, pointers, what is kept and what goes
+:mod:`.evaluation`    what an evaluation adds: what is remembered after it, and the best
+:mod:`.writer`        copies of the state, and the thread that writes them
+:mod:`.reader`        what is there, whether it is whole, and a rank's part of it
+:mod:`.structure`     of what form the parts are that are no tensors
+:mod:`.checksums`     checksums
 :mod:`.tensor_index`  which tensors there are, and where
-:mod:`.plain_pickle`  the same of earlier versions, out of PyTorch's pickle
-:mod:`.randomness`    the states of random generators as a tensor
+:mod:`.inert_pickle`  the same of earlier versions, out of PyTorch's pickle
+:mod:`.rng_state`     the states of random generators as a tensor
 :mod:`.digest`        of weights
 ====================  ===========================================================
 """
 
 from evener.checkpoint.digest import weights_digest
-from evener.checkpoint.folder import BEST, FORMAT, LATEST, Keep
-from evener.checkpoint.reading import Found, agreed, find
-from evener.checkpoint.saving import Saver, Writers
+from evener.checkpoint.layout import BEST, FORMAT, LATEST, Keep
+from evener.checkpoint.reader import Found, agreed, find
+from evener.checkpoint.writer import Saver, Writers
 
 __all__ = [
     "BEST",

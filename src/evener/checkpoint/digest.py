@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from evener.strategies.local import local
-from evener.strategies.model import named_tensors
+from evener.components.model_init import named_tensors
+from evener.components.sharded_tensor.local import local
 
 
 def weights_digest(weights: nn.Module | Mapping[str, Tensor]) -> str:

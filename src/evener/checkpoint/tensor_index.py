@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from evener.checkpoint.plain_pickle import Made, Named, read
+from evener.checkpoint.inert_pickle import Made, Named, read
 from evener.files import read_bytes, read_json
 
 INDEX = "tensors.json"

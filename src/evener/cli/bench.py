@@ -6,8 +6,8 @@ import argparse
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words, path
+from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
-from evener.ranges import one_number
 
 WORDS = Words(
     "bench",
@@ -59,9 +59,9 @@ def execute(arguments: argparse.Namespace) -> int:
     """Measures or simulates, and prints the table; 1 if a sum is wrong."""
     config = options.config_of(arguments)
     options.find_modules_here()
-    from evener.benching import bench_all_reduce, parse_sizes, simulate_all_reduce
-    from evener.collectives.choose.bench import table
+    from evener.collectives.tuning.bench import table
     from evener.files import write_json
+    from evener.tools.bench import bench_all_reduce, parse_sizes, simulate_all_reduce
 
     names = arguments.algorithms.split(",") if arguments.algorithms else None
     sizes = parse_sizes(arguments.sizes)

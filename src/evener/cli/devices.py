@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words, path
+from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
-from evener.ranges import one_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,11 +59,11 @@ def fill(parser: Parser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Surveys or reads, and prints; 1 if something is wrong."""
     config = options.config_of(arguments)
+    from evener.core.records import as_json
     from evener.files import write_json
     from evener.hardware.diagnosis.diagnose import diagnose
     from evener.hardware.survey import files
-    from evener.records import as_json
-    from evener.surveying import survey_devices
+    from evener.training.survey import survey_devices
 
     if arguments.source is not None:
         _refuse(arguments)

@@ -10,7 +10,7 @@ from evener.cli import options
 from evener.cli.parsing import Parser, Words
 
 if TYPE_CHECKING:
-    from evener.applying import Applied
+    from evener.training.inference import Applied
 
 SETTINGS = (
     *("batch_size", "micro_batch", "processes", "device", "strategy", "strategy_option", "mesh", "devices"),
@@ -55,8 +55,8 @@ def add_run_options(parser: Parser) -> None:
 def applied_of(arguments: argparse.Namespace) -> Applied:
     """What the command names: the weights, the task, and how they are applied."""
     options.find_modules_here()
-    from evener.applying import Applied
-    from evener.origin import origin
+    from evener.training.inference import Applied
+    from evener.training.reporting.task_file import origin
 
     run: Path = arguments.run / "checkpoints" / "best" if arguments.best else arguments.run
     config = options.config_of(arguments, origin(arguments.run).settings)
@@ -69,9 +69,9 @@ def execute(arguments: argparse.Namespace) -> int:
     applied = applied_of(arguments)
     import dataclasses
 
-    from evener.applying import evaluate_run
+    from evener.core.text import printable
     from evener.files import write_json
-    from evener.texts import printable
+    from evener.training.inference import evaluate_run
 
     found = evaluate_run(applied, arguments.data, options.rendezvous_of(arguments))
     if found.rank == 0:

@@ -34,8 +34,8 @@ def fill(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Writes the file and prints its name."""
-    from evener.texts import printable
-    from evener.weights import export
+    from evener.checkpoint.weights_file import export
+    from evener.core.text import printable
 
     print(printable(str(export(arguments.run, arguments.to, overwrite=arguments.overwrite))), flush=True)
     return 0

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from evener.cli.parsing import Parser, Words
-from evener.short_names import MEANINGS
+from evener.core.config.strategy_names import MEANINGS
 
 _OPTIONS = {
     "tasks": "TASK",
@@ -43,7 +43,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _lines(what: str) -> Iterator[str]:
     from importlib.metadata import entry_points
 
-    from evener.plugins import GROUPS
+    from evener.core.plugins import GROUPS
 
     own = MEANINGS[KINDS[what]]
     for name, meaning in own.items():

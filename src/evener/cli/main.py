@@ -27,10 +27,10 @@ from evener.cli import (
 )
 from evener.cli.names import check_names
 from evener.cli.parsing import Parser
+from evener.core.os_errors import words
+from evener.core.stdio import guarded, open_missing, unheard
+from evener.core.text import printable
 from evener.errors import EvenerError, InterruptedRunError, RankError
-from evener.streams import guarded, open_missing, unheard
-from evener.system import words
-from evener.texts import printable
 
 COMMANDS = (train, evaluate, predict, run, verify, plan, plot, devices, bench, export, listing, completion)
 
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
 
 def _told_of(error: BaseException) -> int:
     """An exception of the user's own in a run of one process, as a rank tells of one."""
-    from evener.runtime.failure import failure_of
+    from evener.distributed.failure import failure_of
 
     failure = failure_of(error, 0)
     return _told(str(failure.to_error()), failure.exit_status)
@@ -136,7 +136,7 @@ def command() -> None:
         status = main(parsed=parsed)
     finally:
         if "torch" in sys.modules:  # else nothing of the user's has run
-            from evener.runtime.ends import leaving
+            from evener.distributed.launch.exit_watch import leaving
 
             leaving(_limit_seconds(parsed))
     sys.exit(status)
@@ -144,7 +144,7 @@ def command() -> None:
 
 def _limit_seconds(parsed: argparse.Namespace) -> float:
     """How long the process may take to end: the time limit that was given, if it can be one."""
-    from evener.runtime.watchdog import TIMEOUT_SECONDS
+    from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 
     given = getattr(parsed, "timeout_seconds", None)
     return given if given is not None and math.isfinite(given) and given > 0 else TIMEOUT_SECONDS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from evener.core.config.strategy_names import MEANINGS, check_axes
 from evener.errors import ConfigurationError, ShareError, TaskError
-from evener.short_names import MEANINGS, check_axes
 
 
 def check_names(arguments: argparse.Namespace) -> None:
@@ -14,7 +14,7 @@ def check_names(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: For a short name that neither Evener nor an installed package has given.
     """
-    from evener.plugins import check_name
+    from evener.core.plugins import check_name
 
     takes_scripts = hasattr(arguments, "script_arguments")
     for name in _given(arguments, "task"):

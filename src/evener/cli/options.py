@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener import settings_help
 from evener.cli.parsing import HelpFull, Parser, path
-from evener.config import RunConfig
+from evener.core.config import help_text as settings_help
+from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from evener.runtime.rendezvous import Rendezvous
+    from evener.distributed.launch.rendezvous import Rendezvous
 
 RENDEZVOUS = {
     "nnodes": ("number of machines, or MIN:MAX", str),
@@ -239,7 +239,7 @@ def rendezvous_of(arguments: argparse.Namespace) -> Rendezvous | None:
     Raises:
         ConfigurationError: For values that do not go together.
     """
-    from evener.runtime.rendezvous import Rendezvous
+    from evener.distributed.launch.rendezvous import Rendezvous
 
     given = {name: value for name in RENDEZVOUS if (value := getattr(arguments, name)) is not None}
     return Rendezvous(**given) if given else None

@@ -132,6 +132,6 @@ class HelpFull(argparse.Action):
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    from evener.spelling import did_you_mean
+    from evener.core.did_you_mean import did_you_mean
 
     return did_you_mean(name, known)

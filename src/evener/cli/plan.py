@@ -6,7 +6,7 @@ import argparse
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words
-from evener.sizes import parse_limits, size_words
+from evener.core.config.sizes import parse_limits, size_words
 
 WORDS = Words(
     "plan",
@@ -35,8 +35,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Prints the plan; 1 if a rank would need more than its limit."""
     config = options.config_of(arguments)
     options.find_modules_here()
-    from evener.estimation import estimate_memory
     from evener.files import write_json
+    from evener.tools.estimate import estimate_memory
 
     estimate = estimate_memory(arguments.task, config, options=options.task_options_of(arguments))
     limits = parse_limits(arguments.memory_limit, len(estimate.ranks))

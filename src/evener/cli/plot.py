@@ -31,9 +31,9 @@ def fill(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Writes the drawing and prints its title."""
-    from evener.report.plot import RunSteps, drawn, title
-    from evener.system import in_words
-    from evener.texts import printable
+    from evener.core.os_errors import in_words
+    from evener.core.text import printable
+    from evener.training.reporting.plot import RunSteps, drawn, title
 
     out = arguments.out
     if out.suffix != ".svg":

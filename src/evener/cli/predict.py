@@ -49,7 +49,7 @@ def fill(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Predicts, writes the file, and prints what it holds."""
-    from evener.outputs import check_out, shapes, write_outputs
+    from evener.training.prediction_files import check_out, shapes, write_outputs
 
     if arguments.inputs_alone and arguments.data in ("train", "evaluate"):
         raise ConfigurationError(
@@ -58,8 +58,8 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     check_out(arguments.out, arguments.overwrite)
     applied = applied_of(arguments)
-    from evener.applying import predict_run
-    from evener.texts import printable
+    from evener.core.text import printable
+    from evener.training.inference import predict_run
 
     targets, met = not arguments.inputs_alone, options.rendezvous_of(arguments)
     outputs = predict_run(applied, arguments.data, targets=targets, rendezvous=met)

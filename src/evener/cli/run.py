@@ -6,8 +6,8 @@ import argparse
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words
+from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
-from evener.ranges import one_number
 
 WORDS = Words(
     "run",
@@ -44,8 +44,8 @@ def execute(arguments: argparse.Namespace) -> int:
     config = options.config_of(arguments)
     if arguments.json is not None and not arguments.observe:
         raise ConfigurationError("--json writes what --observe saw: give --observe too")
-    from evener.runtime.observing import DdpObserver
-    from evener.runtime.script import run_script
+    from evener.distributed.ddp_profiler.report import DdpObserver
+    from evener.distributed.launch.script import run_script
 
     run_script(
         arguments.script,

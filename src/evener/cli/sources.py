@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from evener.cli.options import FURTHER, KINDS, config_of, task_options_of
-from evener.config import RunConfig
+from evener.core.config.run_config import RunConfig
+from evener.core.os_errors import words
 from evener.errors import ConfigurationError
-from evener.system import words
 
 PREFIX = "EVENER_"
 OWN = "EVENER__"
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_names(found: Mapping[str, Any], known: Any, said: Callable[[str], str]) -> None:
-    from evener.spelling import nearest
+    from evener.core.did_you_mean import nearest
 
     for name in found:
         if name not in known:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from evener.cli import options
 from evener.cli.parsing import Parser, Words
-from evener.config import RunConfig
+from evener.core.config.run_config import RunConfig
+from evener.core.stdio import unheard
 from evener.errors import InterruptedRunError
-from evener.report.width import fitted
-from evener.streams import unheard
+from evener.training.reporting.width import fitted
 
 WORDS = Words(
     "train",
@@ -49,10 +49,10 @@ def execute(arguments: argparse.Namespace) -> int:
     if speaks(os.environ):
         print(fitted(first_words(arguments.task, config), sys.stderr), file=unheard(sys.stderr), flush=True)
     options.find_modules_here()
+    from evener.core.records import as_json
     from evener.files import write_json
-    from evener.fitting import fit
-    from evener.records import as_json
-    from evener.report.terminal import summary_text
+    from evener.training.fit import fit
+    from evener.training.reporting.terminal import summary_text
 
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))

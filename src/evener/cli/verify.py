@@ -10,8 +10,8 @@ from evener.cli.parsing import Parser, Words
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from evener.verification import Verification
-    from evener.verification.script import ScriptVerification
+    from evener.tools.verify import Verification
+    from evener.tools.verify_script import ScriptVerification
 
 SETTINGS = (
     "processes",
@@ -104,7 +104,7 @@ def execute(arguments: argparse.Namespace) -> int:
     import dataclasses
 
     from evener.files import write_json
-    from evener.verification import verify
+    from evener.tools.verify import verify
 
     result = verify(
         arguments.task,
@@ -125,7 +125,7 @@ def execute_script(arguments: argparse.Namespace) -> int:
     import dataclasses
 
     from evener.files import write_json
-    from evener.verification.script import verify_script
+    from evener.tools.verify_script import verify_script
 
     result = verify_script(arguments.task, arguments.script_arguments, config)
     if arguments.json is not None:
@@ -201,7 +201,7 @@ def _allowed(result: Verification) -> str:
 def _absolutely(names: list[str]) -> list[str]:
     if not names:
         return []
-    from evener.verification.hints import listed
+    from evener.tools.verify.hints import listed
 
     return [f"no gradient but rounding, so judged absolutely: {listed(names)}"]
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils.weak import WeakIdRef
 
-from evener.collectives.roll_call import RollCall
+from evener.collectives.missing_ranks import RollCall
 from evener.collectives.sparse import is_native, sum_gathered
-from evener.halves import is_half
-from evener.runtime.watchdog import TIMEOUT_SECONDS
+from evener.core.half_precision import is_half
+from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 
 Key = Hashable
 """Which tensor a call is about, for an all-reduce that remembers something of it until its next call.

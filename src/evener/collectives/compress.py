@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.collectives.base import After, AllReduce, Done, Key, Piece, Promised, Work
-from evener.collectives.execute.subgroup import subgroup
-from evener.collectives.execute.worker import Worker
+from evener.collectives.executor.subgroup import subgroup
+from evener.collectives.executor.worker import Worker
+from evener.distributed.hosts import destroy
 from evener.errors import ConfigurationError
-from evener.runtime.hosts import destroy
 
 _WIDE = (torch.float32, torch.float64)
 _BLOCK = 256

@@ -16,23 +16,23 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from evener import plugins
-from evener.calling import called_with
 from evener.collectives.base import AllReduce
-from evener.collectives.choose.auto import measured
-from evener.collectives.choose.measure import device_of
 from evener.collectives.compress import Fp8, Half, Int8, TopK
-from evener.collectives.execute.executor import SEGMENT_NBYTES, Scheduled
+from evener.collectives.executor.executor import SEGMENT_NBYTES, Scheduled
 from evener.collectives.native import Native
-from evener.collectives.owners import NativeOwners, Owners
+from evener.collectives.reduce_scatter import NativeOwners, Owners
 from evener.collectives.schedules.algorithms import ALGORITHMS, usable_on
 from evener.collectives.schedules.schedule import Topology
 from evener.collectives.shared_memory.all_reduce import SharedMemory
-from evener.collectives.shared_memory.owners import SharedOwners
-from evener.collectives.shared_memory.two_level import MakeAllReduce, two_level
+from evener.collectives.shared_memory.multi_host import MakeAllReduce, two_level
+from evener.collectives.shared_memory.reduce_scatter import SharedOwners
+from evener.collectives.tuning.auto import measured
+from evener.collectives.tuning.measure import device_of
+from evener.core import plugins
+from evener.core.call_by_name import called_with
+from evener.distributed.hosts import all_gather, hosts_of
+from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError
-from evener.runtime.hosts import all_gather, hosts_of
-from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 _TREE_NBYTES = 512 * 1024
 _DIRECT_RANKS = 8

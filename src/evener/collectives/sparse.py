@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.rows import gathered, rows_of_all
+from evener.collectives.all_gather_rows import gathered, rows_of_all
 
 
 def is_native(tensor: Tensor) -> bool:

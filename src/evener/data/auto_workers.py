@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evener.data.batch import Batch
-from evener.data.delivery import Batches
-from evener.data.worker_count import Choice
+from evener.data.prefetch import Batches
+from evener.data.worker_tuning import Choice
 from evener.data.workers import Workers
 
 SHARED_MEMORY = "/dev/shm"

@@ -30,7 +30,8 @@ class MicroBatch:
     weight: int = 1
     """0 for a placeholder, which counts for nothing; else 1."""
     sequence: Any = None
-    """An :class:`evener.nn.sequence.DividedSequence` where other ranks have other positions of the same samples."""
+    """An :class:`evener.nn.sequence_layout.DividedSequence` where other ranks have other positions of the same
+    samples."""
 
     @property
     def size(self) -> int:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from evener.borrowed.collate import collate, default_collate_fn_map
 from evener.data.batch import like_sequence
 from evener.errors import DataError
+from evener.torch_internals.collate import collate, default_collate_fn_map
 
 Collate = Callable[[list[Any]], Any]
 

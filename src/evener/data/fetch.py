@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from evener.core.task.device_errors import asks_for_device, way_out
+from evener.core.text import said, trace_of
 from evener.data.batch import Skipped, map_leaves
 from evener.data.collate import Collate, collate_pairs, collate_with, preview
-from evener.data.naming import called
-from evener.data.order import Ids
+from evener.data.sample_names import called
+from evener.data.sampler import Ids
 from evener.errors import DataError, InterruptedRunError
-from evener.placement import asks_for_device, way_out
-from evener.texts import said, trace_of
 
 _SPARE = 64
 """Samples that are tried to stand in where none of a micro-batch can be read."""

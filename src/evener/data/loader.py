@@ -26,14 +26,14 @@ from torch.utils.data import IterableDataset
 
 from evener.data.auto_workers import AutoWorkers
 from evener.data.batch import Batch
+from evener.data.batch_plan import Cut, Plan, Shares, equal_shares, plans
 from evener.data.collate import Collate
-from evener.data.delivery import Batches, delivery_to
 from evener.data.fetch import Fetch
-from evener.data.order import Ids, ListedOrder, Order
-from evener.data.parts import Parts, part_plans
-from evener.data.plan import Cut, Plan, Shares, equal_shares, plans
-from evener.data.stream import Agree, Stream
-from evener.data.worker_count import Choice
+from evener.data.iterable import Agree, Stream
+from evener.data.local_shards import Parts, part_plans
+from evener.data.prefetch import Batches, delivery_to
+from evener.data.sampler import Ids, ListedOrder, Order
+from evener.data.worker_tuning import Choice
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
 from evener.hardware.accelerators import WITH_STREAMS
@@ -45,7 +45,7 @@ class Loader(Iterator[Batch]):
     Evaluation is the same with an unshuffled order and one epoch: each sample is handed to one rank, once.
 
     Args:
-        dataset: Map-style, or a ``torch.utils.data.IterableDataset`` (limits in ``evener.data.stream``).
+        dataset: Map-style, or a ``torch.utils.data.IterableDataset`` (limits in ``evener.data.iterable``).
         order: The order of a map-style data set; ``None`` for as it stands. Iterable ones have none.
         batch_size: Samples over all ranks in one step.
         rank: Of ``world_size``.

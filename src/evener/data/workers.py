@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from evener.core.stacks import listen, workers_of
 from evener.data.fetch import Failure
 from evener.errors import ConfigurationError, DataError
-from evener.runtime.stacks import listen, workers_of
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 ::
 
-    from evener.integrations.dictionaries import logits, token_loss     models that take and return dictionaries
+    from evener.integrations.hf_outputs import logits, token_loss     models that take and return dictionaries
     from evener.integrations.transformers import Trainer                for transformers.Trainer; needs that library
 """

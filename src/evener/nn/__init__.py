@@ -14,11 +14,11 @@ from evener.nn.collectives import (
     shift,
     split,
 )
+from evener.nn.context import data_group, without_placeholder
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d, exact_dropout, name_dropouts
 from evener.nn.experts import Experts, Mixed
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 from evener.nn.positions import positions
-from evener.nn.scope import data_group, without_placeholder
 from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy, vocabulary_parallel_cross_entropy
 
 __all__ = [

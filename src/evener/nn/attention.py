@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from evener.borrowed.compiling import outside_of_graphs
 from evener.errors import ConfigurationError
+from evener.nn.context import divided
 from evener.nn.ring import ring_attention
-from evener.nn.scope import divided
-from evener.nn.sequence import DividedSequence
+from evener.nn.sequence_layout import DividedSequence
 from evener.nn.ulysses import attend, ulysses_attention
+from evener.torch_internals.compiling import outside_of_graphs
 
 Method = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float, DividedSequence], Tensor]
 

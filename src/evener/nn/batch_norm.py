@@ -30,15 +30,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from evener.borrowed.compiling import outside_of_graphs
-from evener.borrowed.layers import AnyBatchNorm
 from evener.errors import ConfigurationError
-from evener.hardware.readout import is_late
-from evener.nn.moments import Channels, Given, heavy, light, moments, wide
-from evener.nn.peers import Peers, Ranks
-from evener.nn.recomputing import once
-from evener.nn.scope import current
-from evener.nn.shared import Shared
+from evener.hardware.async_read import is_late
+from evener.nn.batch_norm_kernels import Channels, Given, heavy, light, moments, wide
+from evener.nn.batch_norm_peers import Peers, Ranks
+from evener.nn.context import current
+from evener.nn.recompute_guard import once
+from evener.nn.unowned import Shared
+from evener.torch_internals.compiling import outside_of_graphs
+from evener.torch_internals.layers import AnyBatchNorm
 
 M = TypeVar("M", bound=nn.Module)
 

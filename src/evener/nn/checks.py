@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
-from evener.nn.messages import Description, descriptions
+from evener.nn.collectives_no_grad import Description, descriptions
 
 
 def several(group: ProcessGroup | None) -> ProcessGroup | None:

@@ -36,9 +36,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from evener.borrowed.compiling import outside_of_graphs
 from evener.errors import ConfigurationError
-from evener.nn import messages
+from evener.nn import collectives_no_grad as messages
 from evener.nn.checks import (
     agreed,
     alike,
@@ -49,6 +48,7 @@ from evener.nn.checks import (
     pieces_of,
     several,
 )
+from evener.torch_internals.compiling import outside_of_graphs
 
 Map = Callable[[Tensor], Tensor]
 

@@ -24,14 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from evener.borrowed.compiling import outside_of_graphs
-from evener.borrowed.layers import AnyDropout
 from evener.errors import ConfigurationError
-from evener.hardware.sending import send
-from evener.nn.names import clean_name
-from evener.nn.scope import Scope, current
-from evener.nn.sequence import DividedSequence
+from evener.hardware.async_copy import send
+from evener.nn.context import Scope, current
+from evener.nn.fqn import clean_name
+from evener.nn.sequence_layout import DividedSequence
 from evener.nn.sequence_parallel import Stream
+from evener.torch_internals.compiling import outside_of_graphs
+from evener.torch_internals.layers import AnyDropout
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -31,9 +31,9 @@ from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
 from evener.nn.collectives import all_reduce, all_to_all
-from evener.nn.messages import gathered
-from evener.nn.scope import data_group, without_placeholder
-from evener.nn.shared import Shared
+from evener.nn.collectives_no_grad import gathered
+from evener.nn.context import data_group, without_placeholder
+from evener.nn.unowned import Shared
 
 STACKED = ("up", "up_bias", "down", "down_bias")
 """The parameters that hold the experts side by side, along dimension 0."""

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
-from evener.hardware.stopwatch import waiting
-from evener.nn.shared import Shared
+from evener.hardware.timers import waiting
+from evener.nn.unowned import Shared
 
 SumOverRanks = Callable[[Tensor], None]
 """Replaces a tensor by its sum over the ranks, in place; afterwards all hold the same bits."""

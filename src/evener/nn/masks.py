@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from evener.errors import ConfigurationError
-from evener.nn import messages
-from evener.nn.sequence import DividedSequence
+from evener.nn import collectives_no_grad as messages
+from evener.nn.sequence_layout import DividedSequence
 
 _EITHER, _PLAIN, _CAUSAL, _OTHER = range(4)
 """What a rank finds in its mask."""

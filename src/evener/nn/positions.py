@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from evener.errors import ConfigurationError
-from evener.nn.scope import divided
+from evener.nn.context import divided
 
 
 def positions(length: int, device: torch.device | str | None = None) -> Tensor:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evener.nn.messages import shifting
-from evener.nn.sequence import DividedSequence
+from evener.nn.collectives_no_grad import shifting
+from evener.nn.sequence_layout import DividedSequence
 
 _TILE = 1024
 """The most positions of queries, and of keys, whose scores are held at once."""

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from evener.borrowed.compiling import outside_of_graphs
-from evener.borrowed.module_tensors import own_parameters
 from evener.errors import TaskError
-from evener.nn import messages
+from evener.nn import collectives_no_grad as messages
 from evener.nn.collectives import all_gather, all_reduce, enter, reduce_scatter, split
-from evener.nn.sequence import DividedSequence
-from evener.nn.shared import Shared
+from evener.nn.sequence_layout import DividedSequence
+from evener.nn.unowned import Shared
+from evener.torch_internals.compiling import outside_of_graphs
+from evener.torch_internals.module_tensors import own_parameters
 
 Compute = Callable[..., Tensor]
 """What modules compute, from a tensor and more that all ranks have whole."""

@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from evener.borrowed.module_tensors import own_parameters
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.collectives import all_gather, all_reduce, enter, split
-from evener.nn.scope import current
-from evener.nn.seen_weight import seen
+from evener.nn.context import current
 from evener.nn.sequence_parallel import Stream
-from evener.nn.shared import Shared
 from evener.nn.tensor_region import Apart
+from evener.nn.unowned import Shared
+from evener.nn.weight_stand_in import seen
+from evener.torch_internals.module_tensors import own_parameters
 
 
 @dataclass(frozen=True)

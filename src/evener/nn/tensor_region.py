@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.borrowed.compiling import outside_of_graphs
-from evener.nn.drawing import drawing_apart
+from evener.nn.rng import drawing_apart
+from evener.torch_internals.compiling import outside_of_graphs
 
 
 class Apart:

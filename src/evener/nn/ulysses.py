@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evener.errors import ConfigurationError
 from evener.nn.collectives import all_gather, all_to_all
-from evener.nn.sequence import DividedSequence
+from evener.nn.sequence_layout import DividedSequence
 
 
 def ulysses_attention(

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from evener.borrowed.compiling import outside_of_graphs
+from evener.core.losses.sums import Loss
+from evener.core.losses.type_checks import check_outputs, check_targets
 from evener.errors import LossError
-from evener.losses.kinds import check_outputs, check_targets
-from evener.losses.sums import Loss
 from evener.nn.checks import check_own_length, dimension, lengths_of, several
-from evener.nn.messages import largest, summed
-from evener.nn.shared import Shared
+from evener.nn.collectives_no_grad import largest, summed
 from evener.nn.tensor_parallel import Parts
+from evener.nn.unowned import Shared
+from evener.torch_internals.compiling import outside_of_graphs
 
 
 @outside_of_graphs  # a graph cannot wait for other ranks

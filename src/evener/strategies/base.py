@@ -29,34 +29,34 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from evener.budgets import Recompute
-from evener.config import Recipe
+from evener.components import model_init as model
+from evener.components.activation_checkpoint.forward import recompute_blocks
+from evener.components.amp.policy import Precision, able, agreed, products_of
+from evener.components.build import build_optimizer, check_trainable
+from evener.components.checks.embeddings import refuse_lookups
+from evener.components.checks.param_hooks import refuse_hooks
+from evener.components.compile_check.graph import watched
+from evener.components.memory_limits.fits import check_room
+from evener.components.memory_limits.limits import room_on
+from evener.components.offload.offload import Offloaded
+from evener.components.optim.eight_bit import check_state, in_eight_bits
+from evener.components.optim.fused import fuse
+from evener.components.sharded_tensor.shard_spec import divided
+from evener.components.trainable import Trained
+from evener.core.config.recompute import Recompute
+from evener.core.config.run_config import Recipe
+from evener.core.config.strategy_names import STRATEGIES
+from evener.core.task.task import Task
+from evener.distributed.mesh import Layout, Mesh
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.runtime.mesh import Layout, Mesh
-from evener.runtime.session import Session
-from evener.short_names import STRATEGIES
-from evener.strategies import model
-from evener.strategies.agreed_pieces import fitted
-from evener.strategies.build import build_optimizer, check_trainable
-from evener.strategies.compared.graph import watched
-from evener.strategies.fused import fuse
-from evener.strategies.holdings import name_model, updates_named
-from evener.strategies.hooks import refuse_hooks
-from evener.strategies.in_backward import in_backward
+from evener.strategies.interfaces import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.limits import room_on
-from evener.strategies.lookups import refuse_lookups
-from evener.strategies.normalize import normalize_apart
-from evener.strategies.offloaded.offloaded import Offloaded
-from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
-from evener.strategies.precision import Precision, able, agreed, products_of
-from evener.strategies.quantized import check_state, in_eight_bits
-from evener.strategies.recomputed.forward import recompute_blocks
-from evener.strategies.room import check_room
-from evener.strategies.slices import divided
-from evener.strategies.trained import Trained
-from evener.strategies.watching import watching
-from evener.task import Task
+from evener.strategies.memory_attribution import name_model, updates_named
+from evener.strategies.memory_monitor import watching
+from evener.strategies.steppers.oom_lockstep import fitted
+from evener.strategies.steppers.optimizer_in_backward import in_backward
+from evener.strategies.sync_batch_norm import normalize_apart
 
 
 class Strategy(Recipe, ABC):

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.budgets import Recompute
+from evener.core.config.recompute import Recompute
+from evener.distributed.mesh import AXES, Layout, Mesh
 from evener.errors import ConfigurationError
-from evener.runtime.mesh import AXES, Layout, Mesh
-from evener.strategies.afterwards import summing_afterwards
+from evener.strategies.after_backward import summing_afterwards
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import Ddp
+from evener.strategies.interfaces import Cut, Settings, Stepper, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.names import strategy_called
-from evener.strategies.parts import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.registry import strategy_called
 from evener.strategies.single import Single
 
 USUAL = {"pipeline": "pipeline", "shard": "sharded", "context": "context", "tensor": "tensor", "data": "ddp"}

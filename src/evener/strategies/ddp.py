@@ -31,21 +31,21 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.borrowed.ddp import leave_out, no_buffer_broadcast
 from evener.collectives.base import AllReduce
 from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
-from evener.hardware.readout import Here, Readout
-from evener.hardware.stopwatch import waiting
-from evener.runtime.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
-from evener.strategies.afterwards import Afterwards, is_apart, summing_afterwards, zeros_of
+from evener.distributed.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
+from evener.hardware.async_read import Here, Readout
+from evener.hardware.timers import waiting
+from evener.strategies.after_backward import Afterwards, is_apart, summing_afterwards, zeros_of
 from evener.strategies.base import Strategy
+from evener.strategies.interfaces import Settings, Stepper, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.normalize import normalize_together
-from evener.strategies.parts import Settings, Stepper, Synchronizer
-from evener.strategies.piecewise import plain_or_piecewise, wants_pieces
 from evener.strategies.single import Alone
+from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
+from evener.strategies.sync_batch_norm import normalize_together
+from evener.torch_internals.ddp import leave_out, no_buffer_broadcast
 
 
 class Ddp(Strategy):

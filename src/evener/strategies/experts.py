@@ -15,13 +15,13 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from evener.components.sharded_tensor.shard_spec import Slice, mark
+from evener.distributed.mesh import AXES, Mesh
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.experts import STACKED, Experts
-from evener.runtime.mesh import AXES, Mesh
 from evener.strategies.ddp import Ddp
 from evener.strategies.features import check_elementwise, check_untied
-from evener.strategies.parts import Settings
-from evener.strategies.slices import Slice, mark
+from evener.strategies.interfaces import Settings
 
 AXIS = "data"
 """The axis of the mesh over which experts are divided."""

@@ -29,22 +29,22 @@ from torch import Tensor, nn
 
 from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
-from evener.data.columns import columns_of, divide_columns
+from evener.components import gradients
+from evener.components.coalesce import by_kind, sent_as_one
+from evener.components.sharded_tensor.shard_spec import Slice, mark, slice_over
+from evener.core.half_precision import added_in_float32
+from evener.data.feature_slice import columns_of, divide_columns
+from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
-from evener.halves import added_in_float32
-from evener.hardware.readout import Readout
-from evener.hardware.stopwatch import waiting
+from evener.hardware.async_read import Readout
+from evener.hardware.timers import waiting
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
-from evener.runtime.mesh import Layout, Mesh
-from evener.strategies import gradients
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
-from evener.strategies.flat import by_kind, sent_as_one
+from evener.strategies.interfaces import Settings, Stepper, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.normalize import normalize_together
-from evener.strategies.parts import Settings, Stepper, Synchronizer
-from evener.strategies.plain import Plain
-from evener.strategies.slices import Slice, mark, slice_over
+from evener.strategies.steppers.plain import Plain
+from evener.strategies.sync_batch_norm import normalize_together
 
 T = TypeVar("T", bound=Tensor)
 

@@ -16,37 +16,39 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from evener.borrowed.module_tensors import own_buffers
-from evener.borrowed.version import version
-from evener.collectives.execute.subgroup import subgroup
+from evener.collectives.executor.subgroup import subgroup
+from evener.components import gradients
+from evener.components import model_init as model
+from evener.components import state_dict as state
+from evener.components.activation_checkpoint.forward import Blocks
+from evener.components.amp.grad_scaler import LossScale
+from evener.components.amp.policy import Named
+from evener.components.compile import Graphs
+from evener.components.memory_limits.limits import Room
+from evener.components.model_with_loss import Replica
+from evener.components.offload.offload import Offloaded
+from evener.components.optim.eight_bit import stepping
+from evener.components.optim.fused import lay_out
+from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.summon_full import undivided
+from evener.components.trainable import Trained
+from evener.core.phase_marks import marked
+from evener.core.task.task import Task
+from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
+from evener.distributed.hosts import destroy
+from evener.distributed.mesh import DIVIDING_TERMS, DataAxis, Mesh
+from evener.distributed.session import Session
 from evener.errors import DivergenceError
-from evener.hardware.readout import Here, Readout, read
-from evener.hardware.stopwatch import stopwatch, waiting
+from evener.hardware.async_read import Here, Readout, read
+from evener.hardware.timers import stopwatch, waiting
 from evener.nn.batch_norm import BatchNorm
-from evener.nn.names import clean_name
-from evener.nn.scope import Scope, scope
-from evener.phase_marks import marked
-from evener.runtime.hosts import destroy
-from evener.runtime.mesh import DIVIDING_TERMS, DataAxis, Mesh
-from evener.runtime.session import Session
-from evener.strategies import gradients, model, state
-from evener.strategies.compiling import Graphs
-from evener.strategies.fused import lay_out
-from evener.strategies.limits import Room
-from evener.strategies.offloaded.offloaded import Offloaded
-from evener.strategies.pace import Pace
-from evener.strategies.parts import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
-from evener.strategies.precision import Named
-from evener.strategies.quantized import stepping
-from evener.strategies.recomputed.forward import Blocks
-from evener.strategies.replica import Replica
-from evener.strategies.scale import LossScale
-from evener.strategies.slices import slice_of
-from evener.strategies.trained import Trained
-from evener.strategies.undivided import undivided
-from evener.task import Task
-from evener.types import Tree
+from evener.nn.context import Scope, scope
+from evener.nn.fqn import clean_name
+from evener.strategies.interfaces import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
+from evener.strategies.timing import Pace
+from evener.torch_internals.module_tensors import own_buffers
+from evener.torch_internals.version import version
 
 Portion = Callable[[Any, "Learner"], Any]
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from evener.components.gradients import check_sound
+from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
-from evener.hardware.readout import Readout
-from evener.runtime.mesh import Layout
+from evener.hardware.async_read import Readout
 from evener.strategies.base import Strategy
-from evener.strategies.gradients import check_sound
+from evener.strategies.interfaces import Settings, Stepper, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.parts import Settings, Stepper, Synchronizer
-from evener.strategies.piecewise import plain_or_piecewise
+from evener.strategies.steppers.oom_retry import plain_or_piecewise
 
 
 class Alone(Synchronizer):

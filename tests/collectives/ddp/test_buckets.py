@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from evener.collectives.choose.auto import Fastest
-from evener.collectives.choose.select import bucket_size
 from evener.collectives.compress import Half
 from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES, bucket_nbytes
 from evener.collectives.native import Native
-from tests.collectives.choose.test_auto import COSTS, both
+from evener.collectives.tuning.auto import Fastest
+from evener.collectives.tuning.select import bucket_size
+from tests.collectives.tuning.test_auto import COSTS, both
 
 MIB = 2**20
 

@@ -83,7 +83,7 @@ class Fails:
 
     def __call__(self, tensor: torch.Tensor, key: Any = None, *, lasting: bool = False) -> Any:
         from evener.collectives.base import Promised
-        from evener.collectives.execute.worker import Worker
+        from evener.collectives.executor.worker import Worker
 
         def fail() -> torch.Tensor:
             raise RankTimeoutError("rank 1 is stopped")

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from evener.collectives.shared_memory.all_reduce import SharedMemory
+from evener.distributed.hosts import host_identity, hosts_of
+from evener.distributed.shm import slots as slots_module
+from evener.distributed.shm.segment import Announcement, Segment, describe, has_died
 from evener.errors import ConfigurationError
-from evener.runtime import slots as slots_module
-from evener.runtime.hosts import host_identity, hosts_of
-from evener.runtime.segment import Announcement, Segment, describe, has_died
 
 
 def half_sum_is_rounded_once() -> None:

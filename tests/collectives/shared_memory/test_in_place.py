@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.collectives.ddp.hook import hook
-from evener.collectives.shared_memory import homes as homes_module
+from evener.collectives.shared_memory import shared_tensors as homes_module
 from evener.collectives.shared_memory.all_reduce import SharedMemory
-from evener.collectives.shared_memory.homes import Homes
 from evener.collectives.shared_memory.in_place import Slice, slice_of
+from evener.collectives.shared_memory.shared_tensors import Homes
 from evener.errors import ConfigurationError, RankError
 
 COUNT = 400_003

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evener.collectives.choose.select import bucket_size
+from evener.collectives.tuning.select import bucket_size
 
 DEFAULT_BUCKET_NBYTES = 25 * 2**20
 """PyTorch's own."""

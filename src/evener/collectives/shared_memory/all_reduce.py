@@ -35,9 +35,9 @@ from torch import Tensor
 
 from evener.collectives.base import AllReduce, Done, Key, Work
 from evener.collectives.shared_memory.in_place import InPlace, add_terms, slice_of
+from evener.distributed.shm.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, tag_of
+from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError, EvenerError, RankError
-from evener.runtime.slots import DTYPE_CODES, ENTERED, LEFT, REDUCED, Slots, tag_of
-from evener.runtime.watchdog import TIMEOUT_SECONDS
 
 _SLOTS = 4
 _SLICE_NBYTES = 256 * 1024  # of a slot, for each rank: slices of all ranks stay in a core's cache

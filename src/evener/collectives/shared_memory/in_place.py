@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.shared_memory.homes import STRANGE, WANTED, Home, Homes
-from evener.halves import is_half
-from evener.runtime.slots import ENTERED, LEFT, Slots, tag_of
+from evener.collectives.shared_memory.shared_tensors import STRANGE, WANTED, Home, Homes
+from evener.core.half_precision import is_half
+from evener.distributed.shm.slots import ENTERED, LEFT, Slots, tag_of
 
 _CHUNK_NBYTES = 256 * 1024  # of a slice: stays in a core's cache from the addition to the last copy
 _LINE_NBYTES = 64

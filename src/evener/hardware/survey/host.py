@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from evener.hardware.cgroups import cpu_quota, memory_limit
-from evener.hardware.kernel_files import text_of
+from evener.hardware.procfs import text_of
 from evener.hardware.survey.facts import Host, NumaNode
 
 NODES = Path("/sys/devices/system/node")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from evener.hardware.kernel_files import text_of
+from evener.hardware.procfs import text_of
 from evener.hardware.survey.facts import Card
 
 PROC = Path("/proc/driver/nvidia")

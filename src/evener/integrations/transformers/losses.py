@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evener.core.losses import Loss
 from evener.errors import ConfigurationError, LossError
-from evener.integrations.dictionaries import token_loss
-from evener.integrations.transformers.routers import balanced
-from evener.losses import Loss
+from evener.integrations.hf_outputs import token_loss
+from evener.integrations.transformers.router_loss import balanced
 
 _OF_TOKENS = {
     "ForCausalLM": True,

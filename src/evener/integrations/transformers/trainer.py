@@ -19,10 +19,15 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, get_last_checkpoint
 
-from evener.config import RunConfig
+from evener.core.config.run_config import RunConfig
+from evener.core.losses import Loss
+from evener.core.records import RunSummary
+from evener.core.task.task import Task
+from evener.core.task.validation import check_dataset
+from evener.distributed.environment import detect
+from evener.distributed.launch.launch import is_launched, launch
+from evener.distributed.launch.process_count import Headcount
 from evener.errors import ConfigurationError
-from evener.fitting import check_plan, fit
-from evener.given import check_dataset
 from evener.integrations.transformers.arguments import (
     SAID_OTHERWISE,
     check_arguments,
@@ -31,24 +36,19 @@ from evener.integrations.transformers.arguments import (
     length,
     settings_in,
 )
-from evener.integrations.transformers.assessing import Applied, Assessment, tell
 from evener.integrations.transformers.batches import Collation
-from evener.integrations.transformers.following import ENGINE, Followed, Following
-from evener.integrations.transformers.given import copied, model_of, usual_collator
+from evener.integrations.transformers.callbacks import Told
+from evener.integrations.transformers.evaluation import Applied, Assessment, tell
 from evener.integrations.transformers.losses import check_own_loss, loss_of
-from evener.integrations.transformers.optimizing import bound_again, made_again, optimizer_of, scheduler_of
-from evener.integrations.transformers.routers import forward_for
-from evener.integrations.transformers.sampling import Sampling, sampling_of
-from evener.integrations.transformers.told import Told
-from evener.losses import Loss
+from evener.integrations.transformers.model_init import copied, model_of, usual_collator
+from evener.integrations.transformers.optimizers import bound_again, made_again, optimizer_of, scheduler_of
+from evener.integrations.transformers.router_loss import forward_for
+from evener.integrations.transformers.sampler import Sampling, sampling_of
+from evener.integrations.transformers.trainer_state import ENGINE, Followed, Following
 from evener.nn import exact_dropout
-from evener.nn.names import clean_name
-from evener.records import RunSummary
-from evener.running import Trained
-from evener.runtime.environment import detect
-from evener.runtime.headcount import Headcount
-from evener.runtime.launch import is_launched, launch
-from evener.task import Task
+from evener.nn.fqn import clean_name
+from evener.training.fit import check_plan, fit
+from evener.training.run import Trained
 
 
 class Trainer(Told):

@@ -1,0 +1,153 @@
+"""How batches are divided from a step on: what has been decided, as data.
+
+Two divisions may take turns, so that the steps of each can be compared with those of the other next to them::
+
+    step        e    e+1  e+2  e+3  e+4  e+5 ...
+    division    new  old  old  new  new  old
+
+Each comes before the other as often as after it, so that a steady drift of the machine favours neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, Protocol
+
+from evener.balance.shares import solve
+from evener.balance.time_model import Line
+
+Caps = Sequence[int | None]
+
+
+class Divides(Protocol):
+    """A way to divide any batch."""
+
+    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+        """The shares. Raises ShareError where the caps forbid it.
+
+        Args:
+            placeholder: Samples that a rank without a share computes all the same. So many are no gain to save: each
+                rank gets them, where the batch has enough.
+        """
+
+    def near(self, shares: Sequence[int]) -> Divides:
+        """By the same lines, but not at once far below ``shares``."""
+
+    def seconds(self, rank: int, n: int) -> float:
+        """What ``n`` samples take a rank."""
+
+    def slowest(self, shares: Sequence[int]) -> float:
+        """What the slowest rank takes."""
+
+    def values(self) -> list[Any]:
+        """As plain values that JSON can hold."""
+
+
+LEAST_PART = 0.25
+"""A change leaves each rank at least this part of its share: a line is not trusted far from what was measured."""
+CERTAIN = 6
+"""Samples up to which a share may become 0 at once: what is left to find out is little."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Shares by the ranks' lines."""
+
+    lines: tuple[Line, ...]
+    floors: tuple[float, ...] = ()
+    """The least parts of the batch of each rank; none: 0."""
+
+    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+        """See :class:`Divides`."""
+        return solve(self._times(batch_size, quantum, placeholder), batch_size, caps, quantum)
+
+    def _times(self, batch_size: int, quantum: int, placeholder: int) -> list[Callable[[int], float]]:
+        floors = self.floors or (0.0,) * len(self.lines)
+        free = placeholder if batch_size >= placeholder * len(self.lines) else 0
+        least = [max(free, int(floor * batch_size) // quantum * quantum) for floor in floors]
+        return [_free_up_to(line, n) for line, n in zip(self.lines, least, strict=True)]
+
+    def values(self) -> list[Any]:
+        return [[list(astuple(line)) for line in self.lines], list(self.floors)]
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> Division:
+        lines, floors = values
+        return cls(tuple(Line.from_values(line) for line in lines), tuple(floors))
+
+    def near(self, shares: Sequence[int]) -> Division:
+        total = max(1, sum(shares))
+        least = [LEAST_PART * n / total if n > CERTAIN else 0.0 for n in shares]
+        return Division(self.lines, tuple(least) if any(least) else ())
+
+    def seconds(self, rank: int, n: int) -> float:
+        return self.lines[rank](n)
+
+    def slowest(self, shares: Sequence[int]) -> float:
+        return max(line(n) for line, n in zip(self.lines, shares, strict=True))
+
+
+def _free_up_to(line: Line, least: int) -> Callable[[int], float]:
+    return (lambda n: 0.0 if n <= least else line(n)) if least else line
+
+
+@dataclass
+class Rule:
+    """How any batch is divided from step ``effective`` on."""
+
+    effective: int
+    division: Divides
+    challenger: Divides | None = None
+    """What takes turns with ``division``, and begins."""
+    probe: int | None = None
+    """An idle rank that gets one quantum nevertheless."""
+    solved: dict[tuple[bool, int], list[int]] = field(default_factory=dict, repr=False)
+
+    def values(self) -> list[Any]:
+        """The rule as plain values that JSON can hold."""
+        challenger = self.challenger and self.challenger.values()
+        return [self.effective, self.division.values(), challenger, self.probe]
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> Rule:
+        if len(values) == 3:  # written before divisions could take turns
+            effective, lines, probe = values
+            return cls(effective, Division.from_values((lines, ())), probe=probe)
+        effective, division, challenger, probe = values
+        tried = Division.from_values(challenger) if challenger else None
+        return cls(effective, Division.from_values(division), tried, probe)
+
+    def challenges(self, step: int) -> bool:
+        """Whether it is the challenger's turn."""
+        return self.challenger is not None and (step - self.effective) % 4 in (0, 3)
+
+    def divide(self, step: int, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+        """The shares, solved once for each batch size; otherwise as a division's."""
+        key = self.challenges(step), batch_size
+        if key not in self.solved:
+            self.solved[key] = self._solve(*key, caps, quantum, placeholder)
+        return list(self.solved[key])
+
+    def _solve(
+        self, challenges: bool, batch_size: int, caps: Caps, quantum: int, placeholder: int
+    ) -> list[int]:
+        division = self.challenger if challenges and self.challenger else self.division
+        shares = division(batch_size, caps, quantum, placeholder)
+        if self.probe is None or shares[self.probe]:
+            return shares
+        donor = max(range(len(shares)), key=shares.__getitem__)
+        if shares[donor] >= 2 * quantum:
+            shares[donor] -= quantum
+            shares[self.probe] += quantum
+        return shares
+
+
+def tilted(lines: Sequence[Line], step: int, spread: float) -> Division:
+    """Odd and even ranks take larger and smaller shares than with ``lines``, in turn."""
+    return Division(
+        tuple(
+            line.scaled(1.0 / (1.0 + spread if (rank + step) % 2 else 1.0 - spread))
+            for rank, line in enumerate(lines)
+        )
+    )

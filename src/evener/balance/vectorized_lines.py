@@ -1,0 +1,163 @@
+"""The lines of many ranks as arrays, and the shares by them: what a look at thousands of ranks may cost.
+
+The same shares as :func:`~evener.balance.shares.solve` gives, found without going from rank to rank. Every rank of a
+run computes them from the same numbers and must come to the same shares on any processor. So there is nothing here but
+sums, products, quotients, roots and comparisons, which IEEE 754 rounds in one way only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evener.balance.division import CERTAIN, LEAST_PART, Caps, Division
+from evener.balance.shares import too_small
+from evener.balance.time_model import Line
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """For each rank the line of :class:`~evener.balance.time_model.Line`."""
+
+    overhead_seconds: Array
+    seconds_per_sample: Array
+    cliffs: tuple[tuple[Array, Array], ...] = ()
+    """Of each rank a size and seconds; a size without end where it has none."""
+
+    def __len__(self) -> int:
+        return len(self.overhead_seconds)
+
+    def __getitem__(self, rank: int) -> Line:
+        cliffs = [(float(sizes[rank]), float(least[rank])) for sizes, least in self.cliffs]
+        own = tuple((int(size), least) for size, least in cliffs if size < math.inf)
+        return Line(float(self.overhead_seconds[rank]), float(self.seconds_per_sample[rank]), own)
+
+    def __call__(self, n: Array) -> Array:
+        """Seconds for ``n[rank]`` samples of each rank."""
+        seconds = self.overhead_seconds + self.seconds_per_sample * n
+        for sizes, least in self.cliffs:
+            seconds = np.where((sizes <= n) & (least > seconds), least, seconds)
+        return np.where(n <= 0, 0.0, seconds)
+
+    def scaled(self, factors: Array) -> Lines:
+        """The same devices, each so many times as slow."""
+        cliffs = tuple((sizes, least * factors) for sizes, least in self.cliffs)
+        return Lines(self.overhead_seconds * factors, self.seconds_per_sample * factors, cliffs)
+
+    def tilted(self, step: int, spread: float) -> Lines:
+        """As :func:`~evener.balance.division.tilted`."""
+        odd = (np.arange(len(self)) + step) % 2 == 1
+        return self.scaled(np.where(odd, 1.0 / (1.0 + spread), 1.0 / (1.0 - spread)))
+
+    @classmethod
+    def even(cls, ranks: int) -> Lines:
+        """Of ranks of which nothing is known."""
+        return cls(np.zeros(ranks), np.ones(ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class DivisionOfMany:
+    """Shares by the lines of many ranks; see :class:`~evener.balance.division.Divides`."""
+
+    lines: Lines
+    floors: Array | None = None
+    """The least parts of the batch of each rank; None: 0."""
+
+    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+        found: list[int] = _Solver(self, batch_size, caps, quantum, placeholder).shares.astype(int).tolist()
+        return found
+
+    def near(self, shares: Sequence[int]) -> DivisionOfMany:
+        old = np.array(shares, dtype=np.float64)
+        least = np.where(old > CERTAIN, LEAST_PART * old / max(1, sum(shares)), 0.0)
+        return replace(self, floors=least if least.any() else None)
+
+    def seconds(self, rank: int, n: int) -> float:
+        return self.lines[rank](n)
+
+    def slowest(self, shares: Sequence[int]) -> float:
+        return float(self.lines(np.array(shares, dtype=np.float64)).max())
+
+    def values(self) -> list[Any]:
+        lines = tuple(self.lines[rank] for rank in range(len(self.lines)))
+        return Division(lines, () if self.floors is None else tuple(self.floors.tolist())).values()
+
+
+class _Solver:
+    """One batch, divided."""
+
+    def __init__(
+        self, division: DivisionOfMany, batch_size: int, caps: Caps, quantum: int, placeholder: int
+    ) -> None:
+        self._lines, self._quantum, ranks = division.lines, quantum, len(division.lines)
+        capped = np.array(caps, dtype=np.float64)  # of None, NaN
+        self._limits = np.where(capped < batch_size, capped, batch_size).astype(int)
+        self._room = self._limits // quantum
+        floors = np.zeros(ranks) if division.floors is None else division.floors
+        free = placeholder if batch_size >= placeholder * ranks else 0
+        self._free = np.maximum(free, (floors * batch_size).astype(int) // quantum * quantum)
+        steps, self._remainder = divmod(batch_size, quantum)
+        if int(self._room.sum()) < steps:
+            raise too_small(self._limits.tolist(), batch_size, quantum)
+        self.shares = self._with_remainder(self._units(steps) * quantum)
+
+    def _seconds(self, n: Array) -> Array:
+        return np.where(n <= self._free, 0.0, self._lines(n.astype(np.float64)))
+
+    def _units(self, steps: int) -> NDArray[Any]:
+        """What a greedy gives that hands each quantum to the rank which then ends soonest, the lower of two: all that
+        end before some time, and of those that end at just that time the ones of lower ranks."""
+        working = self._room > 0
+        low = float(self._seconds(np.full(len(self._room), self._quantum))[working].min(initial=0.0))
+        high = float(self._seconds(self._room * self._quantum).max())
+        given = np.zeros_like(self._room)
+        while low < (middle := (low + high) / 2) < high and int(given.sum()) < steps:
+            found = self._within(middle)
+            if int(found.sum()) <= steps:
+                low, given = middle, found
+            else:
+                high = middle
+        more = self._within(high) - given
+        before = np.cumsum(more) - more
+        units: NDArray[Any] = given + np.clip(steps - int(given.sum()) - before, 0, more)
+        return units
+
+    def _within(self, seconds: float) -> NDArray[Any]:
+        """Quanta that each rank finishes in so long."""
+        quantum, room = self._quantum, self._room
+        lines = self._lines
+        within = (seconds - lines.overhead_seconds) / (lines.seconds_per_sample * quantum)
+        units = np.clip(within, 0, room).astype(int)
+        while (more := (units < room) & (self._on_line(units + 1) <= seconds)).any():
+            units = units + more
+        while (less := (units > 0) & (self._on_line(units) > seconds)).any():
+            units = units - less
+        for sizes, least in lines.cliffs:
+            below = np.where(least > seconds, np.ceil(sizes / quantum) - 1, np.inf)
+            units = np.minimum(units, below).astype(int)
+        found: NDArray[Any] = np.maximum(units, np.minimum(self._free // quantum, room))
+        return found
+
+    def _on_line(self, units: NDArray[Any]) -> Array:
+        lines = self._lines
+        seconds: Array = lines.overhead_seconds + lines.seconds_per_sample * (units * self._quantum)
+        return seconds
+
+    def _with_remainder(self, shares: NDArray[Any]) -> NDArray[Any]:
+        """What is no whole quantum goes to the one rank that ends soonest with it."""
+        remainder = self._remainder
+        if not remainder:
+            return shares
+        fits = shares + remainder <= self._limits
+        if not fits.any():
+            raise too_small(self._limits.tolist(), int(shares.sum()) + remainder, self._quantum)
+        ends = np.where(fits, self._seconds(shares + remainder), np.inf)
+        shares[int(np.argmin(ends))] += remainder
+        return shares

@@ -1,0 +1,134 @@
+"""How ``torch.distributed.checkpoint`` writes and reads a piece of a tensor.
+
+PyTorch cuts a DTensor into equal pieces, and these may be of any length. An object with two methods of certain names
+may say itself which part of a whole it holds: the planners ask for them before they look at types. The names have two
+underscores on each side and no documentation, so that tests/torch_internals/test_torch_names.py holds them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from evener.components.sharded_tensor.shard_spec import Box, Slice
+from evener.components.state_dict import Held
+
+
+class Piece:
+    """What this rank holds of a divided tensor."""
+
+    def __init__(self, held: Tensor, piece: Slice) -> None:
+        self.held, self._piece = held.detach(), piece
+        self._whole = torch.Size(piece.whole_shape(held.shape))
+        # Without empty ones, whose place would be that of another rank's part.
+        self._parts = {box.whole: _view(self.held, box) for box in piece.boxes(held.shape) if all(box.shape)}
+
+    @classmethod
+    def of(cls, value: Tensor, piece: Slice | None) -> Piece | Tensor:
+        """``value`` as it is written: a piece, or all of it."""
+        return cls(value, piece) if piece else value.detach()
+
+    @classmethod
+    def room(cls, key: str, entry: TensorStorageMetadata, held: Held) -> Piece | Tensor:
+        """Memory for what this rank needs of the saved tensor ``key``."""
+        kind, _, name = key.partition("/")
+        name = name if kind == "model" else name.rpartition("/")[0]
+        piece, parameter = held.slices.get(name), held.model.get(name)
+        if (
+            piece
+            and isinstance(parameter, Tensor)
+            and tuple(entry.size) == piece.whole_shape(parameter.shape)
+        ):
+            return cls(torch.empty(parameter.shape, dtype=entry.properties.dtype), piece)
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def on(self, other: Tensor) -> Piece:
+        """The same piece, of what ``other`` holds."""
+        return Piece(other, self._piece)
+
+    def size(self) -> torch.Size:
+        """Of the whole."""
+        return self._whole
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.held)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Not of an empty piece, which begins where another rank's does and would be taken for that."""
+        return [
+            ChunkStorageMetadata(torch.Size(start), part.shape)
+            for start, part in self._parts.items()
+            if part.numel()
+        ]
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        """The part that begins there."""
+        assert index.offset is not None
+        return self._parts[tuple(index.offset)]
+
+
+def _view(held: Tensor, box: Box) -> Tensor:
+    return held[
+        tuple(slice(start, start + length) for start, length in zip(box.held, box.shape, strict=True))
+    ]
+
+
+class PieceSaver(DefaultSavePlanner):
+    """Writes a flat state of tensors and pieces. What all ranks hold is the first rank's to write: on hosts without a
+    common disk its file is the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.at(index) if isinstance(found, Piece) else super().lookup_object(index)
+
+
+class PieceLoader(DefaultLoadPlanner):
+    """Reads into a flat state of tensors and pieces; the planner that it derives from drops what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.at(index) if isinstance(found, Piece) else super().lookup_tensor(index)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warning that one process saves or loads alone, which is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
+        yield

@@ -1,0 +1,61 @@
+"""What an evaluation adds to checkpoints: what is remembered after it, and which checkpoint is the best."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+from evener.checkpoint.layout import BEST, BEST_VALUE, EVALUATION, foreign_value, names_one, point, wrong_mark
+from evener.checkpoint.run_mark import Identity, mark_in
+from evener.checkpoint.structure import is_kept
+from evener.errors import CheckpointError
+from evener.files import read_json
+
+
+def is_of(checkpoint: Path, identity: Identity) -> bool:
+    """Whether a checkpoint is there, complete, and was written by this very run."""
+    found = mark_in(checkpoint)
+    return found is not None and found["run"] == identity.run and not wrong_mark(checkpoint)
+
+
+def write_evaluation(checkpoint: Path, kept: str) -> None:
+    """Adds to a checkpoint what is remembered after the evaluation of its weights."""
+    partial = checkpoint / f".{EVALUATION}.{os.getpid()}"
+    partial.write_text(json.dumps({"crc32": zlib.crc32(kept.encode()), "kept": kept}) + "\n")
+    partial.replace(checkpoint / EVALUATION)
+
+
+def evaluation_of(checkpoint: Path) -> str | None:
+    """What :func:`write_evaluation` wrote; None if that is not there, or damaged, so that it has to be done again."""
+    try:
+        found = read_json(checkpoint / EVALUATION)
+        kept: str = found["kept"]
+        return kept if zlib.crc32(kept.encode()) == found["crc32"] and is_kept(kept) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+# The best
+
+
+def mark_best(directory: Path, name: str, metric: str, value: float) -> None:
+    """Keeps the checkpoint ``name`` until another one is better.
+
+    Raises:
+        CheckpointError: If a file of another program has the name of the one that holds the value.
+    """
+    for path in foreign_value(directory):
+        raise CheckpointError(f"{path} is there and is not of Evener: move it away")
+    partial = directory / f".{BEST_VALUE}.{os.getpid()}"
+    partial.write_text(json.dumps({"checkpoint": name, "metric": metric, "value": value}) + "\n")
+    partial.replace(directory / BEST_VALUE)
+    point(directory / BEST, name)
+
+
+def forget_best(directory: Path) -> None:
+    """There is no best checkpoint any more, or not yet."""
+    if names_one(directory / BEST):
+        for path in (directory / BEST, *([] if foreign_value(directory) else [directory / BEST_VALUE])):
+            path.unlink(missing_ok=True)

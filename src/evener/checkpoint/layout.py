@@ -1,0 +1,392 @@
+"""The directory of checkpoints: what they are called, which is the latest and the best, and which may go."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, identity_in, lost_mark, mark_in, run_in
+from evener.core.text import few
+from evener.errors import CheckpointError, ConfigurationError
+from evener.files import read_json, read_text
+
+FORMAT = 2
+"""Of what is written here; another is refused."""
+LATEST, BEST = "latest", "best"
+BEST_VALUE = "best.json"
+REST = "rest.pt"
+EVALUATION = "evaluation.json"
+DAMAGED = "damaged-"
+"""Before the name of a checkpoint with a damaged mark, when another of the same step takes its place."""
+CHECKPOINTS = "checkpoints"
+"""The directory of checkpoints in a run directory."""
+_PREFIX = "step-"
+_LONGEST_NAME = 1000
+_NAME = re.compile(rf"{_PREFIX}([0-9]{{8,20}})")
+_PARTIAL = re.compile(rf"\.{_PREFIX}([0-9]{{8,20}})(\.[0-9a-f]{{32}})?")
+_PARTIAL_MARK = re.compile(rf"\.{re.escape(MARK)}\.[0-9]+")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay."""
+
+    last: int = 2
+    """So many of the last ones; two, so that there is one before a damaged one."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The directory of a checkpoint."""
+
+    path: Path
+    steps: int
+    identity: Identity
+    marked: bool
+    """Whether it carries Evener's mark; only then may it be removed."""
+    torn: bool = False
+    """Whether its mark is damaged, so that its run is not known; it is told of and passed over."""
+
+
+def name_of(steps: int) -> str:
+    """``step-00000120``."""
+    return f"{_PREFIX}{steps:08d}"
+
+
+def partial_of(target: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return target.with_name(f".{target.name}")
+
+
+def fresh_partial_of(target: Path) -> Path:
+    """As :func:`partial_of`, under a name that nothing has."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+
+
+# What is there
+
+
+def saved_in(directory: Path) -> list[Saved]:
+    """The checkpoints of a directory, of whatever run, the last steps first.
+
+    One that lacks a file is among them, so that whoever passes it over can say so.
+    """
+    latest = named(directory / LATEST)
+    found = []
+    for path in directory.glob(f"{_PREFIX}*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or not path.is_dir():
+            continue
+        steps = int(match[1])
+        identity = identity_in(path, steps)
+        torn = identity is None and _is_torn(path)
+        if identity is not None or torn or (path / REST).is_file() or path.name == latest:
+            found.append(Saved(path, steps, identity or UNMARKED, identity is not None, torn))
+    return sorted(found, key=lambda each: each.steps, reverse=True)
+
+
+def wrong_mark(path: Path) -> str:
+    """What is wrong with the mark of a directory with the name of a checkpoint, in words; empty if nothing is."""
+    match = _NAME.fullmatch(path.name)
+    return lost_mark(path, int(match[1])) if match else ""
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a checkpoint of Evener, by its other files, has lost its mark."""
+    return any(os.path.lexists(path / name) for name in (MARK, REST)) and bool(wrong_mark(path))
+
+
+def own_of(saved: Sequence[Saved], latest: str, run: Identity | None = None) -> list[Saved]:
+    """Those of one training: the latest first and then those before it.
+
+    Later ones than the latest are of a history that was left, and others of another run. Damaged marks do not say whose
+    they are: such checkpoints are among them, and decide nothing. ::
+
+        latest     damaged     step 4 ── step 6 ── step 8 ?    8, 6, 4: whoever reads them passes 8 over
+        latest     of `run`    step 4 ── step 6 ── step 8      8, 6, 4
+        run        branched    step 4 ── step 6 ── step 8      6, 4: it begins there, and has saved none yet
+                                           └── run
+
+    Args:
+        latest: The name of the latest, whose training it is; where that is none of them, the training to which all
+            belong.
+        run: The run to which they must belong; None if any will do.
+
+    Raises:
+        ConfigurationError: If that cannot be known.
+    """
+    known = [each for each in saved if not each.torn and (run is None or _belongs(each, run))]
+    head = next((each for each in saved if each.path.name == latest and (each.torn or each in known)), None)
+    last = head.steps if head is not None else math.inf
+    if head is None or head.torn:
+        known = [each for each in known if each.steps <= last]
+        head = next((each for each in known if all(_includes(each.identity, other) for other in known)), None)
+        if head is None and known:
+            raise ConfigurationError(
+                f"{known[0].path.parent} has checkpoints of several runs, and its file {LATEST} does not tell which of "
+                f"these to go on with: name one of {few([each.path.name for each in known])} yourself"
+            )
+    own = [each for each in known if head is not None and _includes(head.identity, each)]
+    return [each for each in saved if each.steps <= last and (each.torn or each in own)]
+
+
+def _includes(identity: Identity, other: Saved) -> bool:
+    return identity.includes(other.identity.run, other.steps)
+
+
+def _belongs(each: Saved, run: Identity) -> bool:
+    return _includes(run, each) or each.identity.knows(run.run)
+
+
+def complete(directory: Path) -> list[Path]:
+    """The checkpoints of the last run in a directory, the latest first and then those before it.
+
+    Empty if that run has none to go on from: those of an earlier one, which it does not continue, are not its own.
+
+    Raises:
+        ConfigurationError: If it cannot be known which run they are of.
+    """
+    return [each.path for each in own_of(saved_in(directory), named(directory / LATEST), _run_of(directory))]
+
+
+def _run_of(directory: Path) -> Identity | None:
+    """The run in the run directory of a directory of checkpoints, as far as that has a mark."""
+    return run_in(directory.parent) if directory.name == CHECKPOINTS else None
+
+
+def continued(checkpoint: Path, steps: int, identity: Identity) -> Identity:
+    """The run that goes on from the newest checkpoint of a directory.
+
+    It is that of the checkpoint, or one that went on from just there before and has saved nothing yet.
+    """
+    run = _run_of(checkpoint.parent)
+    return run if run is not None and run.history[-1:] == ((identity.run, steps),) else identity
+
+
+def named(pointer: Path) -> str:
+    """The checkpoint that ``latest`` or ``best`` names; empty if there is no such pointer."""
+    try:
+        name = read_text(pointer, _LONGEST_NAME).strip()
+    except (OSError, ValueError):
+        return ""
+    return "" if "/" in name or "\0" in name or name == ".." else name
+
+
+def names_one(pointer: Path) -> bool:
+    """Whether ``latest`` or ``best`` names something that may be a checkpoint."""
+    return _NAME.fullmatch(named(pointer)) is not None
+
+
+def candidates(path: Path) -> list[Path]:
+    """What may be meant by a run directory, a directory of checkpoints, one of these, or a pointer, best first.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    if _is_checkpoint(path):
+        return [path]
+    if path.name == BEST and path.is_file():
+        return [_best_in(path.parent)]
+    places = [path.parent] if path.name == LATEST and path.is_file() else [path, path / CHECKPOINTS]
+    for directory in places:
+        if found := complete(directory):
+            return found
+    others = [each.path for directory in places for each in saved_in(directory)]
+    if others:
+        raise ConfigurationError(
+            f"no checkpoint at {path}: the run there has saved none yet. Those in {others[0].parent} are of an earlier "
+            f"run: name one of them to go on from it ({few([other.name for other in others])})"
+        )
+    raise ConfigurationError(f"no checkpoint at {path}: there is no {path / CHECKPOINTS / LATEST}")
+
+
+def _best_in(directory: Path) -> Path:
+    own = directory / named(directory / BEST)
+    if own not in (each.path for each in saved_in(directory)):
+        raise ConfigurationError(f"{directory / BEST} names {own.name!r}, and no such checkpoint is there")
+    return own
+
+
+def is_by_directory(path: Path) -> bool:
+    """Whether the path names a directory of checkpoints, or its latest, rather than one of them."""
+    return path.name != BEST and not _is_checkpoint(path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / REST).is_file() or (_NAME.fullmatch(path.name) is not None and mark_in(path) is not None)
+
+
+def lost_latest(directory: Path) -> str:
+    """In words, that ``latest`` names no checkpoint that is there; empty if it does, or does not exist."""
+    pointer = directory / LATEST
+    name = named(pointer)
+    if not os.path.lexists(pointer) or (_NAME.fullmatch(name) and (directory / name).is_dir()):
+        return ""
+    return f"{pointer} names {name!r}, and no such checkpoint is there"
+
+
+# What is written, and what goes
+
+
+def refuse_unwritable(directory: Path) -> None:
+    """Raises ConfigurationError if no checkpoint can be written there, whoever's what is there is."""
+    if directory.is_symlink() and not directory.exists():
+        raise ConfigurationError(
+            f"{directory} is a symbolic link to {os.readlink(directory)}, which is not there: make that directory, or "
+            "remove the link"
+        )
+    latest = directory / LATEST
+    wrong = f"{latest} is a directory" if latest.is_dir() and not latest.is_symlink() else ""
+    wrong = f"{directory} is no directory" if directory.exists() and not directory.is_dir() else wrong
+    if wrong:
+        raise ConfigurationError(f"{wrong}, so that no checkpoint can be saved: move it away, or use another")
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raises ConfigurationError if something of another program has a name that a checkpoint or pointer will need."""
+    if not directory.is_dir():
+        return
+    known = [each.path for each in saved_in(directory)]
+    alike = [path for path in directory.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name)]
+    pointers = foreign_pointers(directory) + foreign_value(directory)
+    strange = [path.name for path in (*alike, *pointers) if path not in known]
+    if strange:
+        raise ConfigurationError(
+            f"{directory} has {few(sorted(strange))}, which is not of Evener and has a name that a checkpoint will "
+            "need: move it away, or choose another directory"
+        )
+
+
+def foreign_pointers(directory: Path) -> list[Path]:
+    """Files with the names of pointers that are not of Evener: none of its checkpoints is there, and they name none."""
+    if any(each.marked for each in saved_in(directory)):
+        return []
+    pointers = (directory / LATEST, directory / BEST)
+    return [path for path in pointers if os.path.lexists(path) and not names_one(path)]
+
+
+def foreign_value(directory: Path) -> list[Path]:
+    """The file with the name of the one that holds the best value, if it is not of Evener; else none."""
+    path = directory / BEST_VALUE
+    if not os.path.lexists(path) or names_one(directory / BEST):
+        return []
+    try:
+        own = _NAME.fullmatch(read_json(path)["checkpoint"]) is not None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        own = False
+    return [] if own else [path]
+
+
+def publish(target: Path, keep: Keep) -> None:
+    """Makes what was written the latest, and removes what is not kept.
+
+    Raises:
+        CheckpointError: If something that is not of Evener has the checkpoint's name.
+    """
+    if os.path.lexists(target):  # of the same step: out of the way in no time, to be removed with the others
+        refuse_to_replace(target)
+        aside = target.with_name(f"{DAMAGED}{target.name}-{uuid.uuid4().hex[:8]}")
+        target.rename(fresh_partial_of(target) if is_marked(target) else aside)
+    partial_of(target).rename(target)
+    _sync(target.parent)
+    point(target.parent / LATEST, target.name)
+    _prune(target, keep)
+
+
+def refuse_to_replace(*checkpoints: Path) -> None:
+    """Raises CheckpointError for something that is not of Evener, be it a checkpoint or a pointer."""
+    foreign = [path for path in checkpoints if os.path.lexists(path) and not _is_ours(path)]
+    for path in (*foreign, *foreign_pointers(checkpoints[0].parent)):
+        raise CheckpointError(f"{path} is there and is not of Evener: move it away")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it may be moved out of the way: removed if it is marked, and kept if its mark is damaged."""
+    return is_marked(path) or _is_unmarked_partial(path) or (_is_torn(path) and not path.is_symlink())
+
+
+def _is_unmarked_partial(path: Path) -> bool:
+    """Whether a save died between making this directory and marking it."""
+    is_partial = _PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    return bool(is_partial) and all(_PARTIAL_MARK.fullmatch(file.name) for file in path.iterdir())
+
+
+def point(pointer: Path, name: str) -> None:
+    """Has ``latest`` or ``best`` name a checkpoint, in one step."""
+    partial = pointer.with_name(f".{pointer.name}.{os.getpid()}")
+    with partial.open("w") as file:
+        file.write(name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(pointer)
+    _sync(pointer.parent)
+
+
+def _sync(directory: Path) -> None:
+    """What was renamed in it is on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prune(target: Path, keep: Keep) -> None:
+    """Removes what is not kept; also what saves that were broken off have left.
+
+    Checkpoints of an earlier run go when this one has as many of its own as are kept.
+    """
+    directory = target.parent
+    marked = [each for each in saved_in(directory) if each.marked]
+    own = own_of(marked, target.name)
+    others = [each for each in marked if each not in own]
+    stays = {each.path.name for each in (own + others)[: keep.last]}
+    stays |= {each.path.name for each in own if each.path.name == named(directory / BEST)}
+    for path in directory.glob(f"*{_PREFIX}*"):
+        if path.name not in stays and (is_marked(path) or _is_unmarked_partial(path)):
+            remove(path)
+    if not os.path.lexists(directory / named(directory / BEST)):
+        (directory / BEST).unlink(missing_ok=True)
+
+
+def is_marked(path: Path) -> bool:
+    """Whether Evener wrote this directory under this name, as a checkpoint or for a save that was broken off."""
+    match = _NAME.fullmatch(path.name) or _PARTIAL.fullmatch(path.name)
+    return match is not None and not path.is_symlink() and identity_in(path, int(match[1])) is not None
+
+
+_OWN_FILES = (REST, "sums.json", EVALUATION, "tensors.json", ".metadata", ".metadata.tmp")
+
+
+def remove(checkpoint: Path) -> None:
+    """Removes a checkpoint that carries Evener's mark: its own files, and the directory if it holds no more.
+
+    The mark goes last, so that a removal that is broken off is completed by the next.
+    """
+    with suppress(OSError):
+        gone = checkpoint
+        if _NAME.fullmatch(checkpoint.name):
+            gone = checkpoint.rename(fresh_partial_of(checkpoint))
+        torn = [path for name in (*_OWN_FILES, MARK) for path in gone.glob(f".{name}.*")]
+        for path in (*gone.glob("__*.distcp"), *(gone / name for name in _OWN_FILES), *torn, gone / MARK):
+            path.unlink(missing_ok=True)
+        if any(gone.iterdir()):  # files of the user's
+            gone.rename(checkpoint)
+        else:
+            gone.rmdir()
+
+
+def clear(directory: Path) -> None:
+    """Removes all checkpoints that carry Evener's mark, and the pointers to them."""
+    for path in directory.glob(f"*{_PREFIX}*"):
+        if is_marked(path) or _is_unmarked_partial(path):
+            remove(path)
+    for pointer in (LATEST, BEST):
+        if names_one(directory / pointer):
+            (directory / pointer).unlink()

@@ -1,0 +1,122 @@
+"""Which form the parts of a checkpoint have that are no tensors: a stranger may have written others.
+
+What is read here is taken up much later, by an optimizer, a scheduler or an observer. There something of another form
+would end in a traceback, or worse, be used. So all of it is checked where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from evener.checkpoint.run_mark import Identity
+from evener.files import parsed
+
+Check = Callable[[Any], bool]
+
+
+def lacks(rest: Any) -> str:
+    """The parts of ``rest.pt`` that are missing or of another form, in words; empty if none is."""
+    wrong = [name for name, check in _PARTS.items() if not check(rest.get(name))]
+    wrong += [
+        name for name, check in _FURTHER.items() if rest.get(name) is not None and not check(rest[name])
+    ]
+    return ", ".join(wrong)
+
+
+def parameters_of(optimizer: Mapping[str, Any]) -> set[str]:
+    """The names of the parameters that an optimizer of the right form updates."""
+    return {name for group in optimizer["groups"] for name in group["params"]}
+
+
+def is_kept(found: Any) -> bool:
+    """Whether it is what a run remembers beside its weights, in JSON."""
+    try:
+        parts = parsed(found)
+    except (TypeError, ValueError):
+        return False
+    if not _is_dict(parts, _is_named):
+        return False
+    best, guard = parts.get("best", {}), parts.get("guard")
+    return (not best or _has(best, _BEST)) and (guard is None or _has(guard, {"empty": _is_count}))
+
+
+def _is(*kinds: type[Any]) -> Check:
+    """Exactly of one of these types: True is no number."""
+    return lambda value: type(value) in kinds
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_dict(value: Any, check: Check) -> bool:
+    """Whether it is a dictionary by names of what passes the check."""
+    return isinstance(value, dict) and all(type(key) is str and check(each) for key, each in value.items())
+
+
+def _is_named(value: Any) -> bool:
+    return _is_dict(value, lambda _: True)
+
+
+def _is_list(value: Any, check: Check) -> bool:
+    return isinstance(value, list) and all(map(check, value))
+
+
+def _has(value: Any, parts: Mapping[str, Check]) -> bool:
+    return _is_named(value) and all(name in value and check(value[name]) for name, check in parts.items())
+
+
+def _is_group(value: Any) -> bool:
+    return _has(value, {"params": lambda names: _is_list(names, _is(str))})
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        _has(value, _OPTIMIZER) and value["state"].keys() <= parameters_of(value)  # nobody takes up others
+    )
+
+
+def _is_identity(value: Any) -> bool:
+    try:
+        Identity.from_plain(value)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+_PROGRESS: dict[str, Check] = {
+    **dict.fromkeys(("epoch", "position", "steps", "samples"), _is_count),
+    "seed": _is(int),
+    "batch_size": _is(int),
+    "length": _is(int, type(None)),
+    "parts": _is(list, type(None)),
+}
+_OPTIMIZER: dict[str, Check] = {
+    "class": _is(str),
+    "state": lambda state: _is_dict(state, _is(dict)),
+    "groups": lambda groups: _is_list(groups, _is_group),
+}
+_BEST: dict[str, Check] = {"metric": _is(str), "lowest": _is(bool), "value": _is(int, float)}
+_SAID: dict[str, Check] = {
+    "options": lambda groups: _is_list(groups, lambda group: _is_dict(group, _is(str))),
+    "scheduler": lambda facts: _is_dict(facts, _is(str)),
+    "losses": lambda facts: _is_dict(facts, _is(str)),
+    "trained": lambda names: _is_dict(names, _is(bool)),
+}
+_PARTS: dict[str, Check] = {
+    "format": _is(int),
+    "ranks": _is_count,
+    "progress": lambda value: _has(value, _PROGRESS),
+    "optimizer": _is_optimizer,
+    "model": _is_named,
+    "data": _is(dict),
+    "settings": _is_named,
+}
+_FURTHER: dict[str, Check] = {
+    "identity": _is_identity,
+    "kept": is_kept,
+    "said": lambda value: _has(value, _SAID),
+    **dict.fromkeys(("balancer", "scheduler", "loss_scale"), _is_named),
+}
+"""Parts that a checkpoint of an earlier version has not."""

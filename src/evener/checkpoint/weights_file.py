@@ -1,0 +1,351 @@
+"""Plain weights out of a run and into one: a file of tensors by the names of the plain model, and nothing else.
+
+Out goes a file of safetensors, which PyTorch loads without Evener. It is written tensor by tensor as they come from the
+checkpoint, so that no more than one of them is in memory; the library itself writes only what it is given whole::
+
+    8 bytes   length of the header
+    header    JSON: {"__metadata__": {...}, NAME: {"dtype", "shape", "data_offsets"}, ...}, padded to 8 bytes
+    data      the tensors, one behind the other, little-endian
+
+Weights that are tied stand there under each of their names, as ``load_state_dict`` wants them; a reader that knows one
+name of them alone is not made.
+
+In come safetensors or what ``torch.save`` wrote of a ``state_dict``. Rank 0 reads them into its model before the first
+weights are shared, which every strategy does in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from evener import checkpoint
+from evener.components.model_init import settle_on
+from evener.core.config.run_config import RunConfig
+from evener.core.os_errors import in_words
+from evener.core.text import few, from_here
+from evener.errors import ConfigurationError, DataError
+from evener.nn.fqn import clean_name
+
+_PREFIX = "model/"
+_ABOUT = "__metadata__"
+"""In a file of safetensors, the name of what is no tensor."""
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+# Out
+
+
+def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Path:
+    """Writes the weights of a checkpoint as safetensors; returns the file.
+
+    Args:
+        run: A run directory, of which the latest checkpoint is taken, or a checkpoint.
+        to: The file; None is ``step-N.safetensors`` in the run directory.
+        overwrite: Whether a file that is there is replaced.
+
+    Raises:
+        ConfigurationError: If there is no checkpoint, or the file is there already.
+        DataError: If the checkpoint cannot be read, or holds something that is no dense tensor.
+        StorageError: If the file cannot be written.
+    """
+    found = checkpoint.find(run)
+    home = found.path.parent
+    home = home.parent if home.name == "checkpoints" else home
+    to = to or home / f"{found.path.name}.safetensors"
+    if to.exists() and not overwrite:
+        raise ConfigurationError(
+            f"{to} is there already: name another file with --to, or replace it with --overwrite"
+        )
+    entries = _entries(found)
+    if _ABOUT in entries:
+        raise DataError(
+            f"{found.path} has a weight with the name {_ABOUT}, under which safetensors has none; take the weights "
+            "from the checkpoint with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+        )
+    about = {"format": "pt", "steps": str(found.rest["progress"]["steps"])}
+    with in_words(f"the weights cannot be written to {to}"), whole_file(to) as file:
+        file.write(_header(entries, about))
+        for name in entries:
+            file.write(_bytes(_read(found, name, entries[name])))
+    return to
+
+
+def _entries(found: checkpoint.Found) -> dict[str, TensorStorageMetadata]:
+    """What the checkpoint holds of the model, by name."""
+    entries = {
+        key.removeprefix(_PREFIX): entry
+        for key, entry in sorted(found.stored().items())
+        if key.startswith(_PREFIX)
+    }
+    others = sorted(found.rest.get("model", {}))
+    others += [name for name, entry in entries.items() if entry.properties.dtype not in _TYPES]
+    if others:
+        raise DataError(
+            f"{found.path} holds more of the model than safetensors can: {', '.join(others[:3])} "
+            f"({len(others)} in all) is no dense tensor of a type that it has; take them from the checkpoint with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+        )
+    return entries
+
+
+def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, str]) -> bytes:
+    words: dict[str, Any] = {_ABOUT: dict(about)}
+    offset = 0
+    for name, entry in entries.items():
+        dtype = entry.properties.dtype
+        nbytes = entry.size.numel() * dtype.itemsize
+        place = {"shape": list(entry.size), "data_offsets": [offset, offset + nbytes]}
+        words[name] = {"dtype": _TYPES[dtype], **place}
+        offset += nbytes
+    text = json.dumps(words).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _read(found: checkpoint.Found, name: str, entry: TensorStorageMetadata) -> Tensor:
+    tensor = torch.zeros(entry.size, dtype=entry.properties.dtype)  # and never what lay in memory before
+    found.fill({_PREFIX + name: tensor})
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The memory of a tensor; of an empty one, which cannot be seen as bytes, nothing."""
+    assert sys.byteorder == "little"
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there when all of it is on disk, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+# In
+
+
+def filler(config: RunConfig) -> Callable[[nn.Module], None]:
+    """What fills a model with the weights that the settings name; with none it leaves it as it is.
+
+    Weights of float64 are not rounded to float32 on their way into a model that is about to be of float64.
+    """
+    path = config.weights
+
+    def fill_model(model: nn.Module) -> None:
+        if path is None:
+            return
+        if config.dtype == "float64":
+            place = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+            settle_on(model, place, torch.float64)
+        fill(model, read_weights(path), str(path))
+
+    return fill_model
+
+
+def read_weights(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a file or a checkpoint by name, each read from disk when it is asked for.
+
+    Raises:
+        ConfigurationError: If there is no such file.
+        DataError: If it is neither safetensors nor a plain ``state_dict``, or holds more than tensors.
+    """
+    if path.is_dir():
+        return _Stored(checkpoint.find(path))
+    if not path.is_file():
+        raise ConfigurationError(
+            f"there are no weights at {from_here(path)}: name a file of safetensors (evener export writes one) or of a "
+            "state_dict, a run directory or a checkpoint"
+        )
+    with in_words(f"the weights cannot be read from {path}"):
+        return _safetensors(path) if _is_safetensors(path) else _state_dict(path)
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        begin = file.read(9)
+    return path.suffix == ".safetensors" or begin[8:9] == b"{"
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """The tensors of an open file of safetensors."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._names = list(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _Stored(Mapping[str, Tensor]):
+    """The tensors of the model in a checkpoint."""
+
+    def __init__(self, found: checkpoint.Found) -> None:
+        self._found, self._entries = found, _entries(found)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _read(self._found, name, self._entries[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _safetensors(path: Path) -> Mapping[str, Tensor]:
+    try:
+        return _Lazy(safe_open(path, framework="pt"))
+    except SafetensorError as error:
+        raise DataError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _state_dict(path: Path) -> Mapping[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path} is refused: it is no safetensors, and torch.load(weights_only=True) says "
+            f"{str(error).splitlines()[0][:200]!r}. A file that holds more than tensors could run any program here: "
+            "save model.state_dict() alone, or safetensors"
+        ) from error
+    strange = _no_tensors(state)
+    if strange:
+        raise DataError(
+            f"{path} holds {strange}; weights are tensors by name, as in torch.save(model.state_dict(), PATH)"
+        )
+    weights: Mapping[str, Tensor] = state
+    return weights
+
+
+def _no_tensors(state: Any) -> str:
+    """What is wrong with ``state`` as tensors by name; nothing if it is that."""
+    if not isinstance(state, Mapping):
+        return f"a {type(state).__name__}"
+    for name, value in state.items():
+        if not isinstance(name, str):
+            return f"a {type(name).__name__} for a name"
+        if not isinstance(value, Tensor):
+            return f"a {type(value).__name__} under {name!r}"
+        if value.is_meta or value.layout is not torch.strided or value.is_quantized:
+            return f"a tensor without plain numbers under {name!r}"
+    return ""
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Copies plain weights into a model that is whole; nothing changes where they are refused.
+
+    Names may be those of the model in DDP or ``torch.compile``. Of tied weights one name is enough.
+
+    Args:
+        source: What errors call the weights.
+
+    Raises:
+        ConfigurationError: If names or shapes are not those of the model.
+        DataError: If a weight is not finite.
+    """
+    given = {_plain(name, weights): name for name in weights}
+    own = {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    own = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    _check_names(own, given, source)
+    _each(own, given, weights, lambda name, value, tensor: _check(name, value, tensor, source))
+    _each(own, given, weights, lambda name, value, tensor: value.copy_(tensor))
+
+
+def _each(
+    own: Mapping[str, Tensor],
+    given: Mapping[str, str],
+    weights: Mapping[str, Tensor],
+    act: Callable[[str, Tensor, Tensor], object],
+) -> None:
+    for name, value in own.items():
+        if name in given:
+            act(name, value, weights[given[name]])
+
+
+def _plain(name: str, names: Mapping[str, Any]) -> str:
+    """Without what wrappers put into it; ``module.`` is DDP's where all names begin so."""
+    wrapped = all(other.startswith("module.") for other in names)
+    return clean_name(name.removeprefix("module.") if wrapped else name)
+
+
+def _check_names(own: Mapping[str, Tensor], given: Mapping[str, str], source: str) -> None:
+    known = {id(value) for name, value in own.items() if name in given}
+    lacking = sorted(name for name, value in own.items() if name not in given and id(value) not in known)
+    strange = sorted(given.keys() - own.keys())
+    if lacking or strange:
+        raise ConfigurationError(
+            f"the weights in {from_here(source)} are of another model: they lack {few(lacking)} and have "
+            f"{few(strange)} more"
+        )
+
+
+def _check(name: str, value: Tensor, tensor: Tensor, source: str) -> None:
+    if tensor.shape != value.shape:
+        raise ConfigurationError(
+            f"the weights in {from_here(source)} are of another model: {name} has the shape "
+            f"{tuple(tensor.shape)} there and {tuple(value.shape)} here"
+        )
+    alike = tensor.is_floating_point() == value.is_floating_point()
+    if not alike or tensor.is_complex() != value.is_complex():
+        raise ConfigurationError(
+            f"the weights in {from_here(source)} are of another model: {name} is of "
+            f"{tensor.dtype} there and {value.dtype} here"
+        )
+    bad = torch.isnan(tensor) if not isinstance(value, nn.Parameter) else ~torch.isfinite(tensor)
+    if bool(bad.any()):
+        raise DataError(
+            f"the weights in {source} are not finite: {name} has {int(bad.sum())} such values of {tensor.numel()}; "
+            "take those of a step before"
+        )

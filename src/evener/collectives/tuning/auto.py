@@ -1,0 +1,106 @@
+"""For each call the all-reduce that was measured to be fastest for its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.collectives.base import AllReduce, Key, Work
+from evener.collectives.tuning.measure import SIZES, measured_costs
+from evener.collectives.tuning.select import Choice, Costs, choose
+from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
+
+
+class Fastest(AllReduce):
+    """Chooses among ``all_reduces`` by ``costs``, which must be the same on all ranks. Owns them, and closes them.
+
+    Raises:
+        ValueError: ``costs`` does not say how long one of them takes.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        all_reduces: Mapping[str, AllReduce],
+        costs: Costs,
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        super().__init__(group, timeout_seconds)
+        self._all_reduces = dict(all_reduces)
+        self.costs = costs
+        self._choices: dict[int, Choice] = {}
+        self.fastest_for(1)
+
+    @property
+    def words(self) -> str:
+        """Which of them runs up to which size, of the sizes that are measured; the last beyond that, too."""
+        runs = [(what, list(sizes)[-1]) for what, sizes in groupby(SIZES, self._words_for)]
+        borders = [f"{what} up to {_size_words(last)}" for what, last in runs[:-1]]
+        last = runs[-1][0]
+        ranges = ", ".join([*borders, f"{last} above"]) if borders else last
+        return f"auto: {ranges}" + (f" ({self.note})" if self.note else "")
+
+    @property
+    def remembers(self) -> bool:
+        return any(each.remembers for each in self._all_reduces.values())
+
+    @property
+    def exact(self) -> bool:
+        return all(each.exact for each in self._all_reduces.values())
+
+    def fastest_for(self, nbytes: int) -> AllReduce:
+        """The all-reduce for tensors of ``nbytes``."""
+        return self._all_reduces[self.choice(nbytes).name]
+
+    def choice(self, nbytes: int) -> Choice:
+        """The all-reduce for tensors of ``nbytes``, its segments, and how long it is expected to take."""
+        found = self._choices.get(nbytes)
+        if found is None:
+            found = self._choices[nbytes] = choose(self.costs, max(nbytes, 1), self._all_reduces)
+        return found
+
+    def _words_for(self, nbytes: int) -> str:
+        choice = self.choice(nbytes)
+        cut = f" in {choice.segments} segments" if choice.segments > 1 else ""
+        return self._all_reduces[choice.name].words + cut
+
+    def expected_seconds(self, nbytes: int) -> float:
+        return self.choice(nbytes).seconds
+
+    def start(self, tensor: Tensor) -> Work:
+        return self.start_for(tensor, None)
+
+    def start_for(self, tensor: Tensor, key: Key) -> Work:
+        choice = self.choice(tensor.nbytes)
+        return self._all_reduces[choice.name].start_in(tensor, choice.segments, key)
+
+    def start_lasting(self, tensor: Tensor, key: Key) -> Work:
+        choice = self.choice(tensor.nbytes)
+        chosen = self._all_reduces[choice.name]
+        return chosen.start_lasting(tensor, key) if choice.segments == 1 else self.start_for(tensor, key)
+
+    def close(self) -> None:
+        for each in self._all_reduces.values():
+            each.close()
+
+
+def _size_words(nbytes: int) -> str:
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+    unit, name = next(each for each in units if nbytes >= each[0])
+    return f"{nbytes // unit} {name}"
+
+
+def measured(
+    all_reduces: Mapping[str, AllReduce],
+    group: dist.ProcessGroup | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Fastest:
+    """A :class:`Fastest` by measurements of this topology, made now if there are none yet. A collective call."""
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    return Fastest(all_reduces, measured_costs(all_reduces, whole), whole, timeout_seconds)

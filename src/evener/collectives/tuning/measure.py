@@ -1,0 +1,263 @@
+"""What the links of a group cost, and how long each all-reduce takes: measured once, kept on disk.
+
+The measurements of a topology are kept in ``evener/collectives`` under the user's directory for caches, under a key of
+all that they depend on: host names and who is on which, cores, versions, what was timed. A file that cannot be read is
+measured anew. Rank 0's measurements are everyone's, so that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from evener.collectives.base import AllReduce, Work
+from evener.collectives.executor.messages import Messages
+from evener.collectives.schedules.schedule import Topology
+from evener.collectives.tuning.cost import Link
+from evener.collectives.tuning.select import Costs, Sample, best_segments
+from evener.collectives.tuning.simulate import Network
+from evener.distributed.environment import usable_cores
+from evener.distributed.hosts import all_gather, host_identity, hosts_of
+from evener.files import write_json
+from evener.hardware import accelerators
+
+Sum = Callable[[Tensor], Work]
+"""An all-reduce, or one in so many segments."""
+SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))
+"""1 KiB to 64 MiB."""
+_SMALL_NBYTES, _LARGE_NBYTES = 1024, 4 << 20
+_BUDGET_SECONDS = 0.15
+_LEAST, _MOST = 3, 30
+_ENOUGH_SECONDS = 1.0
+"""Once a call of each takes this long, larger sizes are left out."""
+_CALLS, _SHORT_SECONDS = 10, 0.05
+_CLOSE, _PLAYOFF = 1.5, 3.0
+"""What is no slower than so many times the best runs once more, for so many budgets."""
+
+
+def measured_costs(all_reduces: Mapping[str, AllReduce], group: dist.ProcessGroup) -> Costs:
+    """The costs of the topology and of these all-reduces on it, from the cache or measured. A collective call."""
+    topology = Topology(hosts_of(group))
+    path = cache_path(topology, list(all_reduces), group)
+    costs = rank_zeros(load(path) if dist.get_rank(group) == 0 else None, group)
+    if costs is None:
+        costs = rank_zeros(measure(all_reduces, topology, group), group)
+        assert costs is not None
+        if dist.get_rank(group) == 0:
+            save(path, costs)
+    return costs
+
+
+def rank_zeros(costs: Costs | None, group: dist.ProcessGroup) -> Costs | None:
+    """Rank 0's ``costs`` on all ranks."""
+    text = all_gather(costs.to_json() if costs else None, group)[0]
+    return Costs.from_json(text) if text else None
+
+
+def measure(all_reduces: Mapping[str, AllReduce], topology: Topology, group: dist.ProcessGroup) -> Costs:
+    """Times every all-reduce at every size of ``SIZES``, in turn, so that a disturbance meets all; some seconds.
+
+    An algorithm that can be cut runs whole, and in the segments that are simulated to be best over the measured links.
+
+    The best round counts: what is measured once is used for long, and another program that was running then can only
+    have made it slower.
+
+    On slow links it ends with the size at which bandwidth is plainly all: the time of larger ones follows from theirs.
+    """
+    device = device_of(group)
+    network: Network = all_gather(measure_network(topology, group), group)[0]
+    samples = []
+    for nbytes in SIZES:
+        buffer = torch.zeros(nbytes // 4, device=device)
+        ways = _ways(all_reduces, topology, network, nbytes)
+        seconds = _times([way for _, _, way in ways], buffer, group)
+        samples += [Sample(n, nbytes, s, k) for (n, k, _), s in zip(ways, seconds, strict=True)]
+        if sum(seconds) > _ENOUGH_SECONDS:
+            break
+    return Costs(topology, network, tuple(samples))
+
+
+def _times(ways: Sequence[Sum], buffer: Tensor, group: dist.ProcessGroup) -> list[float]:
+    """The best round of each; of those that come close to the best, the median of more rounds, among themselves.
+
+    One round in which nothing disturbs is luck where ranks are more than cores, or links let bursts through.
+    """
+    first = time_in_turn(ways, buffer, group, of_rounds=min)
+    close = [place for place, seconds in enumerate(first) if seconds < _CLOSE * min(first)]
+    if len(close) == 1 or sum(first) > _ENOUGH_SECONDS:
+        return first
+    again = time_in_turn([ways[place] for place in close], buffer, group, _PLAYOFF * _BUDGET_SECONDS)
+    return playoff(first, dict(zip(close, again, strict=True)))
+
+
+def playoff(first: Sequence[float], again: Mapping[int, float]) -> list[float]:
+    """Times of all in the measure of the second run; of those that did not run in it, slower by as much as it was."""
+    slower = max(1.0, min(again.values()) / min(first))
+    return [again.get(place, seconds * slower) for place, seconds in enumerate(first)]
+
+
+def _ways(
+    all_reduces: Mapping[str, AllReduce], topology: Topology, network: Network, nbytes: int
+) -> list[tuple[str, int, Sum]]:
+    """Each all-reduce in one segment, and in those that are simulated to be best."""
+    return [
+        (name, segments, partial(each.start_in, segments=segments))
+        for name, each in all_reduces.items()
+        for segments in sorted({1, best_segments(topology, network, name, nbytes)})
+    ]
+
+
+def time_in_turn(
+    all_reduces: Sequence[Sum],
+    buffer: Tensor,
+    group: dist.ProcessGroup,
+    budget_seconds: float = _BUDGET_SECONDS,
+    of_rounds: Callable[[Sequence[float]], float] = statistics.median,
+) -> list[float]:
+    """Seconds of each all-reduce of ``buffer``, the slowest rank's; the same on every rank.
+
+    The rounds are as many as fit ``budget_seconds`` for each all-reduce, within limits; ``of_rounds`` makes one number
+    of theirs.
+    """
+    rough = sum(_all_gather_max([_seconds(each, buffer, 1) for each in all_reduces], group))
+    calls = _CALLS if rough < _SHORT_SECONDS else 1
+    rounds = int(min(max(budget_seconds * len(all_reduces) / (rough * (calls + 1)), _LEAST), _MOST))
+    times = [[_seconds(each, buffer, calls) for each in all_reduces] for _ in range(rounds)]
+    return _all_gather_max([of_rounds(each) for each in zip(*times, strict=True)], group)
+
+
+def _all_gather_max(values: list[float], group: dist.ProcessGroup) -> list[float]:
+    return [max(of_ranks) for of_ranks in zip(*all_gather(values, group), strict=True)]
+
+
+def _seconds(all_reduce: Sum, buffer: Tensor, calls: int) -> float:
+    """Of one of ``calls`` in a row, after a first that also waits for ranks that are late from what was before."""
+    _call(all_reduce, buffer)
+    start = time.perf_counter()
+    for _ in range(calls):
+        _call(all_reduce, buffer)
+    return (time.perf_counter() - start) / calls
+
+
+def _call(all_reduce: Sum, buffer: Tensor) -> None:
+    """As DDP calls it for a bucket, which comes again and again."""
+    work = all_reduce(buffer, lasting=True) if isinstance(all_reduce, AllReduce) else all_reduce(buffer)
+    work.wait()
+    accelerators.synchronize(buffer.device)
+
+
+def measure_network(topology: Topology, group: dist.ProcessGroup) -> Network:
+    """Latency and bandwidth of a message inside a host and between hosts, and the cost of adding a byte."""
+    rank, device = dist.get_rank(group), device_of(group)
+    large_host = max(topology.hosts, key=len)
+    with closing(Messages(group, 60.0)) as messages:
+        mine = (
+            _link(messages, large_host[0], large_host[-1], rank, device),
+            _link(messages, topology.hosts[0][0], topology.hosts[-1][0], rank, device),
+            _gamma(device),
+        )
+        seen = all_gather(mine, group)
+    inside = next((link for link, _, _ in seen if link), None)
+    between = next((link for _, link, _ in seen if link), None)
+    known = inside or between or Link(0.0, 0.0)
+    return Network(inside or known, between or known, statistics.median(gamma for _, _, gamma in seen))
+
+
+def measure_links(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup) -> list[Link]:
+    """Latency and bandwidth of messages between the ranks of each pair, one pair after the other. A collective call."""
+    rank, device = dist.get_rank(group), device_of(group)
+    with closing(Messages(group, 60.0)) as messages:
+        mine = [_link(messages, a, b, rank, device) for a, b in pairs]
+        seen = all_gather(mine, group)
+    return [
+        link for (a, _), of_pair in zip(pairs, zip(*seen, strict=True), strict=True) if (link := of_pair[a])
+    ]
+
+
+def _link(messages: Messages, a: int, b: int, rank: int, device: torch.device) -> Link | None:
+    """Of messages between ranks ``a`` and ``b``, as ``a`` sees them; None on all others, or if both are one."""
+    if a == b or rank not in (a, b):
+        return None
+    small = _one_way_seconds(
+        messages, a, b, rank, torch.zeros(_SMALL_NBYTES, dtype=torch.uint8, device=device)
+    )
+    large = _one_way_seconds(
+        messages, a, b, rank, torch.zeros(_LARGE_NBYTES, dtype=torch.uint8, device=device)
+    )
+    beta = max(large - small, 0.0) / (_LARGE_NBYTES - _SMALL_NBYTES)
+    return Link(max(small - beta * _SMALL_NBYTES, 0.0), beta) if rank == a else None
+
+
+def _one_way_seconds(messages: Messages, a: int, b: int, rank: int, buffer: Tensor) -> float:
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        if rank == a:
+            _finish(messages.post([(b, buffer)], [], 0), buffer)
+            _finish(messages.post([], [(b, buffer)], 0), buffer)
+        else:
+            _finish(messages.post([], [(a, buffer)], 0), buffer)
+            _finish(messages.post([(a, buffer)], [], 0), buffer)
+        times.append((time.perf_counter() - start) / 2)
+    return statistics.median(times[1:])
+
+
+def _finish(works: tuple[list[dist.Work], list[dist.Work]], buffer: Tensor) -> None:
+    """A wait for NCCL holds up the stream and not the host, whose clock it is."""
+    for work in (*works[0], *works[1]):
+        work.wait()
+    accelerators.synchronize(buffer.device)
+
+
+def _gamma(device: torch.device) -> float:
+    """Seconds to add a byte of float32 to another, out of the cache."""
+    a, b = torch.zeros(2, _LARGE_NBYTES // 4, device=device)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        a.add_(b)
+        accelerators.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / _LARGE_NBYTES
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """The kind of device whose tensors the group's backend moves."""
+    on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
+def cache_path(topology: Topology, names: Sequence[str], group: dist.ProcessGroup) -> Path:
+    """Where the measurements of this topology with these names are kept. A collective call."""
+    hosts = all_gather((host_identity()[0], usable_cores(), torch.get_num_threads()), group)
+    what = ["in segments", topology.hosts, hosts, sorted(names), SIZES, str(dist.get_backend(group))]
+    key = json.dumps([*what, torch.__version__, platform.python_version(), platform.machine()])
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return user_cache_path("evener") / "collectives" / f"{name}.json"
+
+
+def load(path: Path) -> Costs | None:
+    """What :func:`save` wrote; None if there is nothing, or nothing usable."""
+    try:
+        return Costs.from_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def save(path: Path, costs: Costs) -> None:
+    """Writes the file as a whole or not at all; a disk that cannot be written to costs only the next measuring."""
+    with suppress(OSError):
+        write_json(path, asdict(costs))

@@ -1,0 +1,1 @@
+"""Automatic mixed precision: what is computed in which type, and the scale of gradients."""

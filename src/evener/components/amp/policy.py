@@ -1,0 +1,367 @@
+"""In which numbers a model computes: a policy of the run, and of single modules.
+
+=============  ===========  ==================================  ===========================
+name           weights      forward and backward                sums of gradients
+=============  ===========  ==================================  ===========================
+``fp32``       float32      float32                             float32
+``tf32``       float32      float32; products of a GPU keep 10  float32
+                            bits of their factors' mantissas
+``bf16``       float32      bfloat16, by autocast               float32
+``fp16``       float32      float16, by autocast; the loss is   float32
+                            scaled
+``bf16-true``  bfloat16     bfloat16                            float32, rounded once
+``fp16-true``  float16      float16                             float32, rounded once
+=============  ===========  ==================================  ===========================
+
+Autocast is PyTorch's: it decides for each operation. It ends where the model does: outputs of half precision become
+float32, and loss, metrics and counts are computed in that.
+
+A policy takes the place of ``forward`` of the modules that it names, and of the model's, so that a loop of the user's
+own calls the model in the same precision as the engine does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.components.model_init import in_type
+from evener.components.offload.activations import Forward as SavingForward
+from evener.core.half_precision import widened
+from evener.core.types import Forward, Tree
+from evener.data.batch import map_leaves
+from evener.errors import ConfigurationError
+from evener.nn.fqn import clean_name
+
+_COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WHOLE = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
+
+
+Rule = tuple[str, str]
+"""A pattern of modules' names, and their precision."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a model computes in."""
+
+    name: str | None = None
+    """One of the table; None leaves all as it is."""
+    modules: tuple[Rule, ...] = ()
+    """Modules in ``fp32``, ``bf16`` or ``fp16``. What is in a module goes with it; of several patterns that fit a
+    module or one that it is in, the last counts."""
+
+    @classmethod
+    def of(cls, name: str | None, modules: tuple[str, ...]) -> Precision:
+        """From ``PATTERN=PRECISION``, which the settings have checked."""
+        pairs = (text.rpartition("=") for text in modules)
+        return cls(name, tuple((pattern, kind) for pattern, _, kind in pairs))
+
+    @property
+    def weights(self) -> torch.dtype | None:
+        """The type of the weights, where it is not that in which the task makes them."""
+        return _WHOLE.get(self.name or "")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients pass through float16, in which small ones are lost unless the loss is scaled."""
+        return "fp16" in (self.name, *(kind for _, kind in self.modules))
+
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The type with the fewest digits in which something is computed."""
+        found = [
+            self.weights,
+            *(_COMPUTES.get(kind) for kind in (self.name or "", *(k for _, k in self.modules))),
+        ]
+        return max(
+            (dtype for dtype in found if dtype), key=lambda each: torch.finfo(each).eps, default=torch.float32
+        )
+
+    @property
+    def words(self) -> str:
+        """For people, and for the record of a run; empty if nothing was chosen."""
+        if self.name is None and not self.modules:
+            return ""
+        own = "".join(f", {pattern} {kind}" for pattern, kind in self.modules)
+        return f"{self.name or 'as the model is'}{own}"
+
+    def apply(self, model: nn.Module, caches: bool = True) -> Named:
+        """Takes the place of ``forward`` where that is to be done in a precision.
+
+        Args:
+            caches: Whether weights that were cast may be kept until the model's forward ends: not where a rank never
+                has room for all of them.
+
+        Returns:
+            What of ``modules`` was found, to be told whether it was ever called.
+
+        Raises:
+            ConfigurationError: For a pattern that fits no module, or one without a ``forward``, and for weights that
+                autocast would leave alone.
+        """
+        if (self.name and not self.weights) or self.modules:
+            self._check_weights(model)
+        found = self._found(model)
+        put: dict[str, list[_Forward]] = {}
+        for module, (pattern, kind) in found:
+            put.setdefault(pattern, []).append(_put(module, Within(_COMPUTES.get(kind), None, caches)))
+        if self.name in _COMPUTES or self.weights:
+            _put(model, self._whole(caches))
+        return Named(put)
+
+    def around(self, forward: Forward, caches: bool = True) -> Forward:
+        """``Task.forward``, which need not call the model as one, in the precision of the whole model."""
+        return _Around(self._whole(caches), forward) if self.name in _COMPUTES or self.weights else forward
+
+    def _whole(self, caches: bool) -> Within:
+        return Within(_COMPUTES.get(self.name or ""), self.weights, caches, outermost=True)
+
+    def _found(self, model: nn.Module) -> list[tuple[nn.Module, Rule]]:
+        """Modules with another precision than what calls them."""
+        known = {clean_name(name): module for name, module in model.named_modules() if name}
+        for pattern, _ in self.modules:
+            fitting = fnmatch.filter(known, pattern)
+            if all(_is_list(known[name]) for name in fitting):
+                raise ConfigurationError(_no_module(pattern, fitting, list(known)))
+        rules = {name: self._rule_of(name) for name in known}
+        return [
+            (known[name], rule)
+            for name, rule in rules.items()
+            if rule and not _is_list(known[name]) and rule != rules.get(_caller(name, known))
+        ]
+
+    def _rule_of(self, name: str) -> Rule | None:
+        """Pattern and precision for a module of that name; None for those of the model."""
+        parts = name.split(".")
+        with_parents = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        return next((rule for rule in reversed(self.modules) if fnmatch.filter(with_parents, rule[0])), None)
+
+    def _check_weights(self, model: nn.Module) -> None:
+        trained = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        others = [name for name, p in trained.items() if p.is_floating_point() and p.dtype != torch.float32]
+        if others:
+            kind = str(trained[others[0]].dtype).removeprefix("torch.")
+            raise ConfigurationError(
+                f"precision {self.words} is that of a model whose trained weights are of float32, and {others[0]} is "
+                f"of {kind}{f', and {len(others) - 1} more are not' if len(others) > 1 else ''}. Make the model in "
+                "float32, or leave precision out"
+            )
+
+
+@dataclass(frozen=True)
+class Within:
+    """Runs a function in a precision.
+
+    Raises:
+        ConfigurationError: For inputs that are complex where there are no complex numbers of the type.
+    """
+
+    computes: torch.dtype | None
+    """By autocast; None for float32."""
+    takes: torch.dtype | None
+    """The type of floating inputs, where the weights are of it; None leaves them to autocast."""
+    caches: bool = True
+    outermost: bool = False
+    """Whether what it returns is the model's, and of float32."""
+
+    def __call__(self, function: Callable[..., Any], home: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kinds = _devices_of(home)
+        inside = not self.outermost and any(map(torch.is_autocast_enabled, kinds))
+        args, kwargs = map_leaves(self._taken, args), map_leaves(self._taken, kwargs)
+        with ExitStack() as undo:
+            for kind in kinds if self.takes is None else ():
+                undo.enter_context(self._autocast(kind))
+            found = function(*args, **kwargs)
+        return found if inside else map_leaves(widened, found)
+
+    def _autocast(self, kind: str) -> torch.autocast:
+        return torch.autocast(kind, self.computes or torch.float32, self.computes is not None, self.caches)
+
+    def _taken(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if self.takes is not None:
+            return leaf.to(in_type(leaf, self.takes))
+        return leaf if self.computes is not None else widened(leaf)
+
+
+@dataclass(frozen=True)
+class _Around:
+    """``Task.forward`` in a precision."""
+
+    within: Within
+    forward: Forward
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tree:
+        return self.within(self.forward, model, model, inputs)
+
+
+class _Forward:
+    """In the place of the ``forward`` of a module."""
+
+    def __init__(self, within: Within, module: nn.Module) -> None:
+        self.within, self.module, self.inner, self.called = within, module, module.forward, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        return self.within(self.inner, self.module, *args, **kwargs)
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The ``forward`` of a module without what is around it."""
+    found = module.forward
+    while isinstance(found, _Forward | SavingForward):
+        found = found.inner
+    return found
+
+
+class Named:
+    """Modules that have a precision of their own, by the pattern that fits them."""
+
+    def __init__(self, forwards: Mapping[str, Sequence[_Forward]]) -> None:
+        self._unchecked = dict(forwards)
+
+    def check(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """After the first whole step: a pattern of modules that no rank has called would do nothing, in silence.
+
+        Args:
+            gather: Brings together what all ranks tell; a collective call.
+
+        Raises:
+            ConfigurationError: Names it.
+        """
+        if not self._unchecked:
+            return
+        idle = [pattern for pattern, each in self._unchecked.items() if not any(one.called for one in each)]
+        self._unchecked.clear()
+        never = set.intersection(*map(set, gather(idle)))
+        if never:
+            raise ConfigurationError(
+                f"precision_of names {', '.join(sorted(never))}, which no rank has called in a step, so that its "
+                "precision does nothing: what is around it uses its weights, or a strategy has cut it open, and its "
+                "forward is not run. Name the module around it, or those in it"
+            )
+
+
+def _put(module: nn.Module, within: Within) -> _Forward:
+    module.forward = made = _Forward(within, module)
+    return made
+
+
+def _devices_of(module: nn.Module) -> list[str]:
+    """Kinds of devices on which it computes, of those for which there is autocast."""
+    kinds = {parameter.device.type for parameter in module.parameters()} or {"cpu"}
+    return sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+
+
+def _caller(name: str, known: Mapping[str, nn.Module]) -> str:
+    """The module that calls the one of that name, which no list does."""
+    parent = name.rpartition(".")[0]
+    return _caller(parent, known) if parent and _is_list(known[parent]) else parent
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _no_module(pattern: str, lists: list[str], known: list[str]) -> str:
+    if lists:
+        return (
+            f"precision_of names {pattern!r}, which is a list of modules that is never called itself: name what is in "
+            f"it, as {lists[0]}.*"
+        )
+    shown = ", ".join(known[:8]) + (f", ... ({len(known)} in all)" if len(known) > 8 else "")
+    return f"precision_of names {pattern!r}, which fits no module of the model; there are {shown}"
+
+
+@contextmanager
+def products_of(name: str | None) -> Iterator[None]:
+    """What a GPU makes of products of float32: all digits with ``fp32``, 10 bits of the factors with ``tf32``.
+
+    PyTorch's own default is all digits in matrix products and 10 bits in convolutions. The setting is the process's,
+    and put back at the end.
+    """
+    if name not in ("fp32", "tf32"):
+        yield
+        return
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    _set_products("high" if name == "tf32" else "highest", name == "tf32")
+    try:
+        yield
+    finally:
+        _set_products(*before)
+
+
+def _set_products(matrices: str, convolutions: bool) -> None:
+    torch.set_float32_matmul_precision(matrices)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def able(device: torch.device) -> tuple[str, ...]:
+    """The precisions that a device computes fast in, the first of which is what ``auto`` takes."""
+    if device.type == "cpu":
+        return _able_cpu()
+    return _able_gpu(device) if device.type == "cuda" else _able_other()
+
+
+def _able_gpu(device: torch.device) -> tuple[str, ...]:
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0) and torch.version.hip is None
+    names = ("bf16", "bf16-true") if has_bfloat16 else ()
+    return (*names, "fp16", "fp16-true", "fp32", *(("tf32",) if ampere else ()))
+
+
+def _able_other() -> tuple[str, ...]:
+    """No speed of theirs is known: float32 unless something else is asked for."""
+    return ("fp32", "bf16", "bf16-true", "fp16", "fp16-true")
+
+
+def _able_cpu() -> tuple[str, ...]:
+    """With matrix units for bfloat16 (AMX) it is several times as fast as float32; without, no faster."""
+    both = ("fp32", "bf16") if "amx_bf16" not in _cpu_flags() else ("bf16", "fp32")
+    return (*both, "bf16-true", "fp16", "fp16-true")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((set(line.split()) for line in file if line.startswith("flags")), set())
+    except OSError:
+        return set()
+
+
+def agreed(precision: Precision, of_ranks: list[tuple[str, ...]]) -> Precision:
+    """The policy of all ranks.
+
+    Args:
+        of_ranks: What :func:`able` gives on each.
+
+    Raises:
+        ConfigurationError: For a precision that the device of a rank does not have.
+    """
+    if precision.name == "auto":
+        return dataclasses.replace(precision, name=_best(of_ranks))
+    for asked in filter(None, (precision.name, *(kind for _, kind in precision.modules))):
+        lacking = [rank for rank, able_ in enumerate(of_ranks) if asked not in able_]
+        if lacking:
+            raise ConfigurationError(
+                f"precision {asked} is not one that the device of rank {lacking[0]} computes in; it has "
+                f"{', '.join(of_ranks[lacking[0]])}"
+            )
+    return precision
+
+
+def _best(of_ranks: list[tuple[str, ...]]) -> str:
+    """The first choice of all; of GPUs some of which lack bfloat16, float16; else float32."""
+    wanted = {able_[0] for able_ in of_ranks}
+    if len(wanted) == 1:
+        return wanted.pop()
+    return "fp16" if wanted == {"bf16", "fp16"} else "fp32"

@@ -1,0 +1,1 @@
+"""Checks of what a model does to its parameters."""

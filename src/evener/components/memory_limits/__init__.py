@@ -1,0 +1,1 @@
+"""Limits of memory, and whether a model fits."""

@@ -1,0 +1,57 @@
+"""The model and its loss as one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.core.losses import Loss
+from evener.core.types import Forward, Tree
+from evener.data.batch import MicroBatch, map_leaves
+from evener.errors import LossError
+from evener.nn.attention_dispatch import attending
+
+
+class Replica(nn.Module):
+    """The model and its loss as one module: from a micro-batch to the sum of its terms.
+
+    That the loss is inside lets a placeholder run through every module and hook like any sample, and count for
+    nothing.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, forward: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._forward = forward
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        with attending(micro.sequence):
+            outputs = self._forward(self.model, micro.inputs)
+        return term_of(self._loss, outputs, micro)
+
+
+def term_of(loss: Loss, outputs: Tree, micro: MicroBatch) -> Tensor:
+    """The sum of the terms of a micro-batch; for a placeholder 0, and so is the gradient of its outputs.
+
+    Both are zero also where the placeholder's own loss, or its gradient, is infinite or NaN, of which 0 times is NaN.
+
+    Raises:
+        LossError: If it is not one number.
+    """
+    if not micro.weight:
+        outputs = map_leaves(_without_gradient, outputs)
+    total = loss.total(outputs, micro.targets)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise LossError(f"the loss's total is {shape}; it must be one number, the sum over the samples")
+    return total if micro.weight else torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0)
+
+
+def _without_gradient(leaf: Any) -> Any:
+    """Backward goes on behind it, through all modules, and brings nothing."""
+    if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+        leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    return leaf

@@ -1,0 +1,240 @@
+"""Updates of an optimizer whose state is outside: one portion of the parameters after the other.
+
+::
+
+    computing   ─ wait ─ step of portion 0 ─ wait ─ step of portion 1 ─ ...          of other parameters the optimizer
+    beside      state 1 comes ── state 0 goes ── state 2 comes ── state 1 goes       sees no gradient, and lets them be
+
+So no more state is on the device than that of a few portions, in a run's first update too, which makes it. Each
+parameter is updated as ever, and the numbers are the same to the bit: for optimizers that update each parameter by
+itself. Gradients go with their portion.
+
+Ranks that can compute with what is outside do so, and nothing travels but what an optimizer has made anew. Between
+updates ``optimizer.state`` holds what is outside, of which checkpoints and all others read as of any state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.components.offload.host_storage import Outside
+from evener.components.offload.layout import divided_as, is_plain
+from evener.components.sharded_tensor.local import local
+from evener.errors import ConfigurationError
+from evener.hardware.memory import made_as
+from evener.hardware.memory.counters import OPTIMIZER
+from evener.torch_internals.optimizer_hooks import has_step_hooks
+
+WINDOW = 2**25
+"""Bytes of the parameters of a portion, whose state is mostly twice as large."""
+SMALLEST = 2**12
+"""Bytes of a state that is worth the way."""
+_LINE = 64
+"""Bytes: where the states in a room begin."""
+ALONE = (
+    *(
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+    ),
+    *("Rprop", "SGD", "SparseAdam"),
+)
+"""Those of ``torch.optim`` that update each parameter by itself."""
+
+
+def portions(sizes: Sequence[int], most: int) -> list[range]:
+    """Neighbours that are together no larger than ``most``, or alone."""
+    found, start, total = list[range](), 0, 0
+    for place, size in enumerate(sizes):
+        if total and total + size > most:
+            found.append(range(start, place))
+            start, total = place, 0
+        total += size
+    return [*found, range(start, len(sizes))] if sizes else found
+
+
+def check_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raises:
+    ConfigurationError: For an optimizer that cannot update one portion of its parameters after the other.
+    """
+    # PyTorch wraps the step of a class when it makes the first optimizer of it, and writes it into that class.
+    known = {inspect.unwrap(getattr(torch.optim, name).step) for name in ALONE}
+    if inspect.unwrap(type(optimizer).step) not in known:
+        raise ConfigurationError(
+            f"offload optimizer updates one portion of the parameters after the other, and {type(optimizer).__name__} "
+            "is not known to update each by itself: use one of torch.optim "
+            f"({', '.join(ALONE)}), or leave optimizer out of offload"
+        )
+    if has_step_hooks(optimizer):
+        raise ConfigurationError(
+            f"offload optimizer calls {type(optimizer).__name__}.step() once for each portion of the parameters, and "
+            "the task has put hooks on it, which would be called as often: do what they do in an Observer, or leave "
+            "optimizer out of offload"
+        )
+
+
+Key = tuple[Tensor, str]
+"""A parameter, and the name of a state of it."""
+
+
+@dataclass
+class Portion:
+    """Parameters that are updated together."""
+
+    parameters: list[Tensor]
+    homes: dict[Key, Tensor] = field(default_factory=dict)
+    """Where their state is outside."""
+    mark: Any = None
+    """Behind what comes."""
+
+
+class Updates:
+    """The updates of an optimizer.
+
+    Args:
+        optimizer: With state outside, if there is an outside.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, outside: Outside) -> None:
+        check_alone(optimizer)
+        self._optimizer, self._outside = optimizer, outside
+        self._leaving = deque[tuple[list[Tensor], Any]]()
+
+    def step(self) -> None:
+        """An update of all parameters that have a gradient, of which none is left."""
+        gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
+        sizes = [local(parameter).nbytes for parameter in gradients]
+        found = [[*gradients][each.start : each.stop] for each in portions(sizes, WINDOW)]
+        for parameter in gradients:
+            parameter.grad = None
+        waiting = deque(map(Portion, found))
+        coming = self._come(waiting.popleft()) if waiting else None
+        while coming is not None:
+            portion, coming = coming, self._come(waiting.popleft()) if waiting else None
+            self._outside.beside.wait(portion.mark)
+            for parameter in portion.parameters:
+                parameter.grad = gradients.pop(parameter)
+            self._optimizer.step()
+            for parameter in portion.parameters:
+                parameter.grad = None
+            self._go(portion)
+        self._settle()
+
+    def load(self, found: dict[str, Any]) -> None:
+        """``load_state_dict`` of the optimizer, which makes all state on the device, for a portion at a time."""
+        optimizer, groups, state = self._optimizer, found["param_groups"], dict[Tensor, Any]()
+        numbers = [number for group in groups for number in group["params"]]
+        parameters = list(self._parameters())
+        sizes = [local(parameter).nbytes for parameter in parameters]
+        for part in portions(sizes, WINDOW) or [range(0)]:
+            own = {
+                numbers[place]: found["state"][numbers[place]]
+                for place in part
+                if numbers[place] in found["state"]
+            }
+            optimizer.load_state_dict({"state": own, "param_groups": groups})
+            self._go(Portion(parameters[part.start : part.stop]))
+            state |= optimizer.state
+        self._settle()
+        optimizer.state.update(state)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+
+    # Coming
+
+    def _come(self, portion: Portion) -> Portion:
+        """Its state sets out for the device."""
+        state, outside = self._optimizer.state, self._outside
+        for parameter in portion.parameters:
+            for key, value in state[parameter].items() if parameter in state else ():
+                if isinstance(value, Tensor) and is_plain(value) and outside.holds(value):
+                    portion.homes[parameter, key] = value
+        made = {key: self._room_on_device(*key, home) for key, home in portion.homes.items()}
+        with outside.beside.lane():
+            for key, home in portion.homes.items() if outside.apart else ():
+                made[key].copy_(home, non_blocking=True)
+            portion.mark = outside.beside.mark()
+        for (parameter, key), numbers in made.items():
+            state[parameter][key] = divided_as(numbers, parameter)
+        return portion
+
+    def _room_on_device(self, parameter: Tensor, key: str, home: Tensor) -> Tensor:
+        if not self._outside.apart:
+            return home
+        with made_as(OPTIMIZER):
+            return torch.empty_like(home, device=local(parameter).device)
+
+    # Going
+
+    def _go(self, portion: Portion) -> None:
+        """Its state leaves the device, to where it was or to a new room."""
+        outside, found = self._outside, dict(self._of(portion.parameters))
+        homes = {
+            key: home for key, value in found.items() if (home := self._home(portion, key, value)) is not None
+        }
+        homes |= _rooms_in(outside, {key: value for key, value in found.items() if key not in homes})
+        gone = {key: value for key, value in found.items() if not outside.holds(value)}
+        with outside.beside.lane():
+            for key, value in gone.items():
+                homes[key].copy_(value, non_blocking=True)
+            mark = outside.beside.mark()
+        for (parameter, name), home in homes.items():
+            self._optimizer.state[parameter][name] = home
+            outside.rest(home)
+        self._leaving.append(([*gone.values()], mark))
+        self._settle(1)
+
+    def _of(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Tensor]]:
+        """What of the state of parameters is to be outside: this rank's numbers."""
+        for parameter in parameters:
+            entries = self._optimizer.state.get(parameter, {})
+            for key, value in entries.items():
+                numbers = local(value) if isinstance(value, Tensor) else None
+                if numbers is not None and self._goes(numbers, parameter):
+                    yield (parameter, key), numbers
+
+    def _goes(self, numbers: Tensor, parameter: Tensor) -> bool:
+        on_device = numbers.device == local(parameter).device and numbers.nbytes >= SMALLEST
+        return is_plain(numbers) and (self._outside.holds(numbers) or on_device)
+
+    def _home(self, portion: Portion, key: Key, value: Tensor) -> Tensor | None:
+        """Where it is outside, or was before, if that is still right for it."""
+        if self._outside.holds(value):
+            return value
+        home = portion.homes.get(key)
+        alike = home is not None and home.shape == value.shape and home.dtype == value.dtype
+        return home if alike else None
+
+    def _settle(self, left: int = 0) -> None:
+        """The device waits until no more than ``left`` portions are on their way out."""
+        while len(self._leaving) > left:
+            _left, mark = self._leaving.popleft()  # which are there until the device has waited
+            self._outside.beside.wait(mark)
+
+
+def _rooms_in(outside: Outside, states: dict[Key, Tensor]) -> dict[Key, Tensor]:
+    """Rooms for states, side by side."""
+    sizes = [-(-value.nbytes // _LINE) * _LINE for value in states.values()]
+    if not sizes:
+        return {}
+    pieces = outside.take(sum(sizes))[: sum(sizes)].split_with_sizes(sizes)
+    return {
+        key: piece[: value.nbytes].view(value.dtype).view(value.shape)
+        for (key, value), piece in zip(states.items(), pieces, strict=True)
+    }

@@ -1,0 +1,37 @@
+"""A model of which ranks hold parts, with its whole weights for a while: a penalty may be any function of them, and not
+only a sum over elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from evener.components.sharded_tensor.local import as_held
+from evener.components.sharded_tensor.shard_spec import divided
+from evener.distributed.mesh import Mesh
+from evener.torch_internals.module_tensors import own_parameters
+
+
+@contextmanager
+def undivided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """In the block ``model`` holds its whole weights; afterwards the slices again, and their part of the gradients that
+    were added in it. A collective call where something is divided."""
+    held, wholes = list(divided(model)), dict[nn.Parameter, nn.Parameter]()
+    for module, name, part, piece in held:
+        if part not in wholes:  # else one weight under several names
+            wholes[part] = nn.Parameter(piece.gather(part, mesh), part.requires_grad)
+        own_parameters(module)[name] = wholes[part]
+    try:
+        yield
+    finally:
+        for module, name, part, piece in held:
+            own_parameters(module)[name] = part
+            whole = wholes.pop(part, None)
+            if whole is not None and whole.grad is not None:
+                _add_gradient(part, as_held(piece.part(whole.grad), part))
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

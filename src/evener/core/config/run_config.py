@@ -1,0 +1,398 @@
+"""What a run is told: one frozen, validated record.
+
+The comment line behind each field is its help text: the command line is made from this class, so that a setting has
+one name, one default and one explanation wherever it is met. Nothing here imports torch, which keeps
+``evener --help`` fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evener.core.config.intervals import Interval
+from evener.core.config.offload import Offload
+from evener.core.config.process_range import processes_of
+from evener.core.config.strategy_names import STRATEGIES
+from evener.core.config.validation import (
+    as_path,
+    at_least,
+    check_best,
+    check_compile,
+    check_device,
+    check_heal,
+    check_non_finite,
+    check_offload,
+    check_precision,
+    check_recompute,
+    check_settings,
+    check_update_in_backward,
+    number_or_auto,
+    one_of,
+    positive,
+)
+from evener.errors import ConfigurationError
+
+AUTO = "auto"
+"""As the place to go on from: the run directory itself, if it holds a checkpoint."""
+CHECK_DATA = ("exact", "augmented")
+BAD_SAMPLE = ("stop", "skip")
+FULL_DISK = ("stop", "go-on")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
+OPTIMIZER_STATES = ("8bit",)
+BATCH_NORMS = ("exact", "local")
+FUSED_OPTIMIZER = ("auto", "no")
+COMPILE = ("auto", "blocks", "whole")
+COMPILE_CHECK = ("replace", "stop", "no")
+BACKEND = "inductor"
+"""Of torch.compile, where nothing is said."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+    without_value: str | None = None,
+) -> Any:
+    """A field with the help text, the metavar and the choices that the command line shows, and what the option means
+    there where no value follows it."""
+    known = {"help": help, "metavar": metavar, "choices": choices, "without_value": without_value}
+    return field(default=default, metadata=known)
+
+
+class Recipe:
+    """What ``strategy=`` takes besides a name; the base of :class:`evener.strategies.Strategy`."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of a run; ``None`` means "what the task or the machine suggests"."""
+
+    batch_size: int | None = option(None, "samples in a global batch, over all ranks", metavar="N")
+    epochs: int | None = option(None, "passes over the training data", metavar="N")
+    steps: int | None = option(None, "stop after this many steps, whatever the epochs", metavar="N")
+    micro_batch: str | int | None = option(
+        None,
+        "cut each global batch into micro-batches of at most N samples over all ranks; auto: each rank as its memory "
+        "has room for",
+        metavar="N",
+    )
+    memory_limit: str | None = option(
+        None,
+        "what each rank may use of its device's memory: one size, such as 24GB, or one for each rank, - for all",
+        metavar="SIZE,...",
+    )
+    memory_limit_at: tuple[str, ...] = option(
+        (), "from STEP on, RANK may use SIZE; may be repeated", metavar="STEP:RANK:SIZE"
+    )
+    seed: int = option(0, "seed of the weights, the order of samples and dropout", metavar="N")
+    strategy: str | Recipe | tuple[Recipe, ...] = option(
+        "auto",
+        f"how a step runs over the ranks: auto, {', '.join(STRATEGIES)}, or package.module:Class; several with commas, "
+        "over a mesh",
+        metavar="NAME",
+    )
+    strategy_option: tuple[str, ...] = option(
+        (), "an option of the strategy, such as schedule=gpipe; may be repeated", metavar="KEY=VALUE"
+    )
+    mesh: str | None = option(
+        None,
+        "ranks along the axes pipeline, data, shard, context and tensor, such as data=2,tensor=2 (default: all on the "
+        "strategy's own axis)",
+        metavar="AXIS=N,...",
+    )
+    devices: str | None = option(
+        None,
+        "devices of one process, such as cuda:0,cuda:1 or cpu:0,cpu:1, for strategies that use several in one",
+        metavar="D0,D1,...",
+    )
+    processes: str | int | None = option(
+        None,
+        "ranks on this machine (default: one per GPU, or one per core up to 4), or MIN:MAX: after a death the run goes "
+        "on from its last checkpoint with fewer",
+        metavar="N",
+    )
+    device: str | None = option(
+        None,
+        "kind of device: cpu, cuda, or another that torch has; mixed: each host its own (default: cuda where there is "
+        "one)",
+    )
+    balance: str | None = option(
+        None,
+        "how a batch is divided: equal, auto (by learned speed), fixed weights W0,W1,..., or package.module:Class "
+        "(default: auto where the ranks' devices are not alike, else equal)",
+        metavar="HOW",
+    )
+    caps: str | None = option(
+        None, "most samples of each rank in a batch, such as 64,- (- for no limit)", metavar="N0,N1,..."
+    )
+    quantum: int = option(1, "shares are multiples of N, but for one rank's", metavar="N")
+    throttle: str | None = option(
+        None,
+        "EMULATE unequal devices: each rank sleeps until it is as slow as this fraction of its speed, such as 1,0.5",
+        metavar="F0,F1,...",
+    )
+    throttle_at: tuple[str, ...] = option(
+        (),
+        "EMULATE a change: from STEP on, RANK runs at FACTOR of its speed; may be repeated",
+        metavar="STEP:RANK:FACTOR",
+    )
+    clip_norm: float | None = option(None, "clip gradients to this global norm", metavar="X")
+    allreduce: str | None = option(
+        None,
+        "how gradients are summed: native, ring, ..., auto, or package.module:make (default: shared memory on CPUs)",
+        metavar="NAME",
+    )
+    non_finite: str = option(
+        "stop",
+        "what to do about a step whose loss or gradient is not finite: stop, skip its update on all ranks, or restore "
+        "the last checkpoint",
+        choices=("stop", "skip", "restore"),
+    )
+    check_replicas: int | None = option(
+        None,
+        "compare what ranks must hold alike every N steps and at the end; 0: never (default: as often as costs 0.5 %)",
+        metavar="N",
+    )
+    heal: str | None = option(
+        None,
+        "where replicas differ, give them the state of the majority or of rank 0 (default: stop)",
+        choices=("majority", "rank0"),
+    )
+    compress: str | None = option(
+        None,
+        "send gradients in fewer bits: fp16, bf16, int8, fp8, top-k, powersgd; between hosts alone with -between "
+        "(int8-between); not exact",
+        metavar="NAME",
+    )
+    bucket_mb: float | None = option(
+        None,
+        "size of the buckets in which gradients are sent, in MiB (default: 25, or with --allreduce auto as measured)",
+        metavar="X",
+    )
+    workers: str | int = option(
+        0,
+        "processes that load data, for each rank; auto: as many as its times ask for, where cores are free",
+        metavar="N",
+    )
+    dtype: str | None = option(
+        None, "type of weights and floating inputs (default: as the task makes them)", choices=DTYPES
+    )
+    precision: str | None = option(
+        None,
+        "what the model computes in: fp32, tf32, bf16 or fp16 (autocast, weights of float32), bf16-true or fp16-true "
+        "(all of it), auto by the devices (default: as the task makes it)",
+        metavar="NAME",
+    )
+    precision_of: tuple[str, ...] = option(
+        (),
+        "modules whose names fit PATTERN, such as head or blocks.*.norm, compute in fp32, bf16 or fp16; may be "
+        "repeated",
+        metavar="PATTERN=NAME",
+    )
+    compile: str | None = option(
+        None,
+        "have torch.compile make it faster: blocks that the model repeats, the whole, or auto, which without a value "
+        "is meant: blocks where there are any",
+        choices=COMPILE,
+        without_value="auto",
+    )
+    compile_mode: str | None = option(
+        None, "torch.compile's mode, such as reduce-overhead for CUDA graphs", metavar="MODE"
+    )
+    compile_backend: str = option(
+        BACKEND,
+        "torch.compile's backend, such as aot_eager to find what cannot be compiled",
+        metavar="NAME",
+    )
+    compile_check: str = option(
+        "replace",
+        "compiled code is compared with the model: replace computes uncompiled what differs, stop ends the run, no "
+        "compares nothing",
+        choices=COMPILE_CHECK,
+    )
+    batch_norm: str = option(
+        "exact",
+        "whose samples BatchNorm normalizes by: exact: those of all ranks, as on one device; local: each rank's own, "
+        "another training for every division",
+        choices=BATCH_NORMS,
+    )
+    recompute: str | None = option(
+        None,
+        "take less memory and more time: compute blocks that the model repeats again in backward. blocks: all; a "
+        "budget: as few as 60% of the peak, 8GB, or 8GB,4GB by rank, allow",
+        metavar="HOW",
+    )
+    offload: str | None = option(
+        None,
+        "keep outside of the device's memory, until it is needed: optimizer (its state), activations (what forward "
+        "saves for backward), or both with a comma",
+        metavar="WHAT",
+    )
+    offload_to: Path | None = option(
+        None,
+        "where --offload keeps it: files in DIR (default: the host's memory, for ranks on a GPU)",
+        metavar="DIR",
+    )
+    optimizer_state: str | None = option(
+        None,
+        "keep what the task's Adam or AdamW remembers in 8 bits, by torchao: less memory, other numbers",
+        choices=OPTIMIZER_STATES,
+    )
+    fused_optimizer: str = option(
+        "auto",
+        "auto: the task's Adam or AdamW is updated by PyTorch's fused kernel, where there is one and the task says "
+        "nothing else; no: as PyTorch chooses by itself",
+        choices=FUSED_OPTIMIZER,
+    )
+    update_in_backward: bool = option(
+        False,
+        "take less memory: update each parameter as soon as backward has its gradient, which is freed then (the "
+        "optimizer's step fused into backward)",
+    )
+    evaluate_every: int = option(
+        1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
+    )
+    timeout_seconds: float = option(
+        300.0, "longest wait for other ranks before the run is ended", metavar="S"
+    )
+    run_dir: Path | None = option(
+        None, "directory that the run leaves (default: runs/TASK-TIME)", metavar="DIR"
+    )
+    resume: Path | None = option(
+        None,
+        "go on from the checkpoint of this run directory; auto: of the one that --run-dir names, if there is one",
+        metavar="DIR",
+    )
+    override: tuple[str, ...] = option(
+        (),
+        "where the checkpoint has another, use the task's NAME: an option of the optimizer such as lr, or scheduler",
+        metavar="NAME",
+    )
+    save_every: str | int = option(
+        "1epoch", "write a checkpoint so often: 500 (steps), 10min, 1epoch", metavar="INTERVAL"
+    )
+    keep: int = option(2, "so many of the last checkpoints stay", metavar="N")
+    keep_best: str | None = option(
+        None,
+        "the checkpoint with the best METRIC of all evaluations stays too: the lowest of a loss, the highest of any "
+        "other, or as METRIC:min and METRIC:max say",
+        metavar="METRIC",
+    )
+    save_mode: str = option(
+        "async",
+        "async: training goes on while a checkpoint is written, from a copy on the CPU; blocking: it waits",
+        choices=("async", "blocking"),
+    )
+    recover: str = option(
+        "memory",
+        "after a rank has died, with --max-restarts: memory: that one is replaced and gets the state from another, "
+        "where each rank holds all of it; file: all start again from the last checkpoint",
+        choices=("memory", "file"),
+    )
+    check_data: str | None = option(
+        None,
+        "before the first step read some samples twice on every rank and compare: exact, or augmented, by which they "
+        "may draw from the generators of torch, NumPy and random",
+        choices=CHECK_DATA,
+    )
+    on_bad_sample: str = option(
+        "stop", "what to do with a sample that cannot be read: stop, or skip it", choices=BAD_SAMPLE
+    )
+    on_full_disk: str = option(
+        "stop",
+        "where a checkpoint or the records cannot be written: stop, or go-on without; the last checkpoint of a run "
+        "must be written in any case",
+        choices=FULL_DISK,
+    )
+    grace_seconds: float = option(
+        20.0,
+        "longest time in which a run that is asked to stop (SIGTERM, Ctrl-C) may save and end",
+        metavar="S",
+    )
+    overwrite: bool = option(False, "let the run directory be that of a finished run, which is replaced")
+    weights: Path | None = option(
+        None, "begin with these weights: safetensors of evener export, or a state_dict", metavar="FILE"
+    )
+
+    def __new__(cls, *_: Any, **settings: Any) -> RunConfig:
+        check_settings(settings, [entry.name for entry in dataclasses.fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("run_dir", "resume", "weights", "offload_to"):
+            object.__setattr__(self, name, as_path(name, getattr(self, name)))
+        if isinstance(self.processes, str):
+            object.__setattr__(self, "processes", processes_of(self.processes))
+        if not isinstance(self.processes, str):
+            at_least("processes", self.processes, 1)
+        for name, what, least in (("micro_batch", "samples", 1), ("workers", "processes", 0)):
+            object.__setattr__(self, name, number_or_auto(name, getattr(self, name), what, least))
+        for name in ("batch_size", "epochs", "steps", "quantum", "keep"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("evaluate_every", "seed", "check_replicas"):
+            at_least(name, getattr(self, name), 0)
+        for name in ("clip_norm", "bucket_mb", "timeout_seconds", "grace_seconds"):
+            positive(name, getattr(self, name))
+        Interval.of(self.save_every)
+        check_best(self.keep_best)
+        if str(self.resume) == AUTO and self.run_dir is None:
+            raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("precision", self.precision, PRECISIONS)
+        check_precision(self.dtype, self.precision, self.precision_of, self.compress)
+        one_of("compile", self.compile, COMPILE)
+        one_of("compile_check", self.compile_check, COMPILE_CHECK)
+        check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
+        check_recompute(self.recompute, self.compile)
+        offload = Offload.of(self.offload, self.offload_to)
+        check_offload(offload, self.recompute, self.compile_mode)
+        one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        one_of("batch_norm", self.batch_norm, BATCH_NORMS)
+        one_of("fused_optimizer", self.fused_optimizer, FUSED_OPTIMIZER)
+        if self.update_in_backward:
+            limit = self.memory_limit or (", ".join(self.memory_limit_at) or None)
+            check_update_in_backward(self.clip_norm, self.non_finite, self.micro_batch, limit, offload)
+        one_of("save_mode", self.save_mode, ("async", "blocking"))
+        one_of("recover", self.recover, ("memory", "file"))
+        one_of("on_full_disk", self.on_full_disk, FULL_DISK)
+        check_device(self.device)
+        one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
+        one_of("heal", self.heal, ("majority", "rank0"))
+        check_heal(self.heal, self.check_replicas)
+        check_non_finite(self.non_finite, self.compress)
+        one_of("check_data", self.check_data, CHECK_DATA)
+        one_of("on_bad_sample", self.on_bad_sample, BAD_SAMPLE)
+        if self.weights is not None and self.resume is not None and str(self.resume) != AUTO:
+            raise ConfigurationError(
+                "weights and resume exclude each other: a run that goes on has the weights of its checkpoint"
+            )
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """This configuration with some values changed.
+
+        Raises:
+            ConfigurationError: For a value that cannot work, or a name that is not a setting.
+        """
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def samples_at_once(self) -> int | None:
+        """Those of a micro-batch over all ranks, where that is said."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values as JSON can hold them."""
+        found = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {name: _as_json(value) for name, value in found.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_as_json(item) for item in value]
+    return str(value) if isinstance(value, Path | Recipe) else value

@@ -1,0 +1,138 @@
+"""Short names of Evener's own parts, which the command reads before PyTorch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from evener.errors import ConfigurationError
+
+STRATEGIES = {
+    "single": "evener.strategies.single:Single",
+    "ddp": "evener.strategies.ddp:Ddp",
+    "dimension": "evener.strategies.features:FeatureParallel",
+    "experts": "evener.strategies.experts:ExpertParallel",
+    "tensor": "evener.strategies.tensor.tensor:TensorParallel",
+    "sharded": "evener.strategies.sharded.sharded:Sharded",
+    "pipeline": "evener.strategies.pipeline.pipeline:Pipeline",
+    "context": "evener.strategies.context.context:ContextParallel",
+    "data_parallel": "evener.strategies.single_process.data_parallel:DataParallel",
+    "layers": "evener.strategies.single_process.model_parallel:Layers",
+}
+"""Classes of Evener's strategies by their short names."""
+
+MEANINGS = {
+    "task": {
+        "digits": "a small network on 8x8 images of handwritten digits, which come with Evener",
+        "mnist": "a convolutional network on MNIST, which is downloaded or read from --data-dir",
+        "shakespeare": "a small transformer over the characters of a text file, --data-dir FILE",
+    },
+    "strategy": {
+        "auto": "ddp, or single for one rank",
+        "single": "one device",
+        "ddp": "a replica of the model on each rank, gradients summed while backward runs (DDP)",
+        "sharded": "optimizer state, gradients or weights divided over the ranks (FSDP, ZeRO 1 to 3)",
+        "tensor": "the weights of single layers divided (tensor parallelism)",
+        "pipeline": "layers in stages, micro-batches pass through them (pipeline parallelism)",
+        "context": "sequences divided over the ranks (context parallelism)",
+        "experts": "the experts of a mixture divided over the ranks (expert parallelism)",
+        "dimension": "the features of the input divided over the ranks",
+        "data_parallel": "one process, a replica on each of its devices (DataParallel)",
+        "layers": "one process, layers on several devices (model parallelism)",
+    },
+    "all-reduce": {
+        "native": "the backend's own: gloo, NCCL",
+        "ring": "messages around a ring, the most bytes a second",
+        "tree": "up and down a tree, for many ranks",
+        "halving": "halving and doubling, few messages",
+        "direct": "everything to everyone, for few ranks and small sums",
+        "ring-tree": "rings inside of hosts, trees between them",
+        "shared-memory": "common memory of one host, the default of CPU ranks",
+        "two-level": "common memory inside of hosts, a ring between them",
+        "auto": "the fastest, as measured",
+    },
+    "balancer": {
+        "equal": "equal parts",
+        "auto": "parts by the learned speed of each rank",
+    },
+}
+"""One line on each part that has a short name, by kind and name."""
+
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+"""Those of a mesh, from the one whose messages are fewest to the one whose are most."""
+DEVICES = ("cpu", "cuda", "xpu", "mps", "mixed")
+"""Kinds that have other names too; PyTorch may know more."""
+
+SYNONYMS = {
+    "strategy": {
+        **dict.fromkeys(("fsdp", "fsdp2", "fully_shard", "zero", "zero1", "zero2", "zero3"), "sharded"),
+        **dict.fromkeys(("deepspeed", "hsdp", "shard"), "sharded"),
+        **dict.fromkeys(("distributed_data_parallel", "data", "replicate", "allreduce", "horovod"), "ddp"),
+        "dataparallel": "data_parallel",
+        "dp": "ddp, or in one process data_parallel",
+        **dict.fromkeys(("tp", "tensor_parallel", "megatron"), "tensor"),
+        **dict.fromkeys(("pp", "gpipe", "1f1b", "pipeline_parallel"), "pipeline"),
+        **dict.fromkeys(("cp", "sp", "sequence", "context_parallel", "ulysses", "ring_attention"), "context"),
+        **dict.fromkeys(("ep", "moe", "expert", "expert_parallel"), "experts"),
+        **dict.fromkeys(("mp", "model_parallel", "device_map", "layer"), "layers"),
+        **dict.fromkeys(("feature", "features", "feature_parallel"), "dimension"),
+        **dict.fromkeys(("none", "one", "no"), "single"),
+    },
+    "all-reduce": {
+        **dict.fromkeys(("nccl", "gloo", "mpi", "rccl", "xccl"), "native"),
+        **dict.fromkeys(("double-tree", "double_tree", "doubletree", "binary-tree"), "tree"),
+        **dict.fromkeys(("hierarchical", "ringtree", "2d"), "ring-tree"),
+        **dict.fromkeys(("recursive-halving", "rabenseifner", "halving-doubling"), "halving"),
+        **dict.fromkeys(("shm", "shared_memory", "sharedmemory"), "shared-memory"),
+        **dict.fromkeys(("two_level", "twolevel"), "two-level"),
+    },
+    "balancer": {
+        **dict.fromkeys(("even", "none", "static", "off"), "equal"),
+        **dict.fromkeys(("speed", "dynamic", "on", "by_speed"), "auto"),
+    },
+    "axis": {
+        **dict.fromkeys(("dp", "ddp", "data_parallel", "replicate", "replica", "batch"), "data"),
+        **dict.fromkeys(("fsdp", "fsdp2", "zero", "sharded", "dp_shard", "fully_shard"), "shard"),
+        **dict.fromkeys(("tp", "tensor_parallel", "model", "mp", "model_parallel", "megatron"), "tensor"),
+        **dict.fromkeys(("pp", "pipe", "stage", "stages", "pipeline_parallel", "gpipe"), "pipeline"),
+        **dict.fromkeys(("cp", "sp", "sequence", "context_parallel", "ulysses", "ring"), "context"),
+    },
+    "device": {
+        **dict.fromkeys(("gpu", "nvidia", "amd", "rocm", "hip"), "cuda"),
+        **dict.fromkeys(("apple", "metal", "mac"), "mps"),
+        "intel": "xpu",
+    },
+}
+"""Words of the field, and of other libraries, for what has another name here."""
+
+
+NAMES = {**{what: tuple(lines) for what, lines in MEANINGS.items()}, "axis": AXES, "device": DEVICES}
+"""Evener's own words, by kind."""
+
+
+def called_here(name: str, what: str) -> str:
+    """The short name of the part that the field also calls ``name``, or spells so; empty if there is none.
+
+    Args:
+        what: ``task``, ``strategy``, ``all-reduce``, ``balancer``, ``axis`` or ``device``.
+    """
+    known = {_plain(own): own for own in NAMES.get(what, ())}
+    known |= {_plain(other): here for other, here in SYNONYMS.get(what, {}).items()}
+    return known.get(_plain(name), "")
+
+
+def here_words(name: str, what: str) -> str:
+    """Behind the words that there is no such name: ``: it is called tensor here``; empty if none is meant."""
+    here = called_here(name, what)
+    return f": it is called {here} here" if here else ""
+
+
+def check_axes(axes: Iterable[str]) -> None:
+    """Raises ConfigurationError for an axis that there is not."""
+    for axis in axes:
+        if axis not in AXES:
+            ways = f"there are {', '.join(AXES)}"
+            raise ConfigurationError(f"there is no axis {axis!r}{here_words(axis, 'axis')}; {ways}")
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "_").replace("-", "_")

@@ -1,0 +1,196 @@
+"""What settings may be, alone and together: checks of values, which the record of a run's settings makes at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from evener.core.config.offload import Offload
+from evener.core.config.recompute import Recompute
+from evener.core.config.strategy_names import DEVICES, here_words
+from evener.core.did_you_mean import did_you_mean
+from evener.errors import ConfigurationError
+
+REMEMBERING = (
+    *("int8", "fp8", "top-k", "powersgd"),
+    *("int8-between", "fp8-between", "top-k-between"),
+)
+"""Compressions that keep what they did not send."""
+GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that make CUDA graphs."""
+AUTOCASTS = ("fp32", "bf16", "fp16")
+"""Precisions that a single module may have."""
+
+
+def check_settings(names: Iterable[str], known: Collection[str]) -> None:
+    """Raises ConfigurationError for a name that is not a setting."""
+    unknown = sorted({*names} - {*known})
+    if unknown:
+        ways = did_you_mean(unknown[0], known) or f"there are: {', '.join(known)}"
+        raise ConfigurationError(f"no setting is called {', '.join(unknown)}; {ways}")
+
+
+def at_least(name: str, value: int | None, least: int) -> None:
+    """Raises ConfigurationError for what is no whole number from ``least`` on; None is none."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def number_or_auto(name: str, given: int | str | None, what: str, least: int) -> int | str | None:
+    """A whole number, also where the command line has brought it as text, or ``auto``.
+
+    Raises:
+        ConfigurationError: If it is neither, or less than ``least``.
+    """
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(number, str) and number != "auto":
+        raise ConfigurationError(f"{name} is {given!r}; it must be a number of {what}, or auto")
+    at_least(name, None if isinstance(number, str) else number, least)
+    return number
+
+
+def as_path(name: str, value: str | Path | None) -> Path | None:
+    """Raises ConfigurationError for an empty text, which would be the working directory."""
+    if value == "":
+        kind = "file" if name == "weights" else "directory"
+        raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
+    return Path(value) if isinstance(value, str) else value
+
+
+def positive(name: str, value: float | None) -> None:
+    """Raises ConfigurationError for what is no finite number above 0; None is none."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Raises ConfigurationError for what is no choice; None is none."""
+    if value is not None and value not in choices:
+        raise ConfigurationError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def check_best(metric: str | None) -> None:
+    """Raises ConfigurationError if ``keep_best`` names no metric, or another direction than there is."""
+    name, _, direction = (metric or "x").partition(":")
+    if not name or direction not in ("", "min", "max"):
+        raise ConfigurationError(f"keep_best is {metric!r}; write METRIC, METRIC:min or METRIC:max")
+
+
+def check_precision(
+    dtype: str | None, precision: str | None, precision_of: tuple[str, ...], compress: str | None
+) -> None:
+    """Raises ConfigurationError for a precision that something else contradicts."""
+    if dtype and (precision or precision_of):
+        words = f"dtype {dtype} and precision both say what the model computes in"
+        raise ConfigurationError(f"{words}: leave one out (bf16-true and fp16-true cast the weights too)")
+    for text in precision_of:
+        pattern, _, kind = text.rpartition("=")
+        if not pattern or kind not in AUTOCASTS:
+            raise ConfigurationError(
+                f"precision_of {text!r} is not PATTERN=PRECISION, with one of {', '.join(AUTOCASTS)}"
+            )
+    if precision_of and str(precision).endswith("-true"):
+        raise ConfigurationError(
+            f"precision {precision} casts the whole model, so that precision_of would do nothing: with "
+            f"precision {str(precision).removesuffix('-true')} modules may have one of their own"
+        )
+    scaled = precision == "fp16" or any(text.endswith("=fp16") for text in precision_of)
+    if (scaled or precision == "auto") and compress in REMEMBERING:
+        raise ConfigurationError(
+            f"compress {compress!r} adds what it could not send to later steps, for which fp16 may have another "
+            "scale: use precision bf16, or compress with fp16 or bf16"
+        )
+
+
+def check_device(kind: str | None) -> None:
+    """Raises ConfigurationError for what can be no kind of device. Whether PyTorch knows it, and this machine has one,
+    is seen when it is taken: to ask here would import PyTorch."""
+    if kind is not None and (here := here_words(kind, "device")) and kind not in DEVICES:
+        raise ConfigurationError(f"no device is called {kind!r}{here}")
+    if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
+        raise ConfigurationError(
+            f"device is {kind!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of "
+            "AMD), xpu, mps or another accelerator, or mixed; ranks take those of their number"
+        )
+
+
+def check_recompute(recompute: str | None, compile: str | None) -> None:
+    """Raises ConfigurationError for a budget that cannot be measured."""
+    if recompute is not None and Recompute.of(recompute).is_budget and compile is not None:
+        raise ConfigurationError(
+            f"recompute={recompute} is a budget, which is measured operator by operator, and compile hides these: "
+            "compute all blocks again with recompute=blocks, or leave compile out"
+        )
+
+
+def check_offload(offload: Offload, recompute: str | None, compile_mode: str | None) -> None:
+    """Raises ConfigurationError for a budget that would not know of what is kept outside, and for CUDA graphs, which
+    find what was saved where it was."""
+    if offload.activations and compile_mode in GRAPHS:
+        raise ConfigurationError(
+            f"compile_mode {compile_mode} makes CUDA graphs, which know activations by their place: leave activations "
+            "out of offload, or leave compile_mode out"
+        )
+    if offload.activations and recompute is not None and Recompute.of(recompute).is_budget:
+        raise ConfigurationError(
+            f"recompute={recompute} is a budget, for which each block's memory is measured as if nothing were kept "
+            "outside: compute all blocks again with recompute=blocks, or leave activations out of offload"
+        )
+
+
+def check_update_in_backward(
+    clip_norm: float | None,
+    non_finite: str,
+    micro_batch: int | str | None,
+    memory_limit: str | None,
+    offload: Offload,
+) -> None:
+    """Raises ConfigurationError if something asks for all gradients, or for a step that can be taken back."""
+    against = {
+        "clip_norm": (clip_norm, "the norm is that of all gradients"),
+        "non_finite": (
+            non_finite if non_finite != "stop" else None,
+            "no update may be made before all are known",
+        ),
+        "micro_batch": (micro_batch, "the gradients of micro-batches add up, and are there between them"),
+        "memory_limit": (
+            memory_limit,
+            "a step that runs out of memory is taken again, from the weights before it",
+        ),
+        "offload": (
+            offload.words if offload.optimizer else None,
+            "the optimizer's state comes back for many parameters at a time, when backward is over",
+        ),
+    }
+    for name, (value, why) in against.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"update_in_backward frees a gradient before the next is there, and {name}={value} cannot be so: "
+                f"{why}; leave one out"
+            )
+
+
+def check_compile(compile: str | None, mode: str | None, backend: str, usual_backend: str) -> None:
+    """Raises ConfigurationError if something is said of compiling where nothing is compiled."""
+    if compile is None and (mode or backend != usual_backend):
+        words = "compile_mode and compile_backend would do nothing"
+        raise ConfigurationError(f"{words}: set compile too, or leave them out")
+
+
+def check_heal(heal: str | None, check_replicas: int | None) -> None:
+    """Raises ConfigurationError if nobody would find what is to be healed."""
+    if heal and check_replicas == 0:
+        raise ConfigurationError(f"heal={heal} would do nothing with check_replicas=0; leave one out")
+
+
+def check_non_finite(non_finite: str, compress: str | None) -> None:
+    """Raises ConfigurationError for a compression that does not get over a step that is not finite."""
+    if non_finite != "stop" and compress in REMEMBERING:
+        raise ConfigurationError(
+            f"compress {compress!r} sends in later steps what it could not send in a step, and after one that "
+            f"is not finite never sends a number again: non_finite={non_finite} goes with none, fp16 or bf16"
+        )

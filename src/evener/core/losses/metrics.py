@@ -1,0 +1,235 @@
+"""Metrics: evaluated where the samples are, merged as sums, the same number on any division of the evaluation
+set.
+
+Three kinds of objects serve as a metric, and :func:`metric` gives them one interface: a function
+``(outputs, targets) -> Sum``; a loss; a torchmetrics object, recognised by its methods so that torchmetrics
+stays optional.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from evener.core.losses.sums import Loss, Sum
+from evener.core.losses.torch_losses import exact, is_sum, is_torch_loss
+from evener.core.losses.type_checks import check_outputs, check_targets
+from evener.errors import ConfigurationError, LossError
+from evener.torch_internals import torchmetrics_states as torchmetrics
+
+Metric: TypeAlias = Callable[[Any, Any], Sum]
+
+
+def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int | None = None) -> Sum:
+    """How many outputs have their largest value at the target class, as a sum.
+
+    Args:
+        outputs: (N, C, ...) scores; classes on dimension 1, as for cross entropy.
+        targets: (N, ...) class indices, or (N, C, ...) probabilities.
+        ignore_index: Targets with this value do not count.
+    """
+    check_outputs(outputs, "accuracy")
+    check_targets(targets, "accuracy")
+    if targets.is_floating_point() and targets.shape == outputs.shape:
+        targets = targets.argmax(1)
+    predicted = outputs.argmax(1)
+    if predicted.shape != targets.shape:
+        raise LossError(
+            f"accuracy: outputs of shape {tuple(outputs.shape)} have their classes on dimension 1, so targets"
+            f" must be of shape {tuple(predicted.shape)}; they are of shape {tuple(targets.shape)}"
+        )
+    right = predicted == targets
+    if ignore_index is None:
+        return Sum(right.sum(), targets.numel())
+    kept = targets != ignore_index
+    return Sum((right & kept).sum(), kept.sum())
+
+
+class Accumulator(ABC):
+    """A metric over an evaluation: updated on every rank with that rank's batches, then merged over the
+    ranks.
+
+    Every rank calls ``update`` any number of times (also never), hands ``state()`` to all others, and
+    ``merge``s the states of all ranks, in order of rank. ``compute`` then gives the same value everywhere.
+    """
+
+    @abstractmethod
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Adds a batch."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """What this rank has seen, as plain data on the CPU that can be pickled."""
+
+    @abstractmethod
+    def merge(self, states: Sequence[Any]) -> None:
+        """Replaces what was seen by the union of the states of all ranks, this one's among them."""
+
+    @abstractmethod
+    def compute(self) -> Any:
+        """A number, or for a metric with several values a dict or list of them; nan if there was nothing to
+        see.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets everything seen."""
+
+
+def metric(source: Any) -> Accumulator:
+    """The accumulator of a metric, empty.
+
+    Args:
+        source: A function ``(outputs, targets) -> Sum``, a loss in any form that :func:`exact` takes, or a
+            torchmetrics ``Metric`` or ``MetricCollection`` (which is copied, and left alone).
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if all(callable(getattr(source, name, None)) for name in ("update", "compute", "reset")):
+        return _TorchMetric(source)
+    if is_sum(source) or is_torch_loss(source):
+        return _SumMetric(functools.partial(_loss_sum, exact(source)), exact(source).divisor)
+    if callable(source) and not isinstance(source, type):
+        return _SumMetric(source)
+    raise ConfigurationError(
+        f"{source!r} is no metric: give a function (outputs, targets) -> evener.Sum, a loss, or a"
+        " torchmetrics object"
+    )
+
+
+def _loss_sum(loss: Loss, outputs: Any, targets: Any) -> Sum:
+    return Sum(loss.total(outputs, targets), loss.count(targets))
+
+
+class _SumMetric(Accumulator):
+    """Sums accumulate in double precision where they arise, without waiting for the device."""
+
+    def __init__(self, function: Metric, divisor: Callable[[float], float] = float) -> None:
+        self._function = function
+        self._divisor = divisor
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum = Sum(0.0, 0.0)
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        value = self._function(outputs, targets)
+        if not isinstance(value, Sum):
+            raise ConfigurationError(
+                f"the metric {getattr(self._function, '__name__', self._function)!r} returned"
+                f" {type(value).__name__}; return evener.Sum(total, count), the sum of its terms and their"
+                " number"
+            )
+        self._sum += Sum(_double(value.total), _double(value.count))
+
+    def state(self) -> Sum:
+        return Sum(float(self._sum.total), float(self._sum.count))
+
+    def merge(self, states: Sequence[Sum]) -> None:
+        self._sum = functools.reduce(operator.add, states)
+
+    def compute(self) -> float:
+        if not float(self._sum.count):
+            return math.nan
+        return float(self._sum.total) / self._divisor(float(self._sum.count))
+
+
+def _double(value: Any) -> Any:
+    return value.detach().double() if isinstance(value, Tensor) else float(value)
+
+
+class _TorchMetric(Accumulator):
+    """A torchmetrics object, and the metrics inside it if it wraps or collects others.
+
+    Its own exchange between ranks is switched off: it gathers at moments of its own, hangs when a rank has no
+    data, and takes a mean of means. Each state is merged by the reduction that the metric declares for it,
+    over the ranks that saw data.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._metric = copy.deepcopy(source)
+        for collection in filter(torchmetrics.is_collection, self._inside()):
+            # Metrics whose states are equal after a rank's first batch would share one state from then on: which
+            # these are depends on that batch, and a rank without data never sees any.
+            torchmetrics.keep_apart(collection)
+        for part in self._parts():
+            torchmetrics.keep_to_rank(part)
+        self.reset()
+
+    def _parts(self) -> Iterator[Any]:
+        """The metrics that hold states, in a fixed order."""
+        return filter(torchmetrics.has_states, self._inside())
+
+    def _inside(self) -> Iterator[Any]:
+        yield from self._metric.modules() if isinstance(self._metric, torch.nn.Module) else [self._metric]
+
+    def reset(self) -> None:
+        self._metric.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        if isinstance(outputs, Tensor) and any(part.device != outputs.device for part in self._parts()):
+            self._metric.to(outputs.device)
+        self._metric.update(outputs, targets)
+
+    def state(self) -> list[tuple[int, dict[str, Any]]]:
+        return [
+            (
+                torchmetrics.updates(part),
+                {name: _to(value, "cpu") for name, value in torchmetrics.states(part).items()},
+            )
+            for part in self._parts()
+        ]
+
+    def merge(self, states: Sequence[list[tuple[int, dict[str, Any]]]]) -> None:
+        for part, of_ranks in zip(self._parts(), zip(*states, strict=True), strict=True):
+            seen = [(count, values) for count, values in of_ranks if count]
+            merged = {}
+            for name, reduction in torchmetrics.reductions(part).items() if seen else ():
+                counts, values = zip(*((count, state[name]) for count, state in seen), strict=True)
+                merged[name] = _to(_merged(reduction, values, counts), part.device)
+            torchmetrics.put(part, merged, sum(count for count, _ in seen))
+
+    def compute(self) -> Any:
+        if not all(torchmetrics.updates(part) for part in self._parts() if torchmetrics.states(part)):
+            return math.nan
+        return _plain(self._metric.compute())
+
+
+def _to(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    return [_to(item, device) for item in value] if isinstance(value, list) else value
+
+
+def _merged(reduction: Any, values: Sequence[Any], counts: Sequence[int]) -> Any:
+    """One state over the ranks that saw data, by the reduction that torchmetrics' ``add_state`` was given."""
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    if len(values) == 1:
+        return values[0]
+    kind = getattr(reduction, "__name__", None)
+    if kind == "dim_zero_cat":
+        return torch.cat(list(values))
+    stacked = torch.stack(list(values))
+    if kind == "dim_zero_mean":
+        weights = torch.tensor(counts, dtype=torch.float64).view(-1, *[1] * (stacked.dim() - 1))
+        return ((stacked * weights).sum(0) / sum(counts)).to(stacked.dtype)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as numbers or lists of them, inside dicts as well."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,133 @@
+"""What a task was given, checked when it is made: a thing of a wrong kind is named there, with what to give instead.
+
+Later it would end in an error of whatever first touches it, on every rank, and far from the line that is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from evener.core.did_you_mean import did_you_mean
+from evener.core.plugins import kind_of
+from evener.errors import TaskError
+
+C = TypeVar("C")
+
+
+def explaining_fields(cls: type[C]) -> type[C]:
+    """The dataclass, with an error that names the nearest field where one is misspelt or missing."""
+    construct: Callable[..., None] = cls.__init__
+    names = [name for name in inspect.signature(construct).parameters if name != "self"]
+
+    @functools.wraps(construct)
+    def explained(self: C, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in names:
+                raise TaskError(_no_field(cls.__name__, name, names))
+        try:
+            inspect.signature(construct).bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TaskError(f"{cls.__name__}: {error}; its fields are {', '.join(names)}") from error
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = explained  # type: ignore[method-assign,assignment]
+    return cls
+
+
+def _no_field(owner: str, name: str, names: list[str]) -> str:
+    hint = did_you_mean(name, names) or f"its fields are {', '.join(names)}"
+    return f"{owner} has no field {name}; {hint}"
+
+
+def positive(name: str, value: Any) -> int:
+    """The value as Python's own integer.
+
+    Raises:
+        TaskError: Unless it is an integer above 0.
+    """
+    if not hasattr(value, "__index__") or isinstance(value, bool | Tensor) or int(value) < 1:
+        raise TaskError(f"Task.{name} is {value!r}; give an integer of at least 1")
+    return int(value)
+
+
+def check_function(name: str, value: object, signature: str, optional: bool) -> None:
+    """Raises:
+    TaskError: Unless the value can be called, or is None where it may be left out.
+    """
+    if not callable(value) and not (optional and value is None):
+        raise TaskError(f"Task.{name} is {kind_of(value)}, not a function; give a function {signature}")
+
+
+def check_metrics(metrics: object) -> None:
+    """Raises:
+    TaskError: Unless it is a mapping from names to metrics.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TaskError(
+            f"Task.metrics is {kind_of(metrics)}, not a mapping from names to metrics; give for instance "
+            'metrics={"accuracy": evener.accuracy}'
+        )
+    for name, metric in metrics.items():
+        if isinstance(metric, type):
+            raise TaskError(
+                f"Task.metrics[{name!r}] is {kind_of(metric)}; give an object of it, as in {metric.__name__}(...)"
+            )
+
+
+def check_dataset(dataset: object, name: str) -> None:
+    """Raises:
+    TaskError: If it is no dataset: neither an ``IterableDataset`` nor something with ``__getitem__`` and ``__len__``.
+    """
+    wrong = _cure(dataset)
+    if wrong is not None:
+        raise TaskError(f"{name} is {kind_of(dataset)}, not a dataset; {wrong}")
+
+
+def _cure(dataset: object) -> str | None:
+    """What to give instead; None for a dataset."""
+    if isinstance(dataset, DataLoader):
+        return (
+            "give what it loads, loader.dataset: Evener divides the batches itself. Its batch size and collate "
+            "function are Task(batch_size=..., collate=...), its workers a setting of the run"
+        )
+    if isinstance(dataset, IterableDataset):
+        return None
+    if isinstance(dataset, Mapping):
+        return f"give one of its parts, such as dataset[{next(iter(dataset), 'train')!r}]"
+    if isinstance(dataset, type):
+        return f"give an object of it, as in {dataset.__name__}(...)"
+    if isinstance(dataset, str | bytes | PurePath) or dataset is None:
+        return "give a torch.utils.data.Dataset that reads it"
+    return _cure_of_arrays(dataset)
+
+
+def _cure_of_arrays(dataset: object) -> str | None:
+    if _is_array(dataset) or (
+        isinstance(dataset, tuple | list) and len(dataset) == 2 and all(map(_is_array, dataset))
+    ):
+        return (
+            "give pairs of inputs and targets: torch.utils.data.TensorDataset(inputs, targets), with "
+            "torch.from_numpy(array) for an array of NumPy's"
+        )
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return None
+    if hasattr(dataset, "__iter__") or hasattr(dataset, "__next__"):
+        return (
+            "give a list of its items, or derive from torch.utils.data.IterableDataset, whose __iter__ begins anew in "
+            "every epoch"
+        )
+    if callable(dataset):
+        return "call it, and give what it returns"
+    return "give a torch.utils.data.Dataset, with __getitem__ and __len__"
+
+
+def _is_array(value: object) -> bool:
+    """A tensor, or an array of NumPy's, of which a row would be an item."""
+    return isinstance(value, Tensor) or (hasattr(value, "__array__") and hasattr(value, "dtype"))

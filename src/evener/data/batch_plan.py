@@ -1,0 +1,141 @@
+"""What each rank reads for each global batch, decided before anything is read.
+
+Plans are drawn lazily and in order, so that the shares of a batch are asked for at the last moment, once.
+They are the same on every rank but for the samples, and no rank needs a message to draw them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from evener.data.batch import Batch, MicroBatch, Skipped
+from evener.data.division import Table, by_weights, check_shares, divide
+from evener.data.fetch import Fetched
+from evener.data.sampler import Ids, Order
+from evener.errors import ConfigurationError
+
+Shares = Callable[[int, int], Sequence[int]]
+"""``shares(step, size)``: how many of the ``size`` samples of global batch ``step`` each rank takes."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How every global batch is cut, and which part is this rank's."""
+
+    batch_size: int
+    shares: Shares
+    rank: int = 0
+    world_size: int = 1
+    micro_batch: int | None = None
+    """Samples over all ranks in one micro-batch; ``None`` for the whole batch at once."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigurationError(f"the batch size must be at least 1, not {self.batch_size}")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ConfigurationError(f"the micro-batch size must be at least 1, not {self.micro_batch}")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(f"rank {self.rank} is not one of {self.world_size} ranks")
+
+    def draw(self, step: int, size: int) -> tuple[int, ...]:
+        """The shares of global batch ``step``.
+
+        Raises:
+            ShareError: If they are not one integer of at least 0 for each rank, adding up to ``size``.
+        """
+        return _checked(tuple(self.shares(step, size)), size, self.world_size)
+
+    def table(self, size: int, shares: Sequence[int]) -> Table:
+        return _divided(size, tuple(shares), self.micro_batch)
+
+
+@lru_cache(maxsize=64)
+def _checked(shares: tuple[int, ...], size: int, world_size: int) -> tuple[int, ...]:
+    check_shares(shares, size, world_size)
+    return tuple(int(share) for share in shares)
+
+
+@lru_cache(maxsize=64)
+def _divided(size: int, shares: tuple[int, ...], micro_batch: int | None) -> Table:
+    return divide(size, shares, micro_batch)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One global batch as this rank sees it; the fields are those of ``Batch``."""
+
+    epoch: int
+    index: int
+    position: int
+    size: int
+    shares: tuple[int, ...]
+    last: bool
+    reads: list[tuple[Ids, int]]
+    """For each micro-batch the sample ids to read, and their weight."""
+    offset: int = 0
+    """What is added to the ids that were read, so that samples of different parts differ."""
+
+    def batch(self, values: list[Fetched]) -> Batch:
+        """The batch of what was read for ``reads``."""
+        pairs = list(zip(values, self.reads, strict=True))
+        micro_batches = [self._micro_batch(value, ids, weight) for value, (ids, weight) in pairs]
+        skipped = self._skipped(pairs) if any(value.skipped for value in values) else ()
+        place = (self.epoch, self.index, self.position, self.size, self.shares)
+        return Batch(*place, micro_batches, self.last, skipped)
+
+    def _skipped(self, pairs: list[tuple[Fetched, tuple[Ids, int]]]) -> tuple[Skipped, ...]:
+        return tuple(
+            Skipped(one.sample + self.offset, one.words)
+            for value, (_, weight) in pairs
+            for one in value.skipped
+            if weight
+        )
+
+    def _micro_batch(self, value: Fetched, ids: Ids, weight: int) -> MicroBatch:
+        samples = self._samples(ids if value.samples is None else value.samples)
+        return MicroBatch(value.inputs, value.targets, samples, 0 if value.stands_in else weight)
+
+    def _samples(self, ids: Ids) -> Tensor:
+        return torch.from_numpy(ids + self.offset if self.offset else ids)
+
+
+def plans(
+    order: Order, cut: Cut, epochs: int, start: tuple[int, int] = (0, 0), first_step: int = 0
+) -> Iterator[Plan]:
+    """The plan of every global batch from ``start``, an epoch and a position in it, to the end of the last epoch.
+
+    The index of a batch that starts between the positions where batches usually start is rounded down.
+    """
+    step = first_step
+    for epoch in range(start[0], epochs):
+        for begin, end in order.batches(cut.batch_size, start[1] if epoch == start[0] else 0):
+            shares = cut.draw(step, end - begin)
+            reads = _reads(order.ids(epoch, begin, end), cut.table(end - begin, shares), cut.rank)
+            index = begin // cut.batch_size
+            yield Plan(epoch, index, begin, end - begin, shares, end == order.size, reads)
+            step += 1
+
+
+def equal_shares(world_size: int) -> Shares:
+    """Shares that differ by at most one, the larger on the lower ranks."""
+
+    @lru_cache(maxsize=16)
+    def divided(size: int) -> list[int]:
+        return by_weights(size, [1] * world_size)
+
+    return lambda step, size: divided(size)
+
+
+def _reads(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
+    """This rank's slice of each micro-batch; the first sample of all stands in for an empty one."""
+    reads = []
+    for row in table:
+        mine = row[rank]
+        first = row[0].start
+        reads.append((ids[mine.start : mine.stop], 1) if mine else (ids[first : first + 1], 0))
+    return reads

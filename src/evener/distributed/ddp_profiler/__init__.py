@@ -1,0 +1,1 @@
+"""Observes a script of the user's own that trains with DDP."""

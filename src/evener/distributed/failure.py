@@ -1,0 +1,225 @@
+"""How a rank's failure reaches the person who started the run: once, from the rank where it began.
+
+When one rank fails the others fail too, an instant later and in stranger words ("Connection closed by peer").
+Each rank writes what happened into the error file that torchrun's agent hands it, in the agent's own format
+with some fields more; the launcher then picks the failure that is nobody's consequence.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from evener.core.os_errors import is_shortage, words
+from evener.core.text import said, shortened, trace_of
+from evener.distributed.file_descriptors import release, shortage_words
+from evener.errors import (
+    ConfigurationError,
+    DivergenceError,
+    EvenerError,
+    InterruptedRunError,
+    RankError,
+    RankTimeoutError,
+)
+
+_CONSEQUENCES = {"error": 0, "exit": 0, "killed": 0, "communication": 1, "interrupted": 1, "ended": 2}
+"""Kinds of failure; one with a higher number follows from another rank's with a lower."""
+
+_COMMUNICATION = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|timeout|nccl|socket|remote process exited"
+    r"|no route to host|failed to (recv|send)|store",
+    re.IGNORECASE,
+)
+_LONGEST_PICKLE = 100_000
+"""Characters; an error with more is told in words."""
+_TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What happened on a rank."""
+
+    rank: int
+    kind: str
+    """``error``, ``exit`` (SystemExit), ``killed`` (by a signal), ``communication`` (with another rank),
+    ``interrupted`` (asked to stop) or ``ended`` (by the agent, because another rank failed)."""
+    message: str
+    traceback: str = ""
+    time: float = 0.0
+    """Seconds since the epoch."""
+    exit_status: int = 1
+    pickled: str = ""
+    """An `EvenerError`, to be raised again where the run was started."""
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The least of a run's failures is its cause."""
+        return (_CONSEQUENCES[self.kind], self.time)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it follows from no other rank's."""
+        return _CONSEQUENCES[self.kind] == 0
+
+    @property
+    def line(self) -> str:
+        """The innermost line of the user's own code in the traceback; empty if there is none."""
+        lines = [text.strip() for text in self.traceback.splitlines() if text.startswith("  File ")]
+        return next((text for text in reversed(lines) if "site-packages" not in text), "")
+
+    def to_error(self) -> EvenerError:
+        """The error to raise where the run was started, with the rank in its message."""
+        again = self._unpickled()
+        if again is None and self.kind == "interrupted":
+            return InterruptedRunError(f"rank {self.rank} was {self.message}", self.exit_status - 128)
+        if again is None:
+            error = RankError(f"rank {self.rank} {self.message}\n\n{self.traceback}".rstrip())
+            error.exit_status = self.exit_status
+            return error
+        if not isinstance(again, RankError | RankTimeoutError | InterruptedRunError):
+            again.args = (f"rank {self.rank}: {said(again)}", *again.args[1:])
+        return again
+
+    def _unpickled(self) -> EvenerError | None:
+        try:
+            error = pickle.loads(base64.b64decode(self.pickled)) if self.pickled else None
+        except Exception:
+            return None
+        return error if isinstance(error, EvenerError) else None
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The cause of a run's end."""
+    return min(failures, key=lambda failure: failure.order)
+
+
+def is_hopeless(failures: Iterable[Failure]) -> bool:
+    """Whether every start would meet the cause again."""
+    return isinstance(first(failures).to_error(), ConfigurationError | DivergenceError)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether a collective, a store or a socket raised it because of another rank."""
+    if isinstance(error, EvenerError):
+        return isinstance(error, RankError | RankTimeoutError)
+    is_theirs = isinstance(error, RuntimeError | ConnectionError | TimeoutError)
+    return is_theirs and _COMMUNICATION.search(said(error)) is not None and not shortage_words()
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a communication error says that a rank was late rather than gone."""
+    return _TIMEOUT.search(said(error)) is not None
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """What is to be said of an exception that ended a rank."""
+    error = _cause_of_interruption(error)
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else 1
+        code = f": {shortened(error.code)}" if isinstance(error.code, str) else f" with status {status}"
+        return Failure(rank, "exit", f"ended{code}", time=time.time(), exit_status=status)
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, "interrupted", "interrupted by SIGINT", time=time.time(), exit_status=130)
+    return Failure(
+        rank,
+        _kind(error),
+        f"raised {type(error).__name__}: {_words(error)}{_hint(error)}",
+        "" if is_shortage(error) else _user_traceback(error),
+        vars(error).get("time", time.time()),  # of a signal: before what followed from it elsewhere
+        error.exit_status if isinstance(error, EvenerError) else 1,
+        _pickled(error),
+    )
+
+
+def record_failure(error: BaseException, rank: int) -> Failure:
+    """Writes the failure into the agent's error file, if there is an agent."""
+    release()
+    failure = failure_of(error, rank)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {
+            "py_callstack": failure.traceback,
+            "timestamp": str(int(failure.time)),
+            "evener": asdict(failure),
+        }
+        document = {"message": {"message": failure.message, "extraInfo": extra}}
+        partial = Path(f"{path}.{os.getpid()}")
+        partial.write_text(json.dumps(document))
+        partial.replace(path)
+    return failure
+
+
+def recorded_failure(document: dict[str, Any]) -> Failure | None:
+    """The failure in an error file that `record_failure` wrote; None for any other."""
+    message = document.get("message")
+    fields = message.get("extraInfo", {}).get("evener") if isinstance(message, dict) else None
+    return None if fields is None else Failure(**fields)
+
+
+def _hint(error: BaseException) -> str:
+    """PyTorch raises the death of a worker wherever the main thread is."""
+    if (text := said(error)).startswith("DataLoader worker") and "killed by signal" in text:
+        return "(out of memory or /dev/shm? the kernel's log, dmesg, would say; use fewer workers)"
+    return "" if isinstance(error, EvenerError) or is_shortage(error) else shortage_words()
+
+
+def _words(error: BaseException) -> str:
+    """What it says; of a shortage, of which no traceback is shown, also where in the program it struck."""
+    if not (isinstance(error, OSError) and is_shortage(error)):
+        return said(error)
+    trace = _below_runtime(error.__traceback__) or error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code if trace is not None else None
+    where = f" (at {code.co_filename}:{trace.tb_lineno} in {code.co_name})" if code and trace else ""
+    return f"{words(error)}{where}"
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, InterruptedRunError):
+        return "interrupted"
+    return "communication" if is_communication_error(error) else "error"
+
+
+def _cause_of_interruption(error: BaseException) -> BaseException:
+    """The error with which a rank was already on its way out when it was asked to stop: that is the news then."""
+    before = vars(error).get("before")
+    return before if isinstance(error, InterruptedRunError) and isinstance(before, Exception) else error
+
+
+def _pickled(error: BaseException) -> str:
+    if not isinstance(error, EvenerError):
+        return ""
+    try:
+        bare = error.with_traceback(None)
+        pickled = base64.b64encode(cloudpickle.dumps(bare)).decode()
+        return pickled if len(pickled) <= _LONGEST_PICKLE else ""
+    except Exception:
+        return ""
+
+
+def _user_traceback(error: BaseException) -> str:
+    """As Python prints it, without the frames of the worker that called the user's code."""
+    trace = error.__traceback__
+    inner = _below_runtime(trace)
+    return trace_of(error, inner or trace)
+
+
+def _below_runtime(trace: TracebackType | None) -> TracebackType | None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    ours = (here, "<frozen runpy>", sys.modules["runpy"].__file__ if "runpy" in sys.modules else here)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(tuple(map(str, ours))):
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,377 @@
+"""torchrun's agent, in a hurry and without its noise.
+
+The agent of `torch.distributed.elastic` starts the ranks of this machine, finds those of the others and
+watches over all. Three things differ here. Ranks that were asked to stop get seconds, not half a minute,
+before they are killed: half a minute of silence after Ctrl-C makes people kill the terminal and leave
+orphans. It is remembered which ranks had failed *before* the agent ended the others. And its log lines and
+its banner are not shown, for the launcher says it better.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+
+from evener.core.stacks import crash_in, stacks_of
+from evener.core.text import printable
+from evener.distributed import loopback
+from evener.distributed.failure import Failure, first, is_hopeless, recorded_failure
+from evener.distributed.launch.launcher_watchdog import Lookout
+from evener.distributed.launch.process_count import Headcount, dead
+from evener.distributed.launch.rendezvous import Rendezvous
+from evener.distributed.launch.rendezvous_wait import Meeting
+from evener.distributed.processes import is_alive
+from evener.distributed.recovery.replacement import Start, announce, take_at_their_word
+from evener.distributed.signals import GRACE_SECONDS, interruption, stop_signals
+from evener.distributed.watchdog.heartbeat import Heartbeat
+from evener.distributed.watchdog.peer_state import Standing, report_on
+from evener.errors import (
+    EvenerError,
+    InterruptedRunError,
+    RankError,
+    RankTimeoutError,
+)
+from evener.torch_internals.elastic_agent import ElasticAgent, failed, running
+
+_KILL_SECONDS = round(GRACE_SECONDS) + 1
+_STACKS = 3
+_ELASTIC = "torch.distributed.elastic"
+
+
+class _Variables(DefaultLogsSpecs):
+    """Adds environment variables to those that the agent gives its ranks."""
+
+    def __init__(self, log_dir: Path, variables: Mapping[str, str]) -> None:
+        super().__init__(log_dir=str(log_dir))
+        self._variables = variables
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for variables in envs.values():
+            variables.update(self._variables)
+        return super().reify(envs)
+
+
+class Agent(ElasticAgent):
+    """Starts ``processes`` ranks on this machine and waits for all of them.
+
+    Args:
+        arguments: What the Python interpreter is called with on every rank.
+        processes: How many, at first and after a death.
+        run_dir: A private directory, for error files and heartbeats.
+        variables: Environment variables of the ranks besides torchrun's.
+        grace_seconds: How long ranks that a signal asks to stop may take, before they are killed.
+        timeout_seconds: How long machines wait for each other.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        processes: Headcount,
+        rendezvous: Rendezvous,
+        run_dir: Path,
+        variables: Mapping[str, str],
+        timeout_seconds: float,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self._run_dir = run_dir
+        self._grace_seconds, self._was_asked = grace_seconds, False
+        self._headcount, self._max_restarts = processes, rendezvous.max_restarts or 0
+        self._lookout = Lookout(self._beats, self._pids)
+        self._handler = Meeting(rendezvous, timeout_seconds).handler()
+        static = rendezvous.rdzv_backend == "static" and not rendezvous.is_standalone
+        spec = WorkerSpec(
+            role="evener",
+            local_world_size=processes.start,
+            entrypoint=sys.executable,
+            args=tuple(arguments),
+            rdzv_handler=self._handler,
+            max_restarts=self._max_restarts,
+            monitor_interval=0.1,
+            master_addr=rendezvous.master_addr if static else None,
+            master_port=rendezvous.master_port if static else None,
+            local_addr=loopback.ADDRESS if rendezvous.is_standalone else None,
+        )
+        logs = _Variables(run_dir / "attempts", variables)
+        super().__init__(spec, logs)
+        self._roots: set[int] = set()
+        self._others = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many this machine has, in this start or in the one to come."""
+        return self.get_worker_group().spec.local_world_size
+
+    def run_to_end(self) -> None:
+        """Runs the ranks until all have ended with success.
+
+        Raises:
+            EvenerError: The one failure that caused the end, of whatever type it was on its rank.
+        """
+        with _quiet(), _signals_restored(), self._lookout:
+            try:
+                result = self.run()
+            except SignalException as stop:
+                number = int(stop.sigval)
+                raise InterruptedRunError(interruption(number, self._progress()), number) from None
+            except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
+                raise RankTimeoutError(f"the machines of the run lost each other: {error}") from error
+            finally:
+                self._kill_groups()
+                self._handler.shutdown()
+        if result is None:
+            raise RankError("the other machines ended the run before this one had joined it")
+        if result.is_failed():
+            raise self._cause(result)
+
+    def started(self, context: PContext) -> None:
+        self._roots = set()
+        self._hurry(context)
+
+    def _hurry(self, context: PContext) -> None:
+        """The agent ends the ranks through ``close``, with half a minute of patience that cannot be set."""
+        slow_close = context.close
+
+        def close(death_sig: signal.Signals | None = None, timeout: int = _KILL_SECONDS) -> None:
+            self._roots = self._roots or failed(context)
+            if self._roots:
+                self._note_others()
+                self._kill_deaf(context)
+            self._ask(context, death_sig or signal.SIGTERM, self._patience())
+            slow_close(death_sig, 1)
+
+        context.close = close  # type: ignore[method-assign]
+
+    def _ask(self, context: PContext, number: signal.Signals, seconds: int) -> None:
+        """Asks the ranks themselves to end, and waits. The agent would ask their children too: a rank whose workers of
+        a DataLoader are gone has lost the batches that it needs to get to the end of its step."""
+        pids = list(context.pids().values())
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + seconds
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _kill_deaf(self, context: PContext) -> None:
+        """A rank that is stopped, or holds Python's lock, would be asked to end in vain, and waited for."""
+        ranks = {worker.local_rank: worker.global_rank for worker in self.get_worker_group().workers}
+        for local_rank, pid in context.pids().items():
+            beat = self._beat(ranks[local_rank])
+            if beat and beat.pid == pid and not beat.ended and Standing(beat.rank, beat).is_lost(1.0):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _patience(self) -> int:
+        """Seconds for ranks to end by themselves: more after the first signal, for they may have something to save."""
+        if self._was_asked or not isinstance(sys.exception(), SignalException):
+            return _KILL_SECONDS
+        self._was_asked = True
+        if self._grace_seconds > GRACE_SECONDS:
+            _say(
+                f"asked the ranks to save and end, within {self._grace_seconds:g} s; a second signal ends them at once"
+            )
+        return math.ceil(self._grace_seconds) + 1
+
+    def failing(self, result: RunResult, restarts: int) -> bool:
+        """A fault that every start would meet again is no reason for another."""
+        failures = {each.local_rank: self._failure(rank, each) for rank, each in result.failures.items()}
+        cause = first(failures.values())
+        hopeless = self._lookout.was_done or is_hopeless(failures.values())
+        if restarts and not hopeless:
+            number = self._max_restarts - restarts + 1
+            words = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
+            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}{words}")
+        return not hopeless
+
+    def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
+        """Ranks that died by themselves, where all others have given their word to stay."""
+        goes_on_with_fewer = self._headcount.after(self.ranks, len(failures)) != self.ranks
+        others = running(self.context) if self.context else {}
+        known = len(failures) + len(others) == self.ranks
+        if self._lookout.found or goes_on_with_fewer or not (self.is_alone and others and known):
+            return False
+        ranks = [worker.global_rank for worker in self.get_worker_group().workers]
+        self._roots = set(failures)
+        found = [self._failure(ranks[local_rank], failure) for local_rank, failure in failures.items()]
+        stay = [ranks[local_rank] for local_rank in others]
+        if not _may_be_replaced(found) or not take_at_their_word(self._run_dir, stay, self.restarts_done):
+            return False
+        self._roots = set()
+        self._say_replaced(found)
+        for failure in failures.values():
+            self._kill_group(failure.pid)
+        new, number = tuple(failure.rank for failure in found), self.restarts_done + 1
+        announce(self._run_dir, Start(number, new, tuple(others.values())))
+        return True
+
+    def _say_replaced(self, found: Sequence[Failure]) -> None:
+        causes = "\n".join(str(failure.to_error()) for failure in found)
+        who = ", ".join(str(failure.rank) for failure in found)
+        count = f"restart {self.restarts_done + 1} of {self._max_restarts}"
+        _say(f"{causes}\n{count}: of rank {who} alone; the others stay, with what they hold in memory")
+
+    def _spare(self, number: int) -> str:
+        """Goes on without so many ranks, where that is allowed; returns what is to be said of it."""
+        spec = self.get_worker_group().spec  # whose number of ranks is asked for at each start
+        spec.local_world_size = self._headcount.after(self.ranks, number)
+        return self._headcount.words(self.ranks)
+
+    def _kill_groups(self) -> None:
+        """A rank's own children (a DataLoader's workers) end with it."""
+        for pid in self.context.pids().values() if self.context else ():
+            self._kill_group(pid)
+
+    def _kill_group(self, pid: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _cause(self, result: RunResult) -> EvenerError:
+        ended = result.failures
+        if self._lookout.found is not None:  # what a rank has told at the last moment goes before that
+            ended = {rank: process for rank, process in ended.items() if _was_told(process)}
+            if not ended:
+                return self._lookout.found
+        failures = [self._failure(rank, failure) for rank, failure in ended.items()]
+        cause = first(failures)
+        others = [failure for failure in failures if failure is not cause]
+        if cause.kind == "killed" and self._crash(cause.rank):
+            told = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
+            cause = replace(cause, message=cause.message + "".join(told))
+        return cause.to_error()
+
+    def _failure(self, rank: int, process: ProcessFailure) -> Failure:
+        recorded = recorded_failure(process.error_file_data)
+        if recorded is not None:
+            return recorded
+        if process.local_rank not in self._roots:
+            return Failure(rank, "ended", "was ended after another rank failed")
+        if -process.exitcode in stop_signals():
+            words = interruption(-process.exitcode, self._progress())
+            return Failure(
+                rank, "interrupted", words, time=process.timestamp, exit_status=128 - process.exitcode
+            )
+        if process.exitcode < 0:
+            return Failure(rank, "killed", self._death(rank, process), time=process.timestamp)
+        words = f"(pid {process.pid}) ended with status {process.exitcode}"
+        return Failure(rank, "exit", words, time=process.timestamp, exit_status=process.exitcode)
+
+    def _death(self, rank: int, process: ProcessFailure) -> str:
+        hint = {
+            signal.SIGKILL: " (out of memory? the kernel's log, dmesg, would say)",
+            signal.SIGSEGV: " (a crash in native code)",
+            signal.SIGABRT: " (native code gave up; its last words are above)",
+        }.get(signal.Signals(-process.exitcode), "")
+        beat = self._beat(rank)
+        place = f"; last seen in {beat.place}" if beat else ""
+        crash = self._crash(rank)
+        others = self._others if crash else ""
+        return f"(pid {process.pid}) was killed by {process.signal_name()}{hint}{place}{crash}{others}"
+
+    def _crash(self, rank: int) -> str:
+        return crash_in(self._run_dir / f"crash-{rank}")
+
+    def _note_others(self) -> None:
+        """Where the other ranks are when native code has ended one: they may be in another collective."""
+        beats = self._beats()
+        if any(self._crash(worker.global_rank) for worker in self.get_worker_group().workers):
+            known = [Standing(beat.rank, beat) for beat in beats.values() if beat is not None]
+            stacks = {other.rank: stacks_of(other.beat.pid) for other in known[:_STACKS] if other.beat}
+            self._others = f"\n{report_on(known, stacks)}" if known else ""
+
+    def _progress(self) -> str:
+        """Where the run stands, of the first local rank that said so."""
+        beats = [self._beat(worker.global_rank) for worker in self.get_worker_group().workers]
+        return next((beat.progress for beat in beats if beat and beat.progress), "")
+
+    def _beats(self) -> dict[int, Heartbeat | None]:
+        """Of the ranks whose processes run; what is left of an earlier start is none."""
+        started = self._pids()
+        beats = {rank: self._beat(rank) for rank in started}
+        return {rank: beat if beat and beat.pid == started[rank] else None for rank, beat in beats.items()}
+
+    def _pids(self) -> dict[int, int]:
+        """Of the ranks whose processes run."""
+        pids = self.context.pids() if self.context else {}
+        workers = [
+            (worker.global_rank, pids.get(worker.local_rank)) for worker in self.get_worker_group().workers
+        ]
+        return {rank: pid for rank, pid in workers if pid is not None and is_alive(pid)}
+
+    def _beat(self, rank: int) -> Heartbeat | None:
+        try:
+            return Heartbeat.from_json((self._run_dir / f"beat-{rank}").read_text())
+        except OSError:
+            return None
+
+
+def _may_be_replaced(failures: Sequence[Failure]) -> bool:
+    """Whether these ranks failed by themselves, and not for what each start would meet again."""
+    return all(failure.is_own for failure in failures) and not is_hopeless(failures)
+
+
+def _was_told(process: ProcessFailure) -> bool:
+    """Whether the rank has said itself why it ended."""
+    return recorded_failure(process.error_file_data) is not None
+
+
+def _say(words: str) -> None:
+    with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
+        print(f"evener: {printable(words)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger, silence = logging.getLogger(_ELASTIC), logging.NullHandler()
+    before = logger.propagate
+    logger.addHandler(silence)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(silence)
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent takes over signals for good; this gives them back, and leaves SIGHUP to nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+    before = {number: signal.getsignal(number) for number in names}
+    unheard = {signal.SIGHUP} if before[signal.SIGHUP] is signal.SIG_IGN else set()
+    handled = ",".join(number.name for number in names if number not in unheard)
+    with ExitStack() as stack:
+        for number, handler in before.items():
+            stack.callback(signal.signal, number, handler)
+        stack.enter_context(_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", handled))
+        yield
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

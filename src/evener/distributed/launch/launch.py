@@ -1,0 +1,155 @@
+"""From one process to ranks and back.
+
+``launch(train, config, processes=4)`` returns what ``train(config)`` returned on each rank.
+
+The function travels by cloudpickle to fresh interpreters, so that it may be a lambda, a function of a
+notebook or of a script without a ``__main__`` guard. Where this process is a rank already (torchrun, SLURM),
+or is all that is asked for, the function is called right here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import cloudpickle
+
+from evener.core.config.process_range import one_number
+from evener.distributed import loopback
+from evener.distributed.environment import check_processes, default_processes, detect, kind_taken
+from evener.distributed.file_descriptors import make_room
+from evener.distributed.launch.agent import Agent
+from evener.distributed.launch.process_count import Headcount
+from evener.distributed.launch.rendezvous import Rendezvous
+from evener.distributed.launch.scratch_dir import scratch
+from evener.distributed.launch.worker import BOOTSTRAP, Call, Job, result_of
+from evener.distributed.recovery.replacement import ALLOWED
+from evener.distributed.session import RUN_DIR, threads_per_rank
+from evener.distributed.signals import GRACE_SECONDS
+from evener.distributed.watchdog.store_health import LAUNCHER_PID
+from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
+from evener.errors import ConfigurationError
+from evener.torch_internals import interpreter
+
+R = TypeVar("R")
+
+
+def launch(
+    fn: Callable[..., R],
+    *args: object,
+    processes: int | Headcount | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    rendezvous: Rendezvous | None = None,
+    device: str | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    **kwargs: object,
+) -> list[R]:
+    """Calls ``fn(*args, **kwargs)`` on every rank.
+
+    Args:
+        processes: Ranks on this machine; by default one per GPU, or on the CPU one per core up to four. What can go
+            on with fewer after a death, as a run of :func:`evener.fit` does from its checkpoint, gives a headcount.
+        timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
+        rendezvous: How several machines find each other; one machine by default.
+        device: ``cpu`` or ``cuda``, which decides how many ranks there can be; cuda where there is any by
+            default.
+        grace_seconds: How long ranks that a signal asks to stop may take to end by themselves.
+
+    Returns:
+        The results of this machine's ranks in the last start, in order of rank. Where this process is a rank already,
+        the one result of ``fn``.
+
+    Raises:
+        ConfigurationError: If there cannot be so many processes, or ``fn`` cannot be sent to them.
+        RankError: If a rank raised, with its traceback, or died.
+        RankTimeoutError: If a rank waited in vain; says who is missing.
+        InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended; says where the run
+            stood.
+        EvenerError: As it was raised on a rank, with the rank in its message.
+    """
+    if timeout_seconds <= 0:
+        raise ConfigurationError(f"timeout_seconds is {timeout_seconds}; it must be positive")
+    if is_launched():
+        return [fn(*args, **kwargs)]
+    headcount = processes if isinstance(processes, Headcount) else resolve_processes(processes, device)
+    job = Call(fn, args, kwargs, timeout_seconds)
+    if headcount.start == 1 and (
+        rendezvous is None or (rendezvous.is_standalone and not rendezvous.max_restarts)
+    ):
+        with job.signals():
+            return [job.run()]
+    with scratch() as directory:
+        ranks = run_job(job, headcount, rendezvous, directory, sys.path, grace_seconds)
+        return [result_of(directory, local_rank) for local_rank in range(ranks)]
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several ranks already."""
+    return detect().world_size > 1
+
+
+def resolve_processes(processes: int | None, device: str | None) -> Headcount:
+    """The number of ranks to start on this machine.
+
+    Raises:
+        ConfigurationError: If this machine cannot serve so many, or they are a range.
+    """
+    processes = one_number(processes)
+    device = kind_taken(device)
+    if processes is None:
+        return Headcount((default_processes(device),))
+    check_processes(processes, device)
+    return Headcount((processes,))
+
+
+def run_job(
+    job: Job,
+    processes: Headcount,
+    rendezvous: Rendezvous | None,
+    run_dir: Path,
+    path: list[str],
+    grace_seconds: float = GRACE_SECONDS,
+) -> int:
+    """Runs a job on ranks of their own until all have ended; returns how many there were in the last start.
+
+    Args:
+        run_dir: A private directory, in which results are left.
+        path: Where the ranks look for modules.
+
+    Raises:
+        ConfigurationError: If the job cannot be sent to them, or they may not open files enough.
+    """
+    make_room(processes.start)
+    _write_job(job, run_dir)
+    (run_dir / "path.json").write_text(json.dumps(path))
+    arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
+    met = rendezvous or Rendezvous()
+    variables = _variables(run_dir, processes.start, met)
+    agent = Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds)
+    agent.run_to_end()
+    return agent.ranks
+
+
+def _write_job(job: Job, run_dir: Path) -> None:
+    try:
+        (run_dir / "job").write_bytes(cloudpickle.dumps(job))
+    except Exception as error:
+        raise ConfigurationError(
+            f"the function or one of its arguments cannot be sent to other processes: {error}; "
+            "open files, locks, loaders and the like on the ranks instead"
+        ) from error
+
+
+def _variables(run_dir: Path, processes: int, met: Rendezvous) -> Mapping[str, str]:
+    variables = {RUN_DIR: str(run_dir), LAUNCHER_PID: str(os.getpid())}
+    if met.is_standalone:
+        variables |= loopback.variables()
+    if met.max_restarts:
+        variables[ALLOWED] = "1"
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank(processes))
+    return variables

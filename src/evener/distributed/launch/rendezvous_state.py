@@ -1,0 +1,107 @@
+"""What the machines of a run agree on, kept in their store as JSON.
+
+torch keeps it there as a pickle. The store asks nobody for a password, so whoever reaches its port can write a pickle
+that runs a program on every machine. Here a pickle never leaves the process: what torch has just made is taken apart,
+and what the store holds is checked, field by field, before torch gets it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+
+from evener.files import parsed
+from evener.torch_internals.rendezvous_state import NodeDesc, RendezvousState
+
+
+class JsonBackend(RendezvousBackend):
+    """Keeps as JSON, with ``inner``, what torch gives and gets as pickles."""
+
+    def __init__(self, inner: RendezvousBackend) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._inner.get_state()
+        return None if found is None else (_pickled(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        own: RendezvousState = pickle.loads(state)  # made by torch in this process, a moment ago
+        found = self._inner.set_state(as_json(own), token)
+        return None if found is None else (_pickled(found[0]), found[1], found[2])
+
+
+def _pickled(text: bytes) -> bytes:
+    return pickle.dumps(from_json(text))
+
+
+def as_json(state: RendezvousState) -> bytes:
+    """The state as text; equal for equal states."""
+    fields = {
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "deadline": state.deadline.isoformat() if state.deadline else None,
+        "participants": [[*_node(node), rank] for node, rank in state.participants.items()],
+        "last_heartbeats": [[*_node(node), time.isoformat()] for node, time in state.last_heartbeats.items()],
+        "wait_list": sorted(map(_node, state.wait_list)),
+        "redundancy_list": sorted(map(_node, state.redundancy_list)),
+    }
+    return json.dumps(fields).encode()
+
+
+def from_json(text: bytes) -> RendezvousState:
+    """What :func:`as_json` wrote.
+
+    Raises:
+        RendezvousStateError: If it is something else.
+    """
+    try:
+        fields, state = _exactly(parsed(text.decode()), dict), RendezvousState()
+        state.round = _exactly(fields["round"], int)
+        state.complete, state.closed = _exactly(fields["complete"], bool), _exactly(fields["closed"], bool)
+        state.deadline = None if fields["deadline"] is None else _time(fields["deadline"])
+        state.participants = _by_node(fields["participants"], lambda rank: _exactly(rank, int))
+        state.last_heartbeats = _by_node(fields["last_heartbeats"], _time)
+        state.wait_list = {_desc(*row) for row in _exactly(fields["wait_list"], list)}
+        state.redundancy_list = {_desc(*row) for row in _exactly(fields["redundancy_list"], list)}
+    except (ValueError, TypeError, KeyError) as error:
+        raise RendezvousStateError(
+            "the store of the run holds something else than what its machines have agreed on, as another version of "
+            f"Evener or a stranger writes it: {error}"
+        ) from error
+    return state
+
+
+def _node(node: NodeDesc) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _desc(address: Any, pid: Any, local_id: Any) -> NodeDesc:
+    return NodeDesc(_exactly(address, str), _exactly(pid, int), _exactly(local_id, int))
+
+
+def _by_node(rows: Any, value: Callable[[Any], Any]) -> dict[NodeDesc, Any]:
+    return {_desc(*node): value(last) for *node, last in _exactly(rows, list)}
+
+
+def _time(text: Any) -> datetime:
+    found = datetime.fromisoformat(_exactly(text, str))
+    if found.tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return found
+
+
+def _exactly(value: Any, kind: type[Any]) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} stands for a {kind.__name__}")
+    return value

@@ -1,0 +1,139 @@
+"""Machines that wait for each other, which is told on standard error, and for how long they do.
+
+A run on several machines is started by several people's commands, or by a scheduler that has only some machines free.
+One that waits says so every few seconds, and ends at the time limit of every other wait.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from evener.distributed.file_descriptors import shortage_words
+from evener.distributed.launch.rendezvous import Rendezvous
+from evener.distributed.launch.rendezvous_state import JsonBackend
+from evener.distributed.loopback import OneMachine
+from evener.errors import ConfigurationError, RankTimeoutError
+from evener.torch_internals.participants import participants
+
+_PERIOD_SECONDS = 10.0
+
+
+class Meeting:
+    """Where the machines of a run meet.
+
+    Args:
+        timeout_seconds: How long one waits for the others.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, timeout_seconds: float) -> None:
+        self._rendezvous, self._timeout_seconds = rendezvous, timeout_seconds
+        self._machines = rendezvous.nodes[0]
+        self._handler: RendezvousHandler | None = None
+        self._came: int | None = None
+
+    def handler(self) -> RendezvousHandler:
+        """For torchrun's agent.
+
+        Raises:
+            ConfigurationError: The options of the rendezvous cannot work.
+            RankTimeoutError: The machine that keeps the meeting place cannot be reached in time.
+        """
+        with self._waiting():
+            handler = self._made()
+        self._handler, meet = handler, handler.next_rendezvous
+
+        def next_rendezvous() -> RendezvousInfo:
+            with self._waiting():
+                return meet()
+
+        handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+        return handler
+
+    def _made(self) -> RendezvousHandler:
+        if self._rendezvous.is_standalone:
+            return OneMachine(self._timeout_seconds)
+        parameters = self._rendezvous.within(self._timeout_seconds)
+        if parameters.backend == "static":
+            return get_rendezvous_handler(parameters)
+        backend, store = create_backend(parameters)
+        return create_handler(store, JsonBackend(backend), parameters)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._tell, args=(over,), name="evener-meeting", daemon=True)
+        if self._machines > 1:
+            thread.start()
+        try:
+            yield
+        except ValueError as error:
+            raise _refused(self._rendezvous, error) from error
+        except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
+            raise RankTimeoutError(self.words(error)) from error
+        finally:
+            over.set()
+            if thread.is_alive():
+                thread.join()
+
+    def _tell(self, over: threading.Event) -> None:
+        began = time.monotonic()
+        period = min(_PERIOD_SECONDS, self._timeout_seconds / 3)
+        while not over.wait(period):
+            came = participants(self._handler)
+            self._came = None if came is None else max(1, came)  # this one, also where it takes its leave
+            missing = "the other" if self._came is None else self._machines - self._came
+            with suppress(OSError, ValueError):  # nobody listens
+                print(
+                    f"evener: waiting for {missing} of {self._machines} machines at {self._rendezvous.endpoint} for "
+                    f"{time.monotonic() - began:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def words(self, error: BaseException) -> str:
+        """Of the end of a wait."""
+        came = "" if self._came is None else f", {self._came} of {self._machines} came"
+        said = f" ({_first_line(error)})" if _first_line(error) else ""
+        return (
+            f"the machines of the run did not find each other within {self._timeout_seconds:g} s at "
+            f"{self._rendezvous.endpoint}{came}{said}; is the command running on all of them, with the same endpoint "
+            f"and id, and can the endpoint be reached from there?{shortage_words()}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, which torch may have put into the one behind it."""
+    inner = error.__cause__ or error.__context__
+    if inner is not None and "See inner exception" in str(error):
+        return _first_line(inner)
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _refused(rendezvous: Rendezvous, error: ValueError) -> ConfigurationError:
+    """What torch says of options that it cannot read, with all of those that go with a meeting."""
+    if isinstance(error, ConfigurationError):
+        return error
+    given = {
+        "rdzv_backend": rendezvous.rdzv_backend,
+        "rdzv_endpoint": rendezvous.endpoint,
+        "rdzv_conf": rendezvous.rdzv_conf,
+    }
+    words = ", ".join(f"{name} is {value!r}" for name, value in given.items() if value)
+    return ConfigurationError(
+        f"the machines of the run cannot meet: {error} Here {words}; an endpoint is HOST:PORT, a backend c10d or static"
+    )

@@ -1,0 +1,173 @@
+"""The life of a launched rank: load the job, run it, leave a result or one failure, and end.
+
+A rank ends with ``os._exit`` after everything a normal exit does in Python has been done (threads joined,
+``atexit`` run, output flushed). What is left out is the destruction of C++ objects in no order, in which gloo
+now and then aborts a rank that has done all its work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from evener.core.stacks import record_crash
+from evener.core.stdio import guard
+from evener.distributed.environment import detect
+from evener.distributed.failure import is_communication_error, record_failure
+from evener.distributed.file_descriptors import reserve
+from evener.distributed.session import agent_watchdog
+from evener.distributed.signals import GRACE_SECONDS, die_with, enforce, interruption, raising, stop_signals
+from evener.distributed.watchdog.store_health import LAUNCHER_PID
+from evener.distributed.watchdog.watchdog import current_watchdog
+from evener.errors import InterruptedRunError, RankError
+from evener.torch_internals import interpreter
+
+BOOTSTRAP = (
+    "import json, signal, sys; plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler; "
+    "plain and signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); from evener.distributed.launch.worker import main; "
+    "plain and signal.signal(signal.SIGINT, signal.default_int_handler); main(sys.argv[1])"
+)
+"""A rank looks for modules where its launcher did, also for Evener itself. Ctrl-C ends it without a traceback while it
+imports them."""
+
+
+class Job(ABC):
+    """What a rank is launched to do; travels to it by cloudpickle."""
+
+    works_on = False
+    """Whether threads that it leaves may be part of its work."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+
+    @abstractmethod
+    def run(self) -> Any:
+        """Does it, and returns the rank's result."""
+
+    def signals(self) -> AbstractContextManager[None]:
+        """How the job hears of signals that ask it to stop."""
+        return nullcontext()
+
+
+class Call(Job):
+    """A function and its arguments. The function hears of signals as an `InterruptedRunError`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_seconds: float,
+    ) -> None:
+        super().__init__(timeout_seconds)
+        self.function, self._args, self._kwargs = function, args, kwargs
+
+    def run(self) -> Any:
+        return self.function(*self._args, **self._kwargs)
+
+    def signals(self) -> AbstractContextManager[None]:
+        return raising(stop_signals(), progress)
+
+
+def progress() -> str:
+    """Where the run in this process stands, as far as it has said."""
+    watchdog = current_watchdog()
+    return "" if watchdog is None else watchdog.progress_text
+
+
+def main(run_dir: str) -> None:
+    """Runs the job in ``run_dir`` as the rank that the environment says, and ends the process."""
+    die_with(int(os.environ[LAUNCHER_PID]))
+    reserve()
+    environment = detect()
+    record_crash(Path(run_dir) / f"crash-{environment.rank}")
+    enforce(lambda number: _record_interruption(number, environment.rank))
+    status, works_on = 1, False
+    try:
+        job = job_in(Path(run_dir))
+        agent_watchdog(environment, job.timeout_seconds)
+        if isinstance(job, Call):  # a foreign script is to meet what Python does
+            guard()
+        with job.signals():
+            result = job.run()
+        _write_result(Path(run_dir) / f"result-{environment.local_rank}", result)
+        status, works_on = 0, job.works_on
+    except BaseException as error:
+        status = _status_of(error, environment.rank)
+    _leave(status, works_on)
+
+
+def job_in(run_dir: Path) -> Job:
+    """The job as the launcher left it, made anew with each call."""
+    job: Job = cloudpickle.loads((run_dir / "job").read_bytes())
+    return job
+
+
+def result_of(run_dir: Path, local_rank: int) -> Any:
+    """What the rank's job returned.
+
+    Raises:
+        RankError: It ended with success, but did not return.
+    """
+    path = run_dir / f"result-{local_rank}"
+    if not path.exists():
+        raise RankError(
+            f"local rank {local_rank} ended with status 0 before its function returned: something in it calls "
+            "sys.exit or os._exit"
+        )
+    return cloudpickle.loads(path.read_bytes())
+
+
+def _status_of(error: BaseException, rank: int) -> int:
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return 0
+    watchdog = current_watchdog()
+    if watchdog is not None and is_communication_error(error):
+        with suppress(Exception):
+            error = watchdog.explain(error).with_traceback(error.__traceback__)
+    return record_failure(error, rank).exit_status
+
+
+def _record_interruption(number: int, rank: int) -> None:
+    record_failure(InterruptedRunError(interruption(number, progress()), number), rank)
+
+
+def _write_result(path: Path, result: Any) -> None:
+    try:
+        path.write_bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise RankError(
+            f"the result of a rank, a {type(result).__name__}, cannot be sent back: {error}; "
+            "return what can be pickled"
+        ) from error
+
+
+def _leave(status: int, works_on: bool) -> None:
+    """Ends the process as Python would, but for the destruction of C++ objects.
+
+    After a failure in bounded time, whatever Python's own end would wait for.
+    """
+    if status != 0:
+        timer = threading.Timer(GRACE_SECONDS, os._exit, (status,))
+        timer.daemon = True
+        timer.start()
+    watchdog = current_watchdog()
+    if watchdog is not None:
+        watchdog.close(status, works_on)
+    with suppress(BaseException):
+        interpreter.join_threads()
+    with suppress(BaseException):
+        interpreter.run_exit_functions()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)

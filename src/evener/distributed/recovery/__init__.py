@@ -1,0 +1,1 @@
+"""Replaces a rank that died while the others stay."""

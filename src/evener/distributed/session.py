@@ -1,0 +1,370 @@
+"""What a rank has while it runs: place, device, process group, control channel and watchdog.
+
+Everything is opened in one place and closed in reverse. A rank that is alone has the same things, with
+stand-ins, so that nothing else asks how many ranks there are. A process group that is there already, made by
+a user's own script, is used and left as it was found.
+
+Why closing collects garbage first: a DDP model holds threads and buffers of its process group, and gloo
+aborts the process ("terminate called without an active exception") when they are destroyed after it at
+interpreter exit.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from evener.core.phase_marks import process_watchdogs
+from evener.distributed import loopback
+from evener.distributed.backends import backend_of, library_of
+from evener.distributed.control_channel import Channel, GroupChannel, LocalChannel
+from evener.distributed.environment import (
+    MIXED,
+    Environment,
+    check_processes,
+    detect,
+    kind_taken,
+    ranks_per_card,
+    usable_cores,
+)
+from evener.distributed.failure import is_communication_error
+from evener.distributed.hosts import connected, destroy, host_token
+from evener.distributed.mesh import Layout, Mesh
+from evener.distributed.preflight import Terms, agree
+from evener.distributed.recovery.deferred_free import bury
+from evener.distributed.recovery.replacement import RecalledError, Start
+from evener.distributed.restart_count import advance_to, generation, next_name
+from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, TIMEOUT_SECONDS, Watchdog, current_watchdog
+from evener.errors import ConfigurationError, RankTimeoutError
+from evener.hardware.accelerators import count, has_float64
+from evener.hardware.gpu_tenants import uuid_of
+from evener.torch_internals.default_store import default_store
+from evener.version import evener_version
+
+_PATIENCE = timedelta(hours=24)
+
+RUN_DIR = "EVENER__RUN_DIR"
+"""Environment variable in which Evener's launcher names the directory it shares with its ranks."""
+
+
+def open_store(environment: Environment, timeout_seconds: float) -> Store:
+    """The store in which the ranks of a run meet: the agent's, or one that rank 0 keeps.
+
+    Raises:
+        ConfigurationError: If the launcher did not say where it is.
+        RankTimeoutError: If it cannot be reached in time.
+    """
+    if environment.world_size == 1:
+        return HashStore()
+    address, port = _master(environment)
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps = environment.rank == 0 and not has_agent
+    try:
+        if environment.is_on_one_machine and not has_agent:
+            store = loopback.store(port, timeout_seconds, keeps)
+        else:
+            store = TCPStore(
+                address,
+                port,
+                is_master=keeps,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_seconds),
+                multi_tenant=True,
+            )
+    except (dist.DistError, OSError) as error:
+        raise RankTimeoutError(
+            f"rank {environment.rank} of {environment.world_size} found no run at {address}:{port} within "
+            f"{timeout_seconds:g} s: {error}; are all ranks started, and can this host be reached?"
+        ) from error
+    return PrefixStore(f"evener/{generation()}", store)
+
+
+def agent_watchdog(environment: Environment, timeout_seconds: float) -> Watchdog:
+    """The watchdog of a whole process that Evener launched; its sessions share it."""
+    store = open_store(environment, timeout_seconds)
+    return _start_watchdog(environment.rank, environment.world_size, store, timeout_seconds)
+
+
+def rejoin(start: Start) -> None:
+    """This process takes part in ``start`` from now on, with a watchdog for it."""
+    before = current_watchdog()
+    assert before is not None
+    before.stand_down()
+    process_watchdogs.remove(before)
+    advance_to(start.number)
+    agent_watchdog(detect(), before.timeout_seconds)
+
+
+def _start_watchdog(rank: int, world_size: int, store: Store, timeout_seconds: float) -> Watchdog:
+    """A watchdog of this process from now on."""
+    run_dir = os.environ.get(RUN_DIR)
+    watchdog = Watchdog(
+        rank, world_size, store, timeout_seconds, None if run_dir is None else Path(run_dir)
+    ).start()
+    process_watchdogs.append(watchdog)
+    return watchdog
+
+
+class Session:
+    """The context in which a rank works.
+
+    Args:
+        device: ``cpu``, ``cuda`` or another kind that torch.accelerator has; cuda where there is any by default. A
+            rank takes the GPU of its local rank. ``mixed`` lets each host take its own kind.
+        timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
+        environment: The place of this process; detected by default. One of a rank alone keeps the session out of a
+            process group that there may be.
+
+    Raises:
+        ConfigurationError: If the launcher's variables or the device cannot work, or the ranks took different
+            devices.
+        RankTimeoutError: If not all ranks start in time.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    world: dist.ProcessGroup | None
+    """The group of all ranks; None for one rank alone."""
+    mesh: Mesh
+    """The axes over the ranks; until a strategy lays others, each rank computes a part of the batch of its own."""
+    control: Channel
+    watchdog: Watchdog
+
+    def __init__(
+        self,
+        device: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        environment: Environment | None = None,
+    ) -> None:
+        self.environment = detect() if environment is None else environment
+        self._apart = environment is not None and environment.world_size == 1
+        self.timeout_seconds = timeout_seconds
+        self.rank, self.world_size = self.environment.rank, self.environment.world_size
+        self._kind, self._asked = kind_taken(device), device
+        self.mixed = False
+        """Whether hosts have different kinds of devices: then gloo brings the tensors of all from host to host."""
+        self._patient: dist.ProcessGroup | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Session:
+        with ExitStack() as stack:
+            self._enter_threads(stack)
+            self.device = self._take_device()
+            if self._finds_group():
+                self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            store = self._open_store()
+            self.watchdog = self._enter_watchdog(stack, store)
+            self.world = self._enter_group(stack, store)
+            self.control = self._enter_control(stack)
+            stack.callback(gc.collect)
+            self._stack = stack.pop_all()
+        self.mesh = self._mesh(Layout({"data": self.world_size}))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RecalledError):
+            bury(self._stack.pop_all(), self.world)
+            destroy(None)
+        elif error is not None and RUN_DIR in os.environ and is_communication_error(error):
+            # The process ends, if no destructor hangs: then nobody could say any more what went wrong.
+            gc.disable()
+            bury(self._stack.pop_all())
+        self._stack.__exit__(kind, error, trace)
+
+    def _enter_threads(self, stack: ExitStack) -> None:
+        """Ranks of one machine share its cores, unless the user has set ``OMP_NUM_THREADS``."""
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads_per_rank(self.environment.local_world_size))
+
+    def _take_device(self) -> torch.device:
+        if self._kind == "cpu":
+            return torch.device("cpu")
+        if self._kind == "meta":
+            raise ConfigurationError("device 'meta' has no numbers; use cpu, cuda or another accelerator")
+        device = torch.device(self._kind, card_of(self.environment, self._kind))
+        torch.accelerator.set_device_index(device)
+        if not has_float64(device):
+            raise ConfigurationError(
+                f"{device} has no float64, in which losses and norms are added up; use cpu"
+            )
+        return device
+
+    def _finds_group(self) -> bool:
+        """Whether this rank belongs to a process group already."""
+        return dist.is_initialized() and not self._apart
+
+    def _open_store(self) -> Store:
+        if self._finds_group():
+            if self._asked == MIXED:
+                raise ConfigurationError(
+                    "device mixed, and there is a process group already: its backend decides what can meet; leave "
+                    "init_process_group to Evener, or name one kind of device"
+                )
+            return default_store()
+        return open_store(self.environment, self.timeout_seconds)
+
+    def _enter_watchdog(self, stack: ExitStack, store: Store) -> Watchdog:
+        shared = current_watchdog()
+        if shared is not None:
+            stack.callback(setattr, shared, "timeout_seconds", shared.timeout_seconds)
+            shared.timeout_seconds = self.timeout_seconds
+            return shared
+        watchdog = _start_watchdog(self.rank, self.world_size, store, self.timeout_seconds)
+        stack.callback(process_watchdogs.remove, watchdog)
+        stack.callback(watchdog.close)
+        return watchdog
+
+    def _enter_group(self, stack: ExitStack, store: Store) -> dist.ProcessGroup | None:
+        if not self._finds_group():
+            if self.world_size == 1:
+                return None
+            self._init_group(store)
+            stack.callback(_destroy_group)
+        return dist.group.WORLD
+
+    def _init_group(self, store: Store) -> None:
+        store = PrefixStore(f"evener/{next_name('session')}", store)
+        if self.environment.is_on_one_machine:
+            os.environ.update(loopback.variables())
+        if self._kind == "cuda":
+            _prepare_nccl(self.environment)
+        with self.watchdog.wait("start of the process group"):
+            self.mixed = self._agree(PrefixStore("terms", store))
+            dist.init_process_group(
+                "gloo" if self.mixed else backend_of(self._kind),
+                store=PrefixStore("group", store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=self.group_timeout,
+                # Has NCCL connect at once.
+                device_id=self.device if self._kind == "cuda" and not self.mixed else None,
+            )
+
+    def lay(self, layout: Layout) -> Mesh:
+        """Makes ``layout`` the session's mesh. All ranks call it together.
+
+        Raises:
+            ConfigurationError: If it is one for another number of ranks.
+        """
+        if layout.world_size != self.world_size:
+            raise ConfigurationError(
+                f"a mesh of {dict(layout.degrees)} has {layout.world_size} ranks, the run has {self.world_size}"
+            )
+        self._warn_of_hosts(layout)
+        self.mesh = self._mesh(layout)
+        return self.mesh
+
+    def _warn_of_hosts(self, layout: Layout) -> None:
+        ranks = self.environment.local_world_size
+        for axis in layout.across_hosts(ranks) if self.rank == 0 else ():
+            warnings.warn(
+                f"the {layout.degree(axis)} ranks of axis {axis!r}, which send the most, are not all on one host of "
+                f"{ranks} ranks: let the degrees of context and tensor divide {ranks}",
+                stacklevel=3,
+            )
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one on these axes of the mesh alone; None where that is this rank alone."""
+        return self.mesh.group(*axes)
+
+    def _mesh(self, layout: Layout) -> Mesh:
+        mesh = Mesh(layout, self.rank, self.world, self.timeout_seconds, self.group_timeout, self._kind)
+        self._stack.callback(mesh.close)
+        return mesh
+
+    def _agree(self, store: Store) -> bool:
+        """Whether hosts have different kinds of devices, or libraries for them."""
+        card = "" if ranks_per_card() > 1 else uuid_of(self.device)
+        device = self._kind, library_of(self._kind), self._asked
+        terms = Terms(self.rank, self.environment.host, *device, evener_version(), host_token(), card)
+        return agree(store, terms, self.world_size, self.group_timeout.total_seconds())
+
+    @property
+    def inner_backend(self) -> str | None:
+        """Where hosts differ, the backend that the ranks of this one have among themselves; else None."""
+        return backend_of(self._kind) if self.mixed else None
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """The timeout of process groups: later than the watchdog, whose report says more."""
+        return timedelta(seconds=self.timeout_seconds + BACKSTOP_SECONDS)
+
+    def patient_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for waits that may take as long as they take; None for one rank alone.
+
+        For use inside of `Watchdog.together`, which ends a wait that is hopeless; a rank that dies ends it at once.
+        Made with the first call, which is a collective one, and closed with the session.
+        """
+        if self._patient is None and self.world_size > 1:
+            with self.watchdog.wait("start of the patient group"):
+                self._patient = connected(dist.new_group(backend="gloo", timeout=_PATIENCE))
+            self._stack.callback(destroy, self._patient)
+            self._stack.callback(setattr, self, "_patient", None)
+        return self._patient
+
+    def _enter_control(self, stack: ExitStack) -> Channel:
+        channel: Channel = LocalChannel()
+        if self.world is not None and self.world_size > 1:
+            with self.watchdog.wait("start of the control channel"):
+                group = connected(dist.new_group(backend="gloo", timeout=self.group_timeout))
+            assert isinstance(group, dist.ProcessGroup)
+            channel = GroupChannel(group, self.watchdog)
+        stack.callback(channel.close)
+        return channel
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Cores of this machine divided among its ranks, at least one for each."""
+    return max(1, usable_cores() // local_world_size)
+
+
+def card_of(environment: Environment, kind: str) -> int:
+    """The index of this rank's accelerator among those that it sees.
+
+    A rank that sees one alone, where it has neighbours, was given that one: SLURM binds cards to tasks so. Whether all
+    were given the same is found when the ranks agree.
+
+    Raises:
+        ConfigurationError: If there are too few.
+    """
+    if count(kind) == 1 < environment.local_world_size and environment.launcher != "single":
+        return 0
+    check_processes(environment.local_world_size, kind)
+    return environment.local_rank // ranks_per_card()
+
+
+def _prepare_nccl(environment: Environment) -> None:
+    """What NCCL, and torch's use of it, read in the environment when they start."""
+    # Messages of two ranks are ordered among all others; that it may cost time is no news to a user.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    if ranks_per_card() > 1:
+        # NCCL refuses two ranks on one card of a host; of ranks of different hosts it knows nothing.
+        os.environ["NCCL_HOSTID"] = f"{environment.host}-{environment.rank}"
+
+
+def _destroy_group() -> None:
+    gc.collect()
+    destroy(None)
+
+
+def _master(environment: Environment) -> tuple[str, int]:
+    address, port = environment.master_addr, environment.master_port
+    if address is None or port is None:
+        raise ConfigurationError(
+            f"rank {environment.rank} of {environment.world_size} does not know where to meet the others: "
+            "MASTER_ADDR and MASTER_PORT are not set; start the ranks with evener, torchrun or srun"
+        )
+    return address, port

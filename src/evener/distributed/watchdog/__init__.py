@@ -1,0 +1,1 @@
+"""Watches that ranks make progress, and tells who does not."""

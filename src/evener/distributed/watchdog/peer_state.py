@@ -1,0 +1,166 @@
+"""What one rank knows of another: its last heartbeat, and how long ago the last new one came.
+
+Silence is measured on the reader's own clock, because the clocks of two machines differ; on the same machine
+the process itself is looked at, so that a killed or stopped rank is known at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+import psutil
+
+from evener.distributed.file_descriptors import shortage_words
+from evener.distributed.hosts import host_token
+from evener.distributed.processes import find, state_of
+from evener.distributed.watchdog.heartbeat import Heartbeat
+
+SILENT_BEATS = 3
+"""Heartbeats that may fail to come, or be on their way, before it is news."""
+
+
+class Standing:
+    """Where one rank stands, as seen from this one."""
+
+    def __init__(self, rank: int, beat: Heartbeat | None = None) -> None:
+        self.rank = rank
+        self.beat: Heartbeat | None = None
+        self._since = time.monotonic()
+        self._process: psutil.Process | None = None
+        self._apart_from = ""
+        self._apart_since: float | None = None
+        if beat is not None:
+            self.update(beat)
+
+    def update(self, beat: Heartbeat) -> None:
+        """Takes in a heartbeat; one that is known already is no sign of life."""
+        before = self.beat
+        if before is None or (beat.rank, beat.count) != (before.rank, before.count):
+            self.beat, self._since = beat, time.monotonic()
+            if self._is_local(beat) and (self._process is None or self._process.pid != beat.pid):
+                self._process = find(beat.pid)
+
+    @staticmethod
+    def _is_local(beat: Heartbeat) -> bool:
+        """A name is not enough: containers of one name may see different processes under one id."""
+        return beat.token == host_token()
+
+    @property
+    def silent_seconds(self) -> float:
+        observed = time.monotonic() - self._since
+        if self.beat is not None and self._is_local(self.beat):
+            return max(observed, time.monotonic() - self.beat.time)
+        return observed
+
+    @property
+    def state(self) -> str:
+        """``unknown`` (never heard of), ``ended``, ``gone``, ``stopped`` or ``running``, if that can be told."""
+        if self.beat is None:
+            return "unknown"
+        if self.beat.ended:
+            return "ended"
+        return state_of(self._process) if self._is_local(self.beat) else "running"
+
+    def is_lost(self, interval_seconds: float) -> bool:
+        """Whether nothing more is to be expected of it."""
+        return self.state != "running" or self.silent_seconds > SILENT_BEATS * interval_seconds
+
+    def is_missing(self, here: Heartbeat, interval_seconds: float) -> bool:
+        """Whether it is not where the rank of heartbeat ``here`` waits for it."""
+        beat = self.beat
+        if beat is None or self.is_lost(interval_seconds):
+            return True
+        if here.together or beat.together:
+            return beat.together != here.together
+        return not beat.waits or (beat.phase, beat.step) != (here.phase, here.step)
+
+    def waits_for(self, seconds: float, news_seconds: float) -> bool:
+        """Whether it has waited for others for so long, by news that are not older than that."""
+        beat = self.beat
+        waits = beat is not None and beat.waits and beat.seconds >= seconds
+        return waits and self.state == "running" and self.silent_seconds <= news_seconds
+
+    def is_still(self, seconds: float) -> bool:
+        """Whether it has made no progress for so long, or can make none any more."""
+        if self.beat is None or self.state == "stopped":
+            return self.silent_seconds >= seconds
+        idle = self.beat.idle if not self.beat.together else 0.0
+        return self.state in ("ended", "gone") or max(idle, self.silent_seconds) >= seconds
+
+    def compare(self, here: Heartbeat, interval_seconds: float) -> None:
+        """Measures for how long it has been missing from what the rank of heartbeat ``here`` does with all others."""
+        if not here.together or not self.is_missing(here, interval_seconds):
+            self._apart_since = None
+        elif self._apart_since is None or self._apart_from != here.together:
+            self._apart_since = time.monotonic()
+        self._apart_from = here.together
+
+    @property
+    def apart_seconds(self) -> float:
+        """How long every `compare` has found it missing; 0 if the last did not."""
+        return 0.0 if self._apart_since is None else time.monotonic() - self._apart_since
+
+    def describe(self) -> str:
+        if self.beat is None:
+            return f"rank {self.rank}: has given no sign of life yet"
+        done = f", after {self.beat.progress}" if self.beat.progress else ""
+        short = shortage_words(self.beat.pid) if self._is_local(self.beat) else ""
+        return f"{self.beat.who}: {self._doing(self.beat)}{done}{short}"
+
+    @property
+    def left_words(self) -> str:
+        """Of one that has ended on its own or is gone: ``rank 1 has left after step 3 of 16 with status 0``."""
+        beat = self.beat
+        assert beat is not None
+        done = f" after {beat.progress}" if beat.progress else ""
+        if self.state == "gone":
+            return f"rank {beat.rank} is gone{done}"
+        return f"rank {beat.rank} has left{done}{beat.status_words}"
+
+    def _doing(self, beat: Heartbeat) -> str:
+        last = f"last seen in {beat.place}"
+        if self.state == "ended":
+            return f"has left on its own{beat.status_words}"
+        if self.state == "gone":
+            return f"is gone; {last}"
+        if self.state == "stopped":
+            silence = f"no sign of life for {self.silent_seconds:.0f} s"
+            return f"is stopped (SIGSTOP, or a debugger), {silence}; {last}"
+        if self.silent_seconds > SILENT_BEATS:
+            return f"no sign of life for {self.silent_seconds:.0f} s; {last}"
+        verb = "waits in" if beat.waits else "is in"
+        return f"{verb} {beat.place}, for {beat.seconds:.0f} s"
+
+    @property
+    def lateness(self) -> tuple[bool, bool, bool, int]:
+        """Sorts the ranks that others wait for first: the lost, the missing, those at work, then those that wait."""
+        waits = self.beat is not None and self.beat.waits
+        return (not self.is_lost(1.0), self._apart_since is None, waits, self.rank)
+
+
+def should_look(here: Heartbeat, looker: Standing, interval_seconds: float) -> bool:
+    """Whether the rank of heartbeat ``here`` is to look after all others from now on, in place of ``looker``.
+
+    If every waiting rank looked at every other one, a hang of N ranks would put N squared requests a second on one
+    store. So one looks: the one that has waited longest, for its time is up first, and of several the lowest. Another
+    takes its place when it falls silent, as it does when its wait is over.
+    """
+    beat = looker.beat
+    if beat is None or beat.rank == here.rank or looker.is_lost(interval_seconds):
+        return True
+    ahead = here.stuck_seconds - beat.stuck_seconds
+    # Heartbeats are up to an interval old, so what differs by a few is equal. What is done together has no limit.
+    if not here.together and not beat.together and abs(ahead) > SILENT_BEATS * interval_seconds:
+        return ahead > 0
+    return here.rank < beat.rank
+
+
+def report_on(standings: Iterable[Standing], stacks: Mapping[int, str] | None = None) -> str:
+    """One line for every rank, the late ones first, and the ``stacks`` that are known of them."""
+    found = stacks or {}
+    lines = []
+    for standing in sorted(standings, key=lambda s: s.lateness):
+        lines.append(f"  {standing.describe()}")
+        lines += [found[standing.rank]] if found.get(standing.rank) else []
+    return "\n".join(lines)

@@ -1,0 +1,176 @@
+"""Who waits for whom, in words, long before a run is hopeless.
+
+The time limit of a wait is minutes, for a slow step is no fault. A person who looks at a line that does not move wants
+to know sooner. After ten seconds without progress the rank that looks after all others says what it sees, on standard
+error, and again every minute; the live line of a terminal says so every second, until something moves. Nothing is
+concluded from it, so a rank that computes is said to compute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+from evener.distributed.watchdog.hang_rules import AT_WORK
+from evener.distributed.watchdog.heartbeat import Heartbeat, in_words
+from evener.distributed.watchdog.peer_state import SILENT_BEATS, Standing
+
+FIRST_SECONDS = "EVENER__FIRST_WORD_SECONDS"
+"""Environment variable with the seconds after which the first word is said, 10 where it is not set."""
+_AGAIN_SECONDS = 60.0
+_COMPUTES_SECONDS = 3.0
+_OVER = "\r\x1b[J"
+"""Clears this line of a terminal, and those below."""
+_RANKS_SHOWN = 6
+_GROUPS_SHOWN = 3
+
+
+def first_word_seconds() -> float:
+    """After so long without progress the first word is said."""
+    return float(os.environ.get(FIRST_SECONDS, "10"))
+
+
+class Reminder:
+    """Says what holds a run up, once a minute at most."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def is_due(self, seconds: float) -> bool:
+        """Whether a wait of so many seconds is to be told now."""
+        now = time.monotonic()
+        is_due = seconds >= first_word_seconds() and (
+            self._last is None or now - self._last >= _AGAIN_SECONDS
+        )
+        self._last = now if is_due else self._last
+        return is_due
+
+    def say(self, seconds: float, words: Callable[[], str], over: bool = False) -> None:
+        """Prints ``words`` to standard error if they are due.
+
+        Args:
+            over: Whether they are written over a live line of this process, which is drawn again below them.
+        """
+        if self.is_due(seconds):
+            with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
+                place = (_OVER if over else "\n") if sys.stderr.isatty() else ""  # below another's live line
+                print(f"{place}evener: {words()}", file=sys.stderr, flush=True)
+
+
+class Stall:
+    """Tells of a rank that makes no progress, for its watchdog."""
+
+    def __init__(self) -> None:
+        self.show: Callable[[str], None] | None = None
+        """Shows one line in place of the last one."""
+        self._reminder = Reminder()
+        self._shown = False
+
+    def tell(self, here: Heartbeat, others: Collection[Standing], speaks: bool) -> None:
+        """Says where all ranks stand if nothing moves; aloud only where this rank ``speaks`` for all."""
+        stalled = is_stalled(here)
+        if stalled and speaks:
+            live = self.show is not None
+            self._reminder.say(here.stuck_seconds, lambda: stall_words(here, others), live)
+        if self.show is not None and (stalled or self._shown):
+            self.show(live_words(here, others) if stalled else "")
+            self._shown = stalled
+
+
+def is_stalled(here: Heartbeat) -> bool:
+    """Whether this rank waits, or is in a phase of Evener's, for so long that a person wants to know."""
+    return here.stuck_seconds >= first_word_seconds() and (here.waits or here.phase is not None)
+
+
+def stall_words(here: Heartbeat, others: Iterable[Standing]) -> str:
+    """``no progress for 12 s: rank 0 waits in all-reduce of step 4 for rank 1 (in its program, at a.py:3 in main)``."""
+    waiting, late = _told_apart(here, others)
+    words = {standing.rank: _doing(standing) for standing in late}
+    missing = " and ".join(f"{ranks} ({doing})" for ranks, doing in _grouped(words))
+    there = "; ".join(_waiting_words(waiting))
+    return _lead(here, words) + " for ".join(part for part in (there, missing) if part)
+
+
+def live_words(here: Heartbeat, others: Iterable[Standing]) -> str:
+    """``no progress for 12 s: rank 1 at a.py:3 in main, its program; rank 0 waits in all-reduce of step 4``.
+
+    A terminal cuts the end off, so the place of the rank that others wait for comes first.
+    """
+    waiting, late = _told_apart(here, others)
+    lead = _lead(here, {standing.rank: _doing(standing) for standing in late})
+    missing = [f"{ranks} {place}" for ranks, place in _grouped({each.rank: _at(each) for each in late})]
+    return lead + "; ".join([*missing, *_waiting_words(waiting)])
+
+
+def _told_apart(here: Heartbeat, others: Iterable[Standing]) -> tuple[dict[int, str], list[Standing]]:
+    """The ranks that wait, with the places, and all others."""
+    standings = sorted([*others, Standing(here.rank, here)], key=lambda standing: standing.rank)
+    waiting = {s.rank: _place(s.beat) for s in standings if _waits(s) and s.beat is not None}
+    return waiting, [standing for standing in standings if standing.rank not in waiting]
+
+
+def _lead(here: Heartbeat, late: dict[int, str]) -> str:
+    computes = any(words.startswith("computing") for words in late.values())
+    return f"{'still computing after' if computes else 'no progress for'} {here.stuck_seconds:.0f} s: "
+
+
+def _waiting_words(waiting: dict[int, str]) -> list[str]:
+    return [
+        f"{ranks} {'wait' if ranks.startswith('ranks') else 'waits'} in {place}"
+        for ranks, place in _grouped(waiting)
+    ]
+
+
+def _waits(standing: Standing) -> bool:
+    beat = standing.beat
+    is_there = standing.state == "running" and standing.silent_seconds <= SILENT_BEATS
+    return beat is not None and is_there and beat.waits and beat.phase not in AT_WORK
+
+
+def _place(beat: Heartbeat) -> str:
+    words = in_words(beat.phase or "its program", beat.step)
+    return f"{words}, at {beat.where[0]}" if beat.where else words
+
+
+def _doing(standing: Standing) -> str:
+    """What a rank does that others wait for: it computes only if its main thread was seen to."""
+    beat = standing.beat
+    if beat is None:
+        return "no sign of life yet"
+    fates = {
+        "ended": f"left{beat.status_words}",
+        "gone": "gone",
+        "stopped": "stopped, by SIGSTOP or a debugger",
+    }
+    if standing.state in fates:
+        return fates[standing.state]
+    if standing.silent_seconds > SILENT_BEATS:
+        return f"no sign of life for {standing.silent_seconds:.0f} s, last in {_place(beat)}"
+    return f"{'computing ' * (beat.still < _COMPUTES_SECONDS)}in {_place(beat)}"
+
+
+def _at(standing: Standing) -> str:
+    """The same in the words of a narrow line, where it is known: its line of code first."""
+    beat = standing.beat
+    lives = standing.state == "running" and standing.silent_seconds <= SILENT_BEATS
+    if beat is None or not lives or not beat.where:
+        return _doing(standing)
+    return f"at {beat.where[0]}, {in_words(beat.phase or 'its program', beat.step)}"
+
+
+def _grouped(words: dict[int, str]) -> list[tuple[str, str]]:
+    """Ranks of whom the same is to be said, together; the first few such groups."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in words.items():
+        groups.setdefault(text, []).append(rank)
+    return [(rank_words(ranks), text) for text, ranks in list(groups.items())[:_GROUPS_SHOWN]]
+
+
+def rank_words(ranks: list[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, of many the number of the others."""
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _RANKS_SHOWN} others" if len(ranks) > _RANKS_SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

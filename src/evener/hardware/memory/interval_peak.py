@@ -1,0 +1,38 @@
+"""A gauge that is read several times in a step, and still knows the peak of the whole."""
+
+from __future__ import annotations
+
+from evener.hardware.memory.step_usage import Lap
+from evener.hardware.memory.usage import Gauge
+
+
+class Laps:
+    """A gauge around another one.
+
+    Args:
+        inner: Which forgets the peak whenever it is read.
+    """
+
+    def __init__(self, inner: Gauge) -> None:
+        self._inner, self._peak = inner, 0
+        self.every_seconds = inner.every_seconds
+
+    def part(self) -> Lap:
+        """Since the last part or lap."""
+        found = self._inner.lap()
+        self._peak = max(self._peak, found.peak)
+        return found
+
+    def lap(self) -> Lap:
+        """Since the last lap."""
+        now = self.part()
+        peak, self._peak = self._peak, 0
+        return now._replace(peak=peak)
+
+    def kept(self) -> int:
+        """See :class:`Gauge`."""
+        return self._inner.kept()
+
+    def empty(self) -> None:
+        """See :class:`Gauge`."""
+        self._inner.empty()

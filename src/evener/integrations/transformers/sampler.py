@@ -1,0 +1,88 @@
+"""The order of samples that ``TrainingArguments`` ask for, as the order of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from evener.data.sampler import Order
+from evener.errors import ConfigurationError
+
+
+class Sampling:
+    """Lists the samples of an epoch.
+
+    Args:
+        strategy: ``random``, ``sequential`` or ``group_by_length``.
+        size: Samples of the training set.
+        listed: Samples of an epoch; the others are left out.
+        batch_size: Samples of a global batch, which have about one length with ``group_by_length``.
+        lengths: Of each sample, where samples are grouped by them.
+    """
+
+    def __init__(
+        self, strategy: str, size: int, listed: int, seed: int, batch_size: int, lengths: Sequence[int] = ()
+    ) -> None:
+        self._strategy, self._size, self.listed, self._seed = strategy, size, listed, seed
+        self._batch_size, self._lengths = batch_size, lengths
+
+    def __call__(self, epoch: int) -> NDArray[np.int64]:
+        return self._whole(epoch)[: self.listed]
+
+    def _whole(self, epoch: int) -> NDArray[np.int64]:
+        if self._strategy == "sequential":
+            return np.arange(self._size)
+        if self._strategy == "random":
+            return Order(self._size, seed=self._seed).ids(epoch, 0, self._size)
+        drawn = np.random.SeedSequence(self._seed, spawn_key=(epoch,)).generate_state(1, np.uint32)
+        generator = torch.Generator().manual_seed(int(drawn[0]))
+        found = get_length_grouped_indices(list(self._lengths), self._batch_size, generator=generator)
+        return np.asarray(found, dtype=np.int64)
+
+
+def sampling_of(
+    args: TrainingArguments, dataset: Any, together: int, batch_size: int, processing_class: Any
+) -> Sampling | None:
+    """The order that ``args`` say; None where it is Evener's usual one.
+
+    Args:
+        together: Samples of the ranks in one micro-batch, of which an incomplete one is dropped if that is asked for.
+        batch_size: Samples of a global batch.
+
+    Raises:
+        ConfigurationError: If no batch is left, or the lengths of samples are not known.
+    """
+    grouped = "group_by_length" if getattr(args, "group_by_length", False) else "random"
+    strategy = str(getattr(args, "train_sampling_strategy", grouped))
+    size = len(dataset)
+    listed = size - size % together if args.dataloader_drop_last else size
+    if not listed:
+        raise ConfigurationError(
+            f"dataloader_drop_last leaves nothing of {size} samples in batches of {together}: leave it out, or make "
+            "batches smaller"
+        )
+    if strategy == "random" and listed == size and args.data_seed is None:
+        return None
+    seed = args.seed if args.data_seed is None else args.data_seed
+    lengths = _lengths(args, dataset, processing_class) if strategy == "group_by_length" else ()
+    return Sampling(strategy, size, listed, seed, batch_size, lengths)
+
+
+def _lengths(args: TrainingArguments, dataset: Any, processing_class: Any) -> list[int]:
+    column = args.length_column_name
+    if column in (getattr(dataset, "column_names", None) or ()):
+        return [int(length) for length in dataset[column]]
+    named = getattr(processing_class, "model_input_names", None) or ["input_ids"]
+    items = [dataset[index] for index in range(len(dataset))]
+    if not all(isinstance(item, dict) and named[0] in item for item in items):
+        raise ConfigurationError(
+            f"train_sampling_strategy='group_by_length' needs the length of each sample: items that are dicts with "
+            f"{named[0]}, or a column {column}"
+        )
+    return [len(item[named[0]]) for item in items]

@@ -1,0 +1,147 @@
+"""Ranks of one host, which tell each other a layer's few numbers through memory that they share.
+
+A model has tens of layers that look at all samples, and each waits for the others twice a step. Through sockets such a
+meeting takes a fifth of a millisecond and wakes up threads that the computation needs; here it is a store and a look::
+
+    post(message n)   title and numbers ─▶ this rank's slot n mod 4, then  entered[rank] = n + 1
+    take()            until entered[all] > n: do the titles agree? then the numbers of all, in order of rank
+
+The title says of which layer a message is, in which direction and how long, so that ranks which come to different
+layers are told so. A message longer than a slot goes in parts, one after the other.
+
+A rank posts only after it has taken what came before, so that a slot is free again when its turn comes: who posts
+message n + 2 has taken n + 1, so all have posted that, so all have taken n. Two slots would do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.distributed.shm.slots import ENTERED, Slots
+from evener.errors import ConfigurationError, EvenerError, RankError
+from evener.hardware.timers import waiting
+from evener.nn.batch_norm_peers import Later, Peers
+
+WHAT = "exchange of BatchNorm"
+_SLOTS = 4
+_TITLE_NBYTES = 256
+_NUMBERS_NBYTES = 64 * 1024
+
+
+class Neighbors(Peers):
+    """The ranks of ``group``, of one host, for messages of CPU tensors.
+
+    Args:
+        timeout_seconds: How long to wait for a rank. Where a watchdog runs, which says more, a little longer.
+
+    Raises:
+        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+    """
+
+    what = "ranks"
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._names = dist.get_process_group_ranks(group)
+        slots = Slots(group, _SLOTS, _TITLE_NBYTES + _NUMBERS_NBYTES, timeout_seconds, WHAT)
+        self._slots: Slots | None = slots
+        self.held_nbytes = self._ranks * _SLOTS * (_TITLE_NBYTES + _NUMBERS_NBYTES)  # each maps those of all
+        self._titles = [[self._title(slots, rank, slot) for rank in self._all()] for slot in range(_SLOTS)]
+        self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
+        self._texts: dict[tuple[str, torch.dtype, int], bytes] = {}
+        self._posted = self._taken = 0
+        self._failure: EvenerError | None = None
+
+    def size(self) -> int:
+        return self._ranks
+
+    def all_gather_later(self, message: Tensor, of: str) -> Later:
+        title = self._text(of, message)
+        first, *rest = torch.split(message, _NUMBERS_NBYTES // message.itemsize)
+        number = self._post(first, title)
+
+        def later() -> Tensor:
+            found = [self._take(number, first, title)]
+            for part in rest:
+                found.append(self._take(self._post(part, title), part, title))
+            return torch.cat(found, dim=1) if rest else found[0]
+
+        return later
+
+    def close(self) -> None:
+        """Gives back the memory, when the last view of it is gone."""
+        self._slots = None
+        self._titles.clear()
+        self._views.clear()
+
+    def _post(self, part: Tensor, title: bytes) -> int:
+        slots, number = self._ready(), self._posted
+        if self._taken != number:
+            raise RankError(f"an earlier {WHAT} was given up: {self._read(number - 1, self._rank)}")
+        self._titles[number % _SLOTS][self._rank][:] = title
+        self._of(slots, part)[number % _SLOTS][self._rank].copy_(part)
+        self._posted = number + 1
+        slots.count_call()
+        slots.publish(ENTERED, number + 1)  # after title and numbers, and x86 keeps that order: see slots
+        return number
+
+    def _take(self, number: int, part: Tensor, title: bytes) -> Tensor:
+        slots = self._ready()
+        try:
+            with waiting():
+                slots.wait(ENTERED, number + 1)
+            if any(other != title for other in self._titles[number % _SLOTS]):
+                raise ConfigurationError(self._differ(number))
+        except BaseException as error:
+            self._failure = RankError(f"an earlier {WHAT} failed: {error}")
+            raise
+        found = torch.stack(self._of(slots, part)[number % _SLOTS])
+        self._taken = number + 1
+        return found
+
+    def _ready(self) -> Slots:
+        if self._failure is not None:
+            raise self._failure
+        if self._slots is None:
+            raise ConfigurationError(
+                f"the {WHAT} over the ranks has been closed with their run; in a model of one process use eval(), or "
+                "evener.nn.exact_batch_norm(model, None)"
+            )
+        return self._slots
+
+    def _differ(self, number: int) -> str:
+        seen = ", ".join(f"rank {self._names[rank]} to {self._read(number, rank)}" for rank in self._all())
+        return (
+            f"the ranks came to different layers that look at all samples: {seen}. All must call the same BatchNorm "
+            "modules in the same order, whatever their samples"
+        )
+
+    def _read(self, number: int, rank: int) -> str:
+        return bytes(self._titles[number % _SLOTS][rank]).rstrip(b"\0").decode(errors="replace")
+
+    def _all(self) -> range:
+        return range(self._ranks)
+
+    def _title(self, slots: Slots, rank: int, slot: int) -> memoryview:
+        view = slots.view(rank, slot, torch.uint8, 0, _TITLE_NBYTES)
+        return memoryview(view.numpy())  # type: ignore[arg-type]
+
+    def _text(self, of: str, message: Tensor) -> bytes:
+        key = of, message.dtype, len(message)
+        if key not in self._texts:
+            words = f"{len(message)} numbers ({str(message.dtype).removeprefix('torch.')}) of {of}".encode()
+            self._texts[key] = words[:_TITLE_NBYTES].ljust(_TITLE_NBYTES, b"\0")
+        return self._texts[key]
+
+    def _of(self, slots: Slots, part: Tensor) -> list[list[Tensor]]:
+        """Views of every slot of every rank, as long as ``part``."""
+        key = part.dtype, len(part)
+        if key not in self._views:
+            before = _TITLE_NBYTES // part.itemsize
+            self._views[key] = [
+                [slots.view(rank, slot, part.dtype, before, len(part)) for rank in self._all()]
+                for slot in range(_SLOTS)
+            ]
+        return self._views[key]

@@ -1,0 +1,235 @@
+"""The positions of every sequence divided over the ranks; the model is replicated.
+
+For sequences whose activations are too many for one device. Each rank computes its positions through all layers, which
+look at one position at a time, and only attention brings positions together (:mod:`evener.nn.attention`)::
+
+    rank 0   positions 0 1 6 7   ─▶ embed ─▶ norm ─▶ ┐           ┌ ─▶ mlp ─▶ head ─▶ loss of 0 1 6 7 ─┐
+                                                     ├ attention ┤                                    ├ sum
+    rank 1   positions 2 3 4 5   ─▶ embed ─▶ norm ─▶ ┘           └ ─▶ mlp ─▶ head ─▶ loss of 2 3 4 5 ─┘
+
+Totals, counts and gradients are summed over the ranks of the axis like over those that divide the samples. A batch is
+cut where it has been loaded, padding included. In evaluation the outputs for all positions come together in order, so
+that metrics see whole sequences, whatever they count.
+
+That a model looks along the sequence in some other way cannot be read off its modules. So it is tried, before the
+first step (:mod:`evener.strategies.context.equivalence_check`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from evener.core.types import Tree
+from evener.data.batch import MicroBatch
+from evener.distributed.mesh import Layout, Mesh
+from evener.errors import ConfigurationError, LossError, TaskError
+from evener.nn import collectives_no_grad as messages
+from evener.nn.attention import METHODS
+from evener.nn.attention_dispatch import attend_within
+from evener.nn.head_parallel_attention import fewest_heads
+from evener.nn.sequence_layout import ORDERS, DividedSequence
+from evener.strategies.base import Strategy
+from evener.strategies.context.cutting import Cutting, map_named
+from evener.strategies.context.equivalence_check import alike, check_likeness
+from evener.strategies.ddp import summing
+from evener.strategies.interfaces import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.learner import Learner
+from evener.strategies.steppers.plain import Plain
+from evener.strategies.sync_batch_norm import normalize_together
+
+AXIS = "context"
+"""The axis of the mesh over which positions are divided."""
+
+
+@dataclass(frozen=True)
+class ContextParallel(Strategy):
+    """The positions of the sequences divided over the ranks.
+
+    Raises:
+        ConfigurationError: For an option that cannot be.
+    """
+
+    axis: ClassVar[str] = AXIS
+    combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard", "tensor")
+
+    method: str = "ring"
+    """How attention reaches other ranks' positions: ``ring``, or ``ulysses``, which divides the heads."""
+    order: str = "zigzag"
+    """``zigzag``, in which all ranks have equal work under a causal mask, or ``contiguous``."""
+    dim: int = 1
+    """The dimension of the positions in inputs and targets."""
+    cut: str | None = None
+    """Names of the tensors that are sequences, such as ``inputs.words,targets``; all that have that dimension."""
+    output_dim: int | None = None
+    """The dimension of the positions in outputs; found by its size if that is possible."""
+    trial: int = 128
+    """How many positions of the first batch the model is tried with, on pieces and on whole sequences; 0 for none."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("method", tuple(METHODS)), ("order", ORDERS)):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"strategy 'context': there is no {name} {getattr(self, name)!r}; there are "
+                    f"{' and '.join(known)}"
+                )
+        if self.dim < 1 or (self.output_dim is not None and self.output_dim < 1):
+            raise ConfigurationError(
+                f"strategy 'context': dim={self.dim}, output_dim={self.output_dim}; dimension 0 is the samples, so "
+                "that positions are 1 or more"
+            )
+        if self.trial < 0:
+            raise ConfigurationError(f"strategy 'context': trial={self.trial}; it must be 0 or more")
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        return Layout({AXIS: world_size})
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        if self.method == "ulysses":
+            _check_heads(model, mesh.degree(AXIS))
+        # Stages of a pipeline attend by themselves: a call of the model ends where one of them does.
+        if mesh.degree("pipeline") == 1:
+            attend_within(model)
+        return normalize_together(model, mesh)
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        return self.around(learner, summing(learner))
+
+    def stepper(self, learner: Learner) -> Stepper:
+        return Plain(learner)
+
+    def pieces(self, learner: Learner) -> Cut:
+        # A group of its own: what attention sends in backward never meets the buckets of gradients.
+        group = learner.mesh.new_group(AXIS)
+        return Cut() if group is None else Pieces(self, learner, group)
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    """Ranks that a mesh gives different numbers of heads must refuse together."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and fewest_heads(module) < ranks:
+            raise ConfigurationError(
+                f"{name or 'the model'} has {fewest_heads(module)} heads on a rank, which method 'ulysses' cannot "
+                f"divide over the {ranks} ranks of the axis 'context': use method 'ring', or fewer ranks there"
+            )
+
+
+class Pieces(Cut):
+    """The pieces of this rank."""
+
+    def __init__(self, options: ContextParallel, learner: Learner, group: ProcessGroup) -> None:
+        names = None if options.cut is None else frozenset(name.strip() for name in options.cut.split(","))
+        self._cutting = Cutting(options.dim, names)
+        self._options, self._learner, self._group = options, learner, group
+        self._counted = self._tried = False
+        self._found: dict[str, int] = {}
+
+    def trained(self, micro: MicroBatch) -> MicroBatch:
+        sequence = self._sequence(self._cutting.length(micro))
+        piece = self._with_inputs(micro, sequence)
+        piece = dataclasses.replace(piece, targets=self._targets(micro.targets, sequence))
+        if not self._counted:
+            self._counted = True
+            self._check_count(micro.targets, sequence)
+        self._try(micro)
+        return piece
+
+    def evaluated(self, micro: MicroBatch) -> MicroBatch:
+        self._try(micro)
+        return self._with_inputs(micro, self._sequence(self._length_of_inputs(micro)))
+
+    def whole(self, outputs: Tree, piece: MicroBatch) -> Tree:
+        sequence: DividedSequence = piece.sequence
+        return map_named(lambda name, leaf: self._whole(name, leaf, sequence), outputs, "outputs")
+
+    def _sequence(self, length: int) -> DividedSequence:
+        options = self._options
+        return DividedSequence(self._group, length, options.order, options.method, options.dim)
+
+    def _length_of_inputs(self, micro: MicroBatch) -> int:
+        return self._cutting.length(dataclasses.replace(micro, targets=None))
+
+    def _with_inputs(self, micro: MicroBatch, sequence: DividedSequence) -> MicroBatch:
+        inputs = self._cutting.part(micro.inputs, "inputs", lambda leaf: sequence.part(leaf, sequence.dim))
+        return dataclasses.replace(micro, inputs=inputs, sequence=sequence)
+
+    def _targets(self, targets: Any, sequence: DividedSequence, rank: int | None = None) -> Any:
+        return self._cutting.part(targets, "targets", lambda leaf: sequence.part(leaf, sequence.dim, rank))
+
+    # What is tried before the first step
+
+    def _check_count(self, targets: Any, sequence: DividedSequence) -> None:
+        """The terms of the pieces must be those of the whole, each once."""
+        try:
+            count = self._learner.task.exact_loss().count
+        except LossError:
+            return  # a loop of the user's own counts by itself
+        ranks = range(self._group.size())
+        of_pieces = [float(count(self._targets(targets, sequence, rank))) for rank in ranks]
+        whole = float(count(targets))
+        if not math.isclose(sum(of_pieces), whole, rel_tol=1e-6):
+            raise TaskError(
+                f"strategy 'context' divides the loss's terms with the positions, but the targets of a batch have "
+                f"{whole:g} terms, and their pieces {' + '.join(f'{number:g}' for number in of_pieces)}. A loss of "
+                "whole sequences cannot be divided so: use one that counts positions, or strategy 'ddp'"
+            )
+
+    def _try(self, micro: MicroBatch) -> None:
+        options = self._options
+        if self._tried or not options.trial:
+            return
+        self._tried = True
+        length, ranks = min(options.trial, self._length_of_inputs(micro)), self._group.size()
+        if length > ranks and length % ranks == 0:
+            length -= 1  # pieces of unequal length, for which no other dimension can be taken
+        inputs = self._cutting.part(micro.inputs, "inputs", lambda leaf: leaf.narrow(options.dim, 0, length))
+        short = dataclasses.replace(micro, inputs=inputs, targets=None)
+        piece = self._with_inputs(short, self._sequence(length))
+        check_likeness(self._learner, short, piece, lambda outputs: self.whole(outputs, piece))
+
+    # Outputs of the pieces made whole
+
+    def _whole(self, name: str, leaf: Any, sequence: DividedSequence) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shapes = [told.shape for told in messages.descriptions(leaf, self._group)]
+        fitting = [dim for dim in range(1, leaf.dim()) if _has_positions(shapes, dim, sequence.sizes)]
+        known = self._options.output_dim or self._found.get(name)
+        if known is not None and known in fitting:
+            fitting = [known]
+        if len(fitting) > 1:
+            raise ConfigurationError(
+                f"strategy 'context': {name}, of shape {tuple(leaf.shape)} on this rank, has {sequence.size} of the "
+                f"{sequence.length} positions along dimension {' or '.join(map(str, fitting))}; say along which, with "
+                "the option output_dim"
+            )
+        if fitting:
+            self._found[name] = fitting[0]
+            gathered = messages.gathered(leaf, fitting[0], sequence.sizes, self._group)
+            return sequence.in_order(gathered, fitting[0])
+        return self._common(name, leaf, shapes)
+
+    def _common(self, name: str, leaf: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
+        """What has no positions must be of the whole sequence already, and so alike on all ranks."""
+        same = len(set(shapes)) == 1
+        if same:
+            rows = messages.gathered(leaf[None], 0, [1] * len(shapes), self._group)
+            same = all(alike(rows[0], row) for row in rows)
+        if not same:
+            raise TaskError(
+                f"strategy 'context': {name}, of shape {tuple(leaf.shape)}, has no dimension for positions and differs "
+                "from rank to rank: it was made of a piece of each sequence. Let the model give outputs of positions, "
+                "or use strategy 'ddp'"
+            )
+        return leaf
+
+
+def _has_positions(shapes: list[tuple[int, ...]], dim: int, sizes: list[int]) -> bool:
+    """Whether every rank has the positions of its piece along ``dim``, and all else is alike."""
+    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    return len(others) == 1 and [shape[dim] for shape in shapes] == sizes

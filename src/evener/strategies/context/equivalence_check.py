@@ -1,0 +1,163 @@
+"""Whether a model computes from pieces of sequences what it computes from whole ones: it is tried.
+
+Positions counted from the start of the piece, a convolution or a recurrence along the sequence, a mean over its
+positions, attention that is not PyTorch's: no list of modules knows them all, and each is wrong without an error. But
+every rank of a team has loaded the whole samples. So before the first step the model runs in evaluation mode on a short
+stretch of them, divided and whole, and the outputs must be the same.
+
+A weight that begins as zeros hides what it will be multiplied with, such as an embedding of positions. Parameters whose
+elements are all equal are given random values during the trial.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from evener.components.sharded_tensor.local import changeable, local
+from evener.core.types import Tree
+from evener.data.batch import MicroBatch
+from evener.errors import EvenerError, TaskError
+from evener.hardware import accelerators
+from evener.nn.context import scope
+from evener.nn.sequence_layout import DividedSequence
+from evener.strategies.context.cutting import named_leaves
+from evener.strategies.learner import Learner
+from evener.torch_internals.layers import AnyBatchNorm
+from evener.torch_internals.module_tensors import own_buffers
+
+_LOOKING_ALONG = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d)
+"""Modules of torch that most probably go along the sequence."""
+_SEED = 0x5EED
+_CURES = (
+    "Attention by torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention or evener.nn.attention is "
+    "brought together, and positions are told by evener.nn.positions(length), in place of torch.arange(length) or a "
+    "slice [:length]"
+)
+
+
+def check_likeness(
+    learner: Learner, micro: MicroBatch, piece: MicroBatch, join: Callable[[Tree], Tree]
+) -> None:
+    """Runs the model on a micro-batch and on the pieces of it. All ranks call it together.
+
+    Args:
+        micro: Whole sequences.
+        piece: This rank's piece of them.
+        join: From the outputs for all pieces, those for the whole.
+
+    Raises:
+        TaskError: On all ranks, if the outputs differ on one.
+    """
+    sequence: DividedSequence = piece.sequence
+    with learner.synchronizer.forward(), _undisturbed(learner.model):
+        whole = _outputs(learner, micro, "the first positions of the first batch")
+        joined = join(_outputs(learner, piece, "a piece of the first sequences"))
+    said = learner.session.control.gather_objects(
+        _difference(whole, joined, learner.settings.precision.coarsest)
+    )
+    if wrong := next(filter(None, said), None):
+        raise TaskError(
+            "strategy 'context': the model does not compute from pieces of sequences what it computes from whole ones "
+            f"({wrong}; tried in evaluation mode on {sequence.length} positions). {_CURES}; "
+            f"{_suspects(learner.model)}. If it is only rounding, the option trial=0 leaves the trial out; then prove "
+            "it with `evener verify`"
+        )
+
+
+def _outputs(learner: Learner, micro: MicroBatch, what: str) -> Tree:
+    sequence: DividedSequence | None = micro.sequence
+    group = None if sequence is None else sequence.group
+    try:
+        with (
+            torch.no_grad(),
+            scope(micro.samples, 0, learner.settings.seed, 1, lambda: group, sequence),
+        ):
+            return learner.stepper.outputs(micro)
+    except EvenerError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"strategy 'context': the model cannot run on {what}: {type(error).__name__}: {error}. Take positions from "
+            "evener.nn.positions(length), and lengths from the tensors at hand"
+        ) from error
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no parameter of equal elements; afterwards all is as before."""
+    modes = [module for module in model.modules() if module.training]
+    with ExitStack() as stack:
+        stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
+        for buffer in model.buffers():
+            stack.callback(buffer.copy_, buffer.clone())
+        for module in model.modules():
+            stack.callback(own_buffers(module).update, dict(own_buffers(module)))
+        for name, parameter in model.named_parameters():
+            if _hides(local(parameter.detach())):
+                _fill(name, changeable(parameter, stack))
+        try:
+            model.eval()
+            yield
+        finally:
+            for module in modes:
+                module.training = True
+
+
+def _hides(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.is_floating_point() and tensor.numel() > 1
+    return plain and bool(tensor.min() == tensor.max())
+
+
+def _fill(name: str, tensor: Tensor) -> None:
+    """Adds random values, by the name alone and so alike on all ranks."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + _SEED)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    tensor.add_(noise.to(tensor), alpha=0.3)
+
+
+def _difference(whole: Tree, joined: Tree, computed: torch.dtype) -> str:
+    """How the outputs differ, in words; empty if they do not."""
+    pairs = zip(named_leaves(whole, "outputs"), named_leaves(joined, "outputs"), strict=False)
+    for (name, one), (_, other) in pairs:
+        if type(one) is not type(other):
+            kinds = type(one).__name__, type(other).__name__
+            return f"{name} is of type {kinds[0]} from whole sequences, {kinds[1]} from pieces"
+        if isinstance(one, Tensor) and one.shape != other.shape:
+            return f"{name} is of shape {tuple(one.shape)} from whole sequences, {tuple(other.shape)} from pieces"
+        if isinstance(one, Tensor) and not alike(one, other, computed):
+            return f"{name} differs by {float((one.double() - other.double()).abs().max()):.2g}"
+    return ""
+
+
+def alike(one: Tensor, other: Tensor, computed: torch.dtype = torch.float32) -> bool:
+    """Whether the two are the same but for rounding, in a type of no more digits than that in which they were
+    ``computed``."""
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    size = float(one.abs().nan_to_num(posinf=0.0).max())
+    return torch.allclose(one, other, rtol=0.0, atol=_bound(one, computed) * size, equal_nan=True)
+
+
+def _bound(x: Tensor, computed: torch.dtype) -> float:
+    """What rounding may come to; devices of other kinds may have products of lower precision."""
+    if x.dtype == torch.float64:
+        return 1e-8
+    exact = x.dtype == computed == torch.float32 and x.device.type == "cpu"
+    return 1e-3 if exact else 0.05
+
+
+def _suspects(model: nn.Module) -> str:
+    kinds = (*_LOOKING_ALONG, AnyBatchNorm)
+    found = [
+        f"{name or 'the model'} ({type(m).__name__})"
+        for name, m in model.named_modules()
+        if isinstance(m, kinds)
+    ]
+    if not found:
+        return "of torch's modules none looks along the sequence by itself"
+    return f"modules that may look along the sequence: {', '.join(found[:5])}"

@@ -1,1 +1,0 @@
-"""What several devices of one process need: copies, threads, and what crosses borders."""

@@ -1,0 +1,118 @@
+"""The calls of a model, by its code where that can be read, else by running it on the first samples.
+
+Reading is preferred: what it finds holds for every sample. A model whose code is read but for a part around blocks
+would be cut around that part only; there, too, it is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from evener.errors import ConfigurationError, EvenerError, TaskError
+from evener.strategies.learner import Learner
+from evener.strategies.pipeline.module_calls import leaves_of
+from evener.strategies.pipeline.traced_run import Rehearsal, try_both
+from evener.strategies.pipeline.tracing import above, opened_in, read_both
+
+Graphs = dict[bool, fx.Graph]
+"""In training (True) and in evaluation (False)."""
+
+
+def calls_of(
+    model: nn.Module,
+    example: dict[str, Any] | None,
+    learner: Learner,
+    named: Sequence[str],
+    blocks: str | None,
+) -> Graphs:
+    """The calls of the model, the same on all ranks. A collective call, where the code cannot be read.
+
+    Args:
+        example: What ``forward`` gets, of a few samples; None if there are none, and the model cannot be run.
+        named: Modules that must be calls of their own.
+        blocks: The list of blocks, by its name; the model is cut between these then, and not by its code.
+
+    Raises:
+        TaskError: If the model can be cut neither way, with the reason.
+        ConfigurationError: If there are no such blocks.
+    """
+    if blocks is not None:
+        opened = _above_blocks(model, blocks) | {place for name in named for place in above(name)}
+        return _tried(model, example, learner, opened)
+    graphs, error = _read(model, example, named)
+    if graphs is not None and not _is_cut_short(model, graphs, named):
+        return graphs
+    try:
+        return _tried(model, example, learner, opened_in(model, named))
+    except TaskError as refusal:
+        if graphs is not None:
+            return graphs
+        raise refusal from error
+
+
+def _read(
+    model: nn.Module, example: dict[str, Any] | None, named: Sequence[str]
+) -> tuple[Graphs | None, TaskError | None]:
+    try:
+        return read_both(model, example, named), None
+    except TaskError as error:
+        if example is None:
+            raise
+        return None, error
+
+
+def _is_cut_short(model: nn.Module, graphs: Graphs, named: Sequence[str]) -> bool:
+    """True if a module that should be open is one call."""
+    opened = opened_in(model, named)
+    return any(
+        node.op == "call_module" and node.target in opened
+        for graph in graphs.values()
+        for node in graph.nodes
+    )
+
+
+def _tried(
+    model: nn.Module, example: dict[str, Any] | None, learner: Learner, opened: frozenset[str]
+) -> Graphs:
+    session, found, error = learner.session, None, None
+    rehearsal = Rehearsal(
+        model, leaves_of(model, opened), example or {}, session.device, learner.settings.weight_type
+    )
+    try:
+        found = try_both(rehearsal)
+    except EvenerError as refusal:
+        error = refusal
+    rows = session.control.gather_objects((None if found is None else _words(found), error and str(error)))
+    if error is not None:
+        raise error
+    for rank, (words, refusal_there) in enumerate(rows):
+        if refusal_there is not None:
+            raise TaskError(f"rank {rank} could not try the model: {refusal_there}")
+        if words != rows[0][0]:
+            raise TaskError(
+                f"tried on the same samples, {type(model).__name__} calls other modules on rank {rank} than on rank 0: "
+                "a pipeline needs the same calls everywhere"
+            )
+    assert found is not None
+    return found
+
+
+def _words(graphs: Graphs) -> str:
+    return "\n".join(str(node.format_node()) for graph in graphs.values() for node in graph.nodes)
+
+
+def _above_blocks(model: nn.Module, blocks: str) -> frozenset[str]:
+    try:
+        found = model.get_submodule(blocks)
+    except AttributeError:
+        found = None
+    if not blocks or found is None or len(list(found.children())) < 2:
+        lists = ", ".join(name for name in sorted(opened_in(model, ())) if name) or "none"
+        raise ConfigurationError(
+            f"blocks names {blocks!r}, which in {type(model).__name__} is no module that holds several others; lists "
+            f"of blocks that were found are {lists}"
+        )
+    return frozenset({"", *above(blocks), blocks})

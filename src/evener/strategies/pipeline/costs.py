@@ -1,0 +1,209 @@
+"""What each layer of a model takes, and what crosses between them, measured on this rank before the model is divided.
+
+Layer by layer: the calls of the model are made for an example, each layer with memory of its own that is given back
+before the next. So no rank ever holds the whole model. Numbers do not matter to time, and are drawn small.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from evener.components.model_init import in_type, settle_on
+from evener.components.tree_spec import taken_apart
+from evener.data.batch import map_leaves
+from evener.hardware import accelerators
+from evener.nn.context import outside
+from evener.strategies.pipeline.stages import crossings
+from evener.strategies.pipeline.traced_run import Rehearsal, Tried
+from evener.strategies.pipeline.tracing import inputs_of
+
+_PASSES, _TURNS = 3, 3
+"""Through the model, and of each layer in each pass; the fastest counts, for others were disturbed."""
+_PATIENCE = 5.0
+"""Seconds after which no further pass begins."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the layers of a model, in the order of their first calls."""
+
+    seconds: dict[str, float]
+    """Of forward and backward, by layer."""
+    crossing: tuple[int, ...]
+    """Bytes that a cut before the second and each further layer would have to send on."""
+
+
+class Measuring(fx.Interpreter):
+    """Makes the calls of ``graph`` for an example, forward and backward of each layer by itself.
+
+    Args:
+        model: Whole, perhaps on the meta device; it stays as it is.
+        device: On which the layers are measured.
+        dtype: Of floating numbers; None leaves them.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: fx.Graph, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(model, graph=graph)
+        self._device, self._dtype = device, dtype
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Of forward and backward, by layer, in the order of first calls."""
+        self.nbytes: dict[fx.Node, int] = {}
+        """Of what each call made."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        self.nbytes[n] = sum(tensor.nbytes for tensor in taken_apart(found)[1])
+        return found
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self._made(self.fetch_attr(target))
+        took, found = _timed(layer, args, kwargs, self._device)
+        self.seconds[str(target)] += took
+        return found
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return map_leaves(lambda leaf: self._filled(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    def _made(self, module: nn.Module) -> nn.Module:
+        made = settle_on(copy.deepcopy(module), self._device, self._dtype)
+        for (_, tensor), (_, given) in zip(_tensors(made), _tensors(module), strict=True):
+            if given.is_meta:
+                _fill(tensor)
+        return made
+
+    def _filled(self, tensor: Tensor) -> Tensor:
+        dtype = in_type(tensor, self._dtype) if self._dtype else tensor.dtype
+        made = torch.empty_like(tensor, device=self._device, dtype=dtype)
+        return _fill(made) if tensor.is_meta else made.copy_(tensor.detach())
+
+
+class Rehearsed:
+    """The same of a model that was tried, whose own code makes the calls."""
+
+    def __init__(self, graph: Tried, rehearsal: Rehearsal) -> None:
+        self._nodes = [node for node in graph.nodes if node.op == "call_module"]
+        self._rehearsal = rehearsal
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.nbytes: dict[fx.Node, int] = {}
+
+    def run(self) -> None:
+        """Makes the calls once."""
+        with self._rehearsal.stage() as run:
+            run(self._called, self._rehearsal.inputs())
+
+    def _called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Once, for the call may write into what it is given, such as a cache of keys.
+        took, found = _timed_once(forward, args, kwargs, self._rehearsal.device)
+        self.seconds[name] += took
+        self.nbytes[self._nodes[len(self.nbytes)]] = sum(tensor.nbytes for tensor in taken_apart(found)[1])
+        return found
+
+
+def _timed(layer: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> tuple[float, Any]:
+    """Seconds of forward and backward, the least of some, and what the layer returns."""
+    took, found = zip(*(_timed_once(layer, args, kwargs, device) for _ in range(_TURNS)), strict=True)
+    return min(took), found[-1]
+
+
+def _timed_once(layer: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> tuple[float, Any]:
+    args, kwargs = map_leaves(_as_input, (args, kwargs))
+    with _clock(device) as elapsed:
+        found = layer(*args, **kwargs)
+        outputs = [tensor for tensor in taken_apart(found)[1] if tensor.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    return elapsed(), map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor) -> Tensor:
+    return tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
+
+
+def _as_input(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copied = leaf.detach().clone()
+    return copied.requires_grad_() if leaf.is_floating_point() else copied
+
+
+@contextmanager
+def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
+    """Seconds of the block, the device's work in it included."""
+    took = 0.0
+    _wait_for(device)
+    began = time.perf_counter()
+    yield lambda: took
+    _wait_for(device)
+    took = time.perf_counter() - began
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def measure(
+    model: nn.Module,
+    graph: fx.Graph,
+    arguments: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Costs:
+    """Seconds of each layer and bytes between them, for the example ``arguments`` of the model."""
+    if isinstance(graph, Tried):
+        rehearsal = Rehearsal(model, graph.leaves, arguments, device, dtype)
+        return _costs(graph, device, partial(_rehearsed, graph, rehearsal), _PASSES * _TURNS)
+    names = inputs_of(graph, inspect.signature(model.forward))
+    inputs = [arguments[name] for name in names.values()]
+
+    def interpreted() -> Measuring:
+        made = Measuring(model, graph, device, dtype)
+        made.run(*map_leaves(_kept, inputs))
+        return made
+
+    return _costs(graph, device, interpreted, _PASSES)
+
+
+def _rehearsed(graph: Tried, rehearsal: Rehearsal) -> Rehearsed:
+    made = Rehearsed(graph, rehearsal)
+    made.run()
+    return made
+
+
+def _costs(
+    graph: fx.Graph, device: torch.device, measured: Callable[[], Measuring | Rehearsed], most: int
+) -> Costs:
+    """Of the fastest of so many passes at most."""
+    passes: list[Measuring | Rehearsed] = []
+    began = time.perf_counter()
+    with outside(), accelerators.generators_kept(device):
+        while len(passes) < most and (not passes or time.perf_counter() - began < _PATIENCE):
+            passes.append(measured())
+    seconds = {layer: min(one.seconds[layer] for one in passes) for layer in passes[0].seconds}
+    nbytes = passes[0].nbytes
+    return Costs(seconds, tuple(sum(nbytes[node] for node in crossing) for crossing in crossings(graph)))
+
+
+def _kept(leaf: Any) -> Any:
+    """The model may write to what it is given."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,172 @@
+"""The model's ``forward``, which runs the stage that is at hand and no more.
+
+``Task.forward`` calls the model as it does on one device, and may do something with its inputs and outputs. On the rank
+of the last stage the call returns; on others it ends where the stage does, and what follows it is not reached::
+
+    outputs = task.forward(model, inputs)    ─▶  model(...)  ─▶  stage 0: its calls ─▶ the values to hand on, raised
+                                                                 last:    its calls ─▶ outputs, returned
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from evener.core.types import Forward, Tree
+from evener.errors import ConfigurationError
+from evener.hardware.async_read import Readout
+from evener.nn.context import current
+from evener.strategies.pipeline.remote_weights import Away, whole_forms
+from evener.strategies.pipeline.stage_code import function_of
+from evener.strategies.pipeline.stage_replay import Replay
+from evener.strategies.pipeline.stages import Stages
+from evener.strategies.pipeline.tracing import inputs_of
+
+
+class StageEndedError(BaseException):
+    """A stage has run, of which the values are handed on. No Exception, which the code around the model may catch."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        super().__init__("a stage of the pipeline has ended")
+        self.values = values
+
+
+class CalledError(BaseException):
+    """The model was called with these arguments."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__("the model was called")
+        self.arguments = arguments
+
+
+class StagedForward:
+    """Takes the place of the ``forward`` of the model of ``stages``."""
+
+    def __init__(self, stages: Stages, owners: dict[str, set[int]]) -> None:
+        self.stages, self.owners = stages, owners
+        """For each parameter and buffer that is used, the places on the axis where it is."""
+        self.away: Sequence[Away] = ()
+        """Weights of which this rank holds nothing."""
+        self.refusal: str | None = None
+        """What this rank found wrong with the task in a step, which all ranks then raise together."""
+        self.totals: Sequence[Readout] = ()
+        """Of the loss in a step, on the rank of the last stage."""
+        self._signature = inspect.signature(stages.model.forward)
+        self._run: Callable[..., Any] = (_Tried if stages.is_tried else _Read)(stages, self._signature)
+        self._at_hand: tuple[int, tuple[Any, ...]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._at_hand is None:
+            raise ConfigurationError(
+                "the model is divided into stages of a pipeline, and can be called neither by itself nor twice for a "
+                "batch: take steps with engine.step(batch) or evener.fit, and outputs from engine.predict and "
+                "engine.evaluate; a loop that calls the model itself needs another strategy, such as 'ddp'"
+            )
+        (number, received), self._at_hand = self._at_hand, None
+        scope = current()
+        if received and scope is not None:
+            scope.follow(received[-1])
+        with whole_forms(self.away):
+            found = self._run(number, received[:-1], args, kwargs)
+        if number < len(self.stages) - 1:
+            raise StageEndedError((*found, {} if scope is None else scope.calls()))
+        return found
+
+    def run(self, number: int, received: tuple[Any, ...], forward: Forward, inputs: Tree) -> Any:
+        """What the stage hands on; from the last one the outputs that ``forward`` makes of the model's.
+
+        Args:
+            received: From the stage before.
+        """
+        self._at_hand = number, received
+        try:
+            outputs = forward(self.stages.model, inputs)
+        except StageEndedError as ended:
+            return ended.values
+        finally:
+            self._at_hand = None
+        if number < len(self.stages) - 1:
+            raise ConfigurationError(
+                "Task.forward does not call the model, or not as one: a pipeline needs it called once for each batch"
+            )
+        return outputs
+
+
+class _Read:
+    """Stages of a model whose code was read."""
+
+    def __init__(self, stages: Stages, signature: inspect.Signature) -> None:
+        self._stages, self._signature = stages, signature
+        graphs = {training: stages.graph(training) for training in (True, False)}
+        self._inputs = {mode: inputs_of(graph, signature) for mode, graph in graphs.items()}
+        self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
+
+    def __call__(self, number: int, received: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        model, bound = self._stages.model, arguments_of(self._signature, args, kwargs)
+        inputs = [bound[name] for name in self._inputs[model.training].values()]
+        return self._function(number, model.training)(model, *inputs, *received)
+
+    def _function(self, number: int, training: bool) -> Callable[..., Any]:
+        key = number, training
+        if key not in self._functions:
+            stage = self._stages.stage(number, training)
+            self._functions[key] = function_of(stage, list(self._inputs[training]))
+        return self._functions[key]
+
+
+class _Tried:
+    """Stages of a model whose calls were tried."""
+
+    def __init__(self, stages: Stages, signature: inspect.Signature) -> None:
+        self._model = stages.model
+        own = stages.model.forward
+        self._replays = {training: Replay(stages, training, own) for training in (True, False)}
+
+    def __call__(self, number: int, received: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        return self._replays[self._model.training].run(number, received, args, kwargs)
+
+
+def arguments_of(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """By the names of parameters, those that were not given with their defaults."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def called_with(model: nn.Module, forward: Forward, inputs: Tree) -> dict[str, Any]:
+    """The arguments with which ``forward`` calls the model.
+
+    Raises:
+        ConfigurationError: If it does not call it.
+    """
+    signature = inspect.signature(model.forward)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        raise CalledError(arguments_of(signature, args, kwargs))
+
+    with in_place_of_forward(model, called):
+        try:
+            forward(model, inputs)
+        except CalledError as found:
+            return found.arguments
+    raise ConfigurationError("Task.forward does not call the model, which a pipeline needs it to do")
+
+
+@contextmanager
+def in_place_of_forward(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """``function`` is called for the model's ``forward``."""
+    before = vars(model).get("forward")
+    model.forward = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.forward
+        else:
+            model.forward = before

@@ -1,0 +1,206 @@
+"""A stage of a model whose code cannot be read: that code runs again, and modules of other stages are not called.
+
+::
+
+    stage 0    embed ✓  blocks.0 ✓  blocks.1 → here it stops             ✓ called
+    stage 1    embed ○  blocks.0 ←  blocks.1 ✓  norm ✓  head ✓           ← what came of it   ○ nobody's business
+
+The values that a later stage needs of an earlier one are handed on from stage to stage. The rest of what earlier
+modules returned has its form here and no numbers (NaN), for the code around them may ask for shapes: a call that would
+use it all the same is found, and it is never a number of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+
+from evener.components.tree_spec import taken_apart
+from evener.data.batch import map_leaves
+from evener.errors import ConfigurationError
+from evener.strategies.pipeline.module_calls import answered
+from evener.strategies.pipeline.stages import Stage, Stages
+from evener.strategies.pipeline.traced_run import OVERWRITTEN, Tried
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and type of a tensor that is not handed on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def to(self, *_: object) -> Form:
+        """Makes it a leaf of trees."""
+        return self
+
+    def made(self, device: torch.device) -> Tensor:
+        """A tensor of this form without a number in it."""
+        kind = self.dtype
+        nothing = torch.nan if kind.is_floating_point or kind.is_complex else 0
+        return torch.full(self.shape, nothing, dtype=kind, device=device)
+
+
+Forms = tuple[Any, ...]
+"""The forms of the values that calls have returned so far."""
+
+
+class _StoppedError(BaseException):
+    """The next module is another stage's. No Exception, which the code around modules may catch."""
+
+
+class Replay:
+    """The stages of a model that was tried, in training or in evaluation.
+
+    Args:
+        forward: The model's own.
+    """
+
+    def __init__(self, stages: Stages, training: bool, forward: Callable[..., Any]) -> None:
+        self._stages, self._training, self._forward = stages, training, forward
+        graph = stages.graph(training)
+        assert isinstance(graph, Tried)
+        self._graph = graph
+
+    @cached_property
+    def _leaves(self) -> Mapping[str, nn.Module]:
+        return {name: self._stages.model.get_submodule(name) for name in self._graph.leaves}
+
+    @cached_property
+    def _calls(self) -> list[tuple[fx.Node, int]]:
+        """With the stage of each."""
+        stages = [self._stages.stage(number, self._training) for number in range(len(self._stages))]
+        return [
+            (node, number)
+            for number, stage in enumerate(stages)
+            for node in stage.calls
+            if node.op == "call_module"
+        ]
+
+    def run(self, number: int, received: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        """Gives the values that the stage hands on; from the last one the model's outputs.
+
+        Raises:
+            ConfigurationError: If the model's code does not call the modules that it called when it was tried.
+        """
+        last = number == len(self._stages) - 1
+        stage = self._stages.stage(number, self._training)
+        run = _Run(self._calls, stage, number, received, self._device)
+        if not last and not any(node.op == "call_module" for node in stage.calls):
+            return run.handed_on()
+        if self._graph.overwrites_inputs and len(self._stages) > 1:
+            args, kwargs = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        try:
+            with answered(self._leaves, run.called):
+                found = self._forward(*args, **kwargs)
+        except _StoppedError:
+            return run.handed_on()
+        run.check_complete(type(self._stages.model).__name__)
+        return found if last else run.handed_on()
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return next(self._stages.model.parameters()).device
+
+
+class _Run:
+    """One stage at work on one micro-batch."""
+
+    def __init__(
+        self,
+        calls: list[tuple[fx.Node, int]],
+        stage: Stage,
+        number: int,
+        received: tuple[Any, ...],
+        device: torch.device,
+    ) -> None:
+        self._calls, self._stage, self._number, self._device = calls, stage, number, device
+        *values, forms = received if received else ((),)
+        self._values: dict[fx.Node, Any] = dict(zip(stage.received, values, strict=True))
+        self._forms: list[Any] = list(forms)
+        self._made: list[Tensor] = []
+        """Without a number in them."""
+        self._next = 0
+
+    def called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called by the code around it."""
+        place = self._next
+        node, stage = self._calls[place] if place < len(self._calls) else (None, self._number)
+        if node is None or node.target != name:
+            self._refuse(name, node)
+        if stage > self._number:
+            raise _StoppedError
+        self._next += 1
+        if stage < self._number:
+            return self._came(node, place)
+        self._check((args, kwargs), name)
+        found = forward(*args, **kwargs)
+        self._keep(node, found)
+        return found
+
+    def _came(self, node: fx.Node, place: int) -> Any:
+        if node not in self._values:
+            return map_leaves(self._filled, self._forms[place])
+        found = self._values[node]
+        self._keep(node, found)
+        return found
+
+    def _filled(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Form):
+            return leaf
+        self._made.append(leaf.made(self._device))
+        return self._made[-1]
+
+    def _keep(self, node: fx.Node, found: Any) -> None:
+        """For later stages, as it is now, whatever the code around does with it."""
+        if node in self._stage.handed_on:
+            self._values[node] = map_leaves(_copied, found) if node.meta[OVERWRITTEN] else found
+        if self._next > len(self._forms):
+            self._forms.append(map_leaves(_form, found))
+
+    def _check(self, given: Any, name: str) -> None:
+        if self._made and any(tensor is made for tensor in taken_apart(given)[1] for made in self._made):
+            raise ConfigurationError(
+                f"{name} is given what a module of an earlier stage returned, and was not when the model was tried on "
+                f"the first samples: the code around the blocks goes another way for these. {_WAYS}"
+            )
+
+    def _refuse(self, name: str, node: fx.Node | None) -> NoReturn:
+        expected = "nothing more" if node is None else node.target
+        raise ConfigurationError(
+            f"the model calls {name}, and called {expected} there when it was tried on the first samples, by which it "
+            f"was cut into stages. {_WAYS}"
+        )
+
+    def check_complete(self, model: str) -> None:
+        """Raises:
+        ConfigurationError: If calls are missing.
+        """
+        if self._next < len(self._calls):
+            raise ConfigurationError(
+                f"{model}.forward ended before it called {self._calls[self._next][0].target}, which it called when it "
+                f"was tried on the first samples. {_WAYS}"
+            )
+
+    def handed_on(self) -> tuple[Any, ...]:
+        """Values, and the forms of all that was returned so far."""
+        return (*(self._values[node] for node in self._stage.handed_on), tuple(self._forms))
+
+
+_WAYS = (
+    "A pipeline needs the same calls for all samples: put what chooses between modules into a block of its own "
+    "(--strategy-option blocks=), or use another strategy, such as 'sharded'"
+)
+
+
+def _form(leaf: Any) -> Any:
+    return Form(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

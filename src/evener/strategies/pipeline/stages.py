@@ -1,0 +1,228 @@
+"""A model's calls divided into stages: what each runs, what crosses from one to the next, and who owns which weight.
+
+::
+
+    calls      embed  arange  place  add │ blocks.0  blocks.1 │ norm  head
+    stage      0                         │ 1                  │ 2               cut "blocks.0,norm"
+    crosses                     add's x ─▶ ─▶   blocks.1's x ─▶
+
+A stage is a run of consecutive calls, so that the stages one after the other are the model. What a later stage needs of
+an earlier one crosses every cut between them: a value that skips stages is carried through these. Inputs of the model
+cross nothing, for all ranks of a pipeline are given the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, fx, nn
+
+from evener.errors import ConfigurationError, TaskError
+from evener.strategies.pipeline.tracing import Arguments, read_both
+from evener.torch_internals.layers import AnyBatchNorm
+
+NOTHING = "-"
+"""In a cut: a stage without layers, which hands on what it gets."""
+_FREE = ("placeholder", "get_attr")
+"""Kinds of calls that every stage can make for itself."""
+_ONCE = AnyBatchNorm
+"""Modules that remember what they were called with, and must not be called on two ranks."""
+
+
+def layers_of(graph: fx.Graph) -> list[str]:
+    """The modules that the model calls, in the order of their first calls: a stage can begin at each but the first."""
+    return list(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module"))
+
+
+def words_of(layers: Sequence[str], pieces: Sequence[range]) -> str:
+    """The cut that gives each stage these of the layers, one after the other."""
+    return ",".join(layers[piece.start] if piece else NOTHING for piece in pieces[1:])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage does."""
+
+    calls: tuple[fx.Node, ...]
+    received: tuple[fx.Node, ...]
+    """Whose results come from the stage before."""
+    handed_on: tuple[fx.Node, ...]
+    """Whose results the next stage gets."""
+
+
+def crossings(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
+    """What would be handed on by a cut before the second and each further of the layers."""
+    layers = layers_of(graph)
+    found = []
+    for place in range(1, len(layers)):
+        begun, stage_of = set[str](), dict[fx.Node, int]()
+        for node in graph.nodes:
+            if node.op == "call_module":
+                begun.add(str(node.target))
+            if node.op not in _FREE:
+                stage_of[node] = int(layers[place] in begun)
+        found.append(_crossing(stage_of, 0))
+    return found
+
+
+class Stages:
+    """A model in stages.
+
+    Args:
+        model: It stays whole, with all of its names.
+        cut: Modules at which the second and each further stage begins, with commas between them, or ``-`` for a stage
+            without layers.
+        stages: How many there are.
+        arguments: See :func:`evener.strategies.pipeline.tracing.read_both`.
+        tried: The calls of a model whose code cannot be read (:mod:`evener.strategies.pipeline.traced_run`).
+
+    Raises:
+        ConfigurationError: If the cut is of other modules, or of another number of stages.
+        TaskError: If the model's code cannot be read, or a module would be called on two ranks that may not be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: str,
+        stages: int,
+        arguments: Arguments | None,
+        tried: Mapping[bool, fx.Graph] | None = None,
+    ) -> None:
+        self.model, self.cut = model, cut
+        names = cut.split(",") if cut else []
+        if len(names) != stages - 1:
+            raise ConfigurationError(
+                f"cut {cut!r} begins {len(names)} stages besides the first, and there are {stages} in all: name "
+                f"{stages - 1} modules, with commas between them"
+            )
+        graphs = tried or read_both(model, arguments, [name for name in names if name != NOTHING])
+        self._modes = {training: _divided(graph, names, model) for training, graph in graphs.items()}
+        self._graphs, self.is_tried = graphs, tried is not None
+
+    def __len__(self) -> int:
+        return len(self._modes[True])
+
+    def stage(self, number: int, training: bool) -> Stage:
+        """What stage ``number`` does."""
+        return self._modes[training][number]
+
+    def graph(self, training: bool) -> fx.Graph:
+        """All calls of the model."""
+        return self._graphs[training]
+
+    def users(self) -> dict[str, set[int]]:
+        """For each parameter and buffer, by one of its names, the stages that use it."""
+        found: dict[str, set[int]] = {}
+        for stages in self._modes.values():
+            for number, stage in enumerate(stages):
+                for name in self._used(stage):
+                    found.setdefault(name, set()).add(number)
+        return found
+
+    def _used(self, stage: Stage) -> Iterator[str]:
+        for node in stage.calls:
+            target = str(node.target)
+            if node.op == "call_module":
+                yield from self._below[target]
+            elif node.op == "get_attr" and target in self._tensors:
+                yield self._tensors[target]
+
+    @cached_property
+    def _tensors(self) -> dict[str, str]:
+        """For every name of a parameter or buffer its first one."""
+        first: dict[Tensor, str] = {}
+        return {name: first.setdefault(tensor, name) for name, tensor in _named(self.model)}
+
+    @cached_property
+    def _below(self) -> Mapping[str, list[str]]:
+        """For every module the first names of what it holds."""
+        found: dict[str, list[str]] = {
+            name: [] for name, _ in self.model.named_modules(remove_duplicate=False)
+        }
+        for name, first in self._tensors.items():
+            parts = name.split(".")
+            for length in range(len(parts)):
+                found[".".join(parts[:length])].append(first)
+        return found
+
+    def check_apart(self, rank_of: Sequence[int]) -> None:
+        """Raises:
+        TaskError: If a module that remembers how it was called is called on two ranks.
+        """
+        callers: dict[nn.Module, dict[int, str]] = {}
+        for number, stage in enumerate(self._modes[True]):
+            for node in stage.calls if stage.calls else ():
+                if node.op == "call_module":
+                    module = self.model.get_submodule(str(node.target))
+                    callers.setdefault(module, {})[rank_of[number]] = str(node.target)
+        for module, names in callers.items():
+            if len(names) > 1 and any(isinstance(inner, _ONCE) for inner in module.modules()):
+                raise TaskError(
+                    f"{next(iter(names.values()))} is called on {len(names)} ranks of the pipeline, and holds "
+                    "BatchNorm, which must know all of its calls: cut so that one stage has them all, or use several "
+                    "modules"
+                )
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _divided(graph: fx.Graph, names: Sequence[str], model: nn.Module) -> list[Stage]:
+    stage_of = _stage_of(graph, names, model)
+    return [_stage(graph, stage_of, number, len(names)) for number in range(len(names) + 1)]
+
+
+def _stage_of(graph: fx.Graph, names: Sequence[str], model: nn.Module) -> dict[fx.Node, int]:
+    """The stage of each call; of an input, and of a weight that is read, there is none."""
+    found: dict[fx.Node, int] = {}
+    stage, left = 0, list(names)
+    for node in graph.nodes:
+        if node.op == "output":
+            stage += _left_over(left, graph, model)
+        elif node.op == "call_module":
+            skipped = next((i for i, name in enumerate(left) if name != NOTHING), None)
+            if skipped is not None and _is_within(str(node.target), left[skipped]):
+                stage += skipped + 1
+                del left[: skipped + 1]
+        if node.op not in _FREE:
+            found[node] = stage
+    return found
+
+
+def _left_over(left: Sequence[str], graph: fx.Graph, model: nn.Module) -> int:
+    """How many stages without layers are at the end."""
+    lost = [name for name in left if name != NOTHING]
+    if lost:
+        layers = layers_of(graph)
+        known = any(_is_within(layer, lost[0]) for layer in layers)
+        why = "comes before another that the cut names first" if known else "is none that its code calls"
+        raise ConfigurationError(
+            f"the cut names {lost[0]!r}, which in {type(model).__name__} {why}; a stage can begin at "
+            f"{', '.join(layers[1:]) or 'none'}"
+        )
+    return len(left)
+
+
+def _is_within(target: str, name: str) -> bool:
+    return target == name or target.startswith(f"{name}.")
+
+
+def _stage(graph: fx.Graph, stage_of: Mapping[fx.Node, int], number: int, last: int) -> Stage:
+    own = [node for node in graph.nodes if stage_of.get(node) == number]
+    read = {node for call in own for node in call.all_input_nodes if node.op == "get_attr"}
+    calls = tuple(node for node in graph.nodes if node in read or stage_of.get(node) == number)
+    return Stage(calls, _crossing(stage_of, number - 1), _crossing(stage_of, number) if number < last else ())
+
+
+def _crossing(stage_of: Mapping[fx.Node, int], boundary: int) -> tuple[fx.Node, ...]:
+    """What stages up to ``boundary`` make and later ones use."""
+    return tuple(
+        node
+        for node, stage in stage_of.items()
+        if stage <= boundary and any(stage_of[user] > boundary for user in node.users)
+    )

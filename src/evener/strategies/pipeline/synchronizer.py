@@ -1,0 +1,172 @@
+"""What the stages of a pipeline owe each other after backward.
+
+A weight is one rank's, and elsewhere empty, so that its gradient is summed by nobody. What is left:
+
+- *Who has a gradient.* A weight that no sample used has none and is not stepped. The ranks tell each other in one short
+  row, so that an optimizer keeps the same state everywhere, empty where the weight is.
+- *Whose numbers are not finite.* All ranks stop then: one that went on to the update would wait for one that has not.
+- *Weights of several stages* (tied ones, and numbers, which cannot be empty) are whole on every rank; their gradients
+  are summed over the axis.
+- *Buffers* are those of the stage that uses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.collectives.sparse import is_native, sum_gathered
+from evener.components import gradients
+from evener.components.coalesce import by_kind, sent_as_one
+from evener.components.sharded_tensor.shard_spec import slice_over
+from evener.core.half_precision import added_in_float32
+from evener.distributed.mesh import DIVIDING_TERMS
+from evener.errors import ConfigurationError
+from evener.hardware.async_read import Readout, is_late
+from evener.hardware.timers import waiting
+from evener.strategies.after_backward import zeros_of
+from evener.strategies.interfaces import Synchronizer
+from evener.strategies.learner import Learner
+from evener.strategies.pipeline.stage_forward import StagedForward
+
+
+class AroundStages(Synchronizer):
+    """Sums over ``axis`` what several stages use.
+
+    Args:
+        forward: That of the learner's model.
+        inner: Sums the gradients over other axes.
+    """
+
+    def __init__(self, learner: Learner, axis: str, forward: StagedForward, inner: Synchronizer) -> None:
+        self._learner, self._inner, self._forward = learner, inner, forward
+        self._owners = forward.owners
+        self._axis, self._index = axis, learner.mesh.index(axis)
+        self._group = learner.mesh.new_group(axis)
+        self._sparse = gradients.sparse_weights(learner.model)
+        self._sound: tuple[Readout, ...] = ()
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        several = self._learner.mesh.group(*DIVIDING_TERMS) is not None
+        return self._inner.words if several else "none: each weight is of one stage"
+
+    @property
+    def keeps_equal(self) -> bool:  # type: ignore[override]
+        return self._inner.keeps_equal
+
+    @property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        return self._inner.bucket_nbytes
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        return self._inner.wrap(replica)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        return self._inner.micro_batch(last)
+
+    def until_complete(self) -> AbstractContextManager[Any]:
+        return self._inner.until_complete()
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return self._inner.forward()
+
+    def complete(self) -> tuple[str, ...]:
+        absent = self._given_none(self._inner.complete())
+        self._sound = self._inner.soundness()
+        tells = bool(absent), self._forward.refusal is not None, not self._is_sound()
+        with waiting():
+            rows = self._learner.session.control.exchange([*map(float, tells)]).wait()
+        trained = self._trained()
+        if any(doubt for *_, doubt in rows):
+            return tuple(trained)  # asks who it was: an error that names the rank follows
+        missing = self._missing_everywhere(absent) if any(map(any, rows)) else set()
+        for name, parameter in trained.items():
+            if parameter.grad is None and name in self._owners and name not in missing:
+                parameter.grad = zeros_of(parameter, parameter in self._sparse)
+        self._sum_shared(p for name, p in trained.items() if name not in missing)
+        for name in missing | (trained.keys() - self._owners.keys()):
+            trained[name].grad = None
+        return ()
+
+    def _given_none(self, filled: Iterable[str]) -> list[str]:
+        """Weights of this rank's stages to which it gave no gradient: those that have none, and those that the sums of
+        other axes have ``filled``."""
+        without = {name for name, parameter in self._trained().items() if parameter.grad is None}
+        return [name for name in without.union(filled) if self._index in self._owners.get(name, ())]
+
+    def _is_sound(self) -> bool:
+        """Whether this rank's numbers are finite, as far as the host need not wait for that."""
+        if is_late(self._learner.session.device):
+            return True
+        return all(math.isfinite(number.value()) for number in (*self._forward.totals, *self._sound))
+
+    def _missing_everywhere(self, absent: list[str]) -> set[str]:
+        """Weights to which no rank that uses them gave a gradient."""
+        with waiting():
+            said = self._learner.session.control.gather_objects((absent, self._forward.refusal))
+        for _, refusal in said:
+            if refusal is not None:
+                raise ConfigurationError(refusal)
+        return self._absent_from_all([set(absent) for absent, _ in said])
+
+    def _absent_from_all(self, absent: Sequence[set[str]]) -> set[str]:
+        layout = self._learner.mesh.layout
+        places = [layout.place(rank)[self._axis] for rank in range(layout.world_size)]
+
+        def nobody(name: str) -> bool:
+            users = [rank for rank, place in enumerate(places) if place in self._owners[name]]
+            return all(name in absent[rank] for rank in users)
+
+        return {name for name in set().union(*absent) if nobody(name)}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for p, name in self._learner.names.items() if p.requires_grad}
+
+    def _sum_shared(self, parameters: Iterable[nn.Parameter]) -> None:
+        shared = (p for p in parameters if p.numel() and not self._is_apart(p))
+        found = [p.grad for p in shared if p.grad is not None]
+        with waiting():
+            for gradient in (gradient for gradient in found if gradient.is_sparse):
+                self._sum_sparse(gradient)
+            for alike in by_kind(gradient for gradient in found if not gradient.is_sparse):
+                sent_as_one(alike, self._all_reduce)
+
+    def _sum_sparse(self, gradient: Tensor) -> None:
+        if is_native(gradient):
+            self._all_reduce(gradient)
+        else:
+            sum_gathered(gradient, self._group)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        added_in_float32(tensor, lambda wide: dist.all_reduce(wide, group=self._group))
+
+    def _is_apart(self, parameter: nn.Parameter) -> bool:
+        return slice_over(parameter, self._axis) is not None
+
+    def soundness(self) -> tuple[Readout, ...]:
+        return self._sound
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        raise ConfigurationError(
+            "a loop of your own cannot go backward through a pipeline, whose stages are on several ranks: take steps "
+            "with engine.step(batch), or use another strategy, such as 'ddp'"
+        )
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        self._inner.share_buffers(buffers, part)
+        source = {id(b): min(self._owners.get(n, {0})) for n, b in self._learner.model.named_buffers()}
+        with waiting():
+            for buffer in buffers:
+                dist.broadcast(buffer, group=self._group, group_src=source.get(id(buffer), 0))
+
+    def updated(self, step: int) -> None:
+        self._inner.updated(step)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,204 @@
+"""The calls of a model whose code cannot be read: found by running it, on the first samples, and looking on.
+
+The result has the form of what reading gives, so that it is cut in the same way: the calls of modules in their order,
+each with the calls whose values reach it, by whatever code lies between. That code itself is not in it; every stage
+runs it again (:mod:`evener.strategies.pipeline.stage_replay`)::
+
+    def forward(self, words):                                 embed
+        x = self.embed(words); n = self.ask(x)          ─▶    blocks.0   needs embed, reads place
+        for block in self.blocks:                             blocks.1   needs blocks.0
+            x = block(x + self.place)                         head       needs blocks.1
+        return self.head(x)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from evener.components.tree_spec import taken_apart
+from evener.data.batch import map_leaves
+from evener.errors import EvenerError, TaskError
+from evener.hardware import accelerators
+from evener.nn.context import outside
+from evener.strategies.pipeline.module_calls import Answer, answered
+from evener.strategies.pipeline.tracing import Arguments, above, in_mode, nothing_changed
+from evener.strategies.pipeline.trial_weights import Bodies
+from evener.strategies.pipeline.value_flow import Flow
+from evener.torch_internals.storages import address, memory_of
+
+Unseen = Callable[[], AbstractContextManager[None]]
+
+
+class Tried(fx.Graph):
+    """Calls of modules; its nodes are ordered and tied as those of a graph that was read, and cannot be run."""
+
+    leaves: tuple[str, ...] = ()
+    """The modules of which calls were looked for."""
+    overwrites_inputs = False
+    """True if the code around modules writes into what the model is given."""
+
+
+OVERWRITTEN = "overwritten"
+"""A key in the ``meta`` of a node, for whether the code around modules writes into what the call returns."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A model with an example of its arguments, to be run beside of training, one module in memory at a time."""
+
+    model: nn.Module
+    """Whole, perhaps on the meta device; it stays as it is."""
+    leaves: tuple[str, ...]
+    """The modules whose calls are answered."""
+    arguments: Arguments
+    device: torch.device
+    """On which it runs."""
+    dtype: torch.dtype | None
+    """The type of floating numbers; None leaves them."""
+
+    @contextmanager
+    def stage(self) -> Iterator[Callable[..., Any]]:
+        """A function that runs the model on arguments, the calls of its modules answered as it is told, with their
+        weights there, which are put there in a block of a third argument."""
+        bodies = Bodies(self.model, self.device, self.dtype)
+        leaves = {name: self.model.get_submodule(name) for name in self.leaves}
+
+        def run(answer: Answer, given: Arguments, unseen: Unseen = nullcontext) -> Any:
+            def with_weights(name: str, *call: Any) -> Any:
+                with ExitStack() as undo:
+                    with unseen():
+                        undo.enter_context(bodies.full(leaves[name]))
+                    return answer(name, *call)
+
+            bound = inspect.BoundArguments(signature, OrderedDict(given))
+            with answered(leaves, with_weights):
+                return self.model.forward(*bound.args, **bound.kwargs)
+
+        signature = inspect.signature(self.model.forward)
+        with outside(), accelerators.generators_kept(self.device), bodies.light():
+            yield run
+
+    def inputs(self) -> Arguments:
+        """A copy of the arguments: a model may write into what it is given."""
+        copied: Arguments = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, self.arguments)
+        return copied
+
+    def fewer(self) -> Arguments:
+        """The same of the first half of the samples, as far as their number tells which tensors have a row for each."""
+        tensors = taken_apart(self.arguments)[1]
+        rows = len(tensors[0]) if tensors and tensors[0].ndim else 0
+
+        def cut(leaf: Any) -> Any:
+            has_rows = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows
+            return leaf[: max(1, rows // 2)].clone() if has_rows else leaf
+
+        found: Arguments = map_leaves(cut, self.arguments)
+        return found
+
+
+def try_both(rehearsal: Rehearsal) -> dict[bool, fx.Graph]:
+    """The calls of the model in training (True) and in evaluation (False).
+
+    Raises:
+        TaskError: If the model cannot be run, calls nothing, or does what a run on several ranks would miss, with the
+            reason.
+    """
+    found: dict[bool, fx.Graph] = {}
+    for training in (True, False):
+        with in_mode(rehearsal.model, training):
+            found[training] = _tried(rehearsal)
+    return found
+
+
+def _tried(rehearsal: Rehearsal) -> Tried:
+    name = type(rehearsal.model).__name__
+    try:
+        with rehearsal.stage() as run, nothing_changed(rehearsal.model, _around(rehearsal)):
+            run(_Noting(), rehearsal.inputs())  # what is made once and kept is there from now on
+            fewer = _called_for(run, rehearsal.fewer())
+            inputs = rehearsal.inputs()
+            flow = Flow(_places(rehearsal.model), inputs)
+            with flow:
+                outputs = run(flow.call, inputs, flow.unseen)
+            needed = flow.ended(outputs)
+    except EvenerError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{name}.forward could not be run on the first samples: {error}") from error
+    names = [call.name for call in flow.calls]
+    if fewer is not None and fewer != names:
+        raise TaskError(
+            f"{name}.forward calls {len(names)} modules for some samples and {len(fewer)}, or others, for half: "
+            "a pipeline needs the same calls for all. Put what chooses between modules into a block of its own"
+        )
+    if not flow.calls:
+        raise TaskError(f"{name}.forward calls none of its modules")
+    return _written_down(flow, needed, rehearsal.leaves)
+
+
+class _Noting:
+    """Answers calls by making them, and notes their names."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.names.append(name)
+        found = forward(*args, **kwargs)
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _called_for(run: Callable[..., Any], inputs: Arguments) -> list[str] | None:
+    """The names of the modules that are called; None if the model does not take so few samples."""
+    noting = _Noting()
+    try:
+        run(noting, inputs)
+    except Exception:
+        return None
+    return noting.names
+
+
+def _around(rehearsal: Rehearsal) -> frozenset[str]:
+    """The modules around those whose calls are answered."""
+    return frozenset({"", *(place for leaf in rehearsal.leaves for place in above(leaf))})
+
+
+def _places(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter and buffer by the address of its memory."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {address(part.untyped_storage()): name for name, tensor in named for part in memory_of(tensor)}
+
+
+def _written_down(flow: Flow, needed: set[int], leaves: tuple[str, ...]) -> Tried:
+    graph = Tried()
+    graph.leaves, graph.overwrites_inputs = leaves, flow.overwrites_inputs
+    weights: dict[str, fx.Node] = {}
+    read: list[fx.Node] = []
+    calls: list[fx.Node] = []
+
+    def weight(name: str) -> fx.Node:
+        if name not in weights:
+            weights[name] = graph.create_node("get_attr", name)
+        return weights[name]
+
+    for number, call in enumerate(flow.calls):
+        # Who makes this call runs the code up to the next one, and all before.
+        read += [
+            weight(name)
+            for name, before in flow.reads.items()
+            if before == number + 1 or before == number == 0
+        ]
+        own = [weight(name) for name in sorted(call.reads)]
+        args = dict.fromkeys([*(calls[value] for value in sorted(call.needs)), *read, *own])
+        calls.append(graph.create_node("call_module", call.name, tuple(args)))
+        calls[-1].meta[OVERWRITTEN] = call.overwritten
+    graph.output((*(calls[value] for value in sorted(needed)), *read))
+    return graph

@@ -1,0 +1,229 @@
+"""The outermost code of a model as a list of calls, which can be cut anywhere.
+
+``torch.fx`` runs ``forward`` once with stand-ins for its inputs and writes down what is called. Only the code *around*
+blocks is read so; a block is one call, whatever it does inside::
+
+    def forward(self, words):                                 words                  an input
+        x = self.embed(words) + self.place(positions)   ─▶    embed  arange  place  add
+        for block in self.blocks:                             blocks.0 ─ blocks.1 ─ blocks.2
+            x = block(x)
+        return self.head(self.norm(x))                        norm ─ head
+
+What is opened are the model itself, ``nn.Sequential`` and ``nn.ModuleList``, and modules around such lists. A module
+whose own code cannot be read stays one call. ``forward`` is read twice, in training and in evaluation, since it may ask
+``self.training``.
+
+What the stand-ins would miss in silence is refused: attributes that ``forward`` changes, random numbers that it draws.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+
+from evener.errors import TaskError
+from evener.torch_internals.autograd_function import applied
+
+Arguments = Mapping[str, Any]
+"""What ``forward`` is called with, by the names of its parameters."""
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace")
+"""Functions of torch that make a tensor from sizes, which stand-ins may be."""
+
+
+def read_both(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -> dict[bool, fx.Graph]:
+    """The calls of the model in training (True) and in evaluation (False).
+
+    Args:
+        arguments: An example of what ``forward`` gets, of which None, numbers and words are taken as fixed.
+        named: Modules that must be calls of their own.
+
+    Raises:
+        TaskError: If the code around the blocks cannot be read, with the reason.
+    """
+    found = {}
+    for training in (True, False):
+        with in_mode(model, training):
+            found[training] = _read(model, arguments, named)
+    return found
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """In the block the model trains, or does not."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was in before.items():
+            module.training = was
+
+
+def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -> fx.Graph:
+    opened = opened_in(model, named)
+    while True:
+        reader = _Reader(opened)
+        try:
+            with (
+                _makers_recorded(),
+                applied(_recorded_function),
+                _nothing_drawn(model),
+                nothing_changed(model, opened),
+            ):
+                return reader.trace(model, _fixed(model, arguments))
+        except TaskError:
+            raise
+        except Exception as error:
+            if not reader.inside:
+                raise TaskError(
+                    f"the code of {type(model).__name__}.forward cannot be read to cut the model into stages: "
+                    f"{str(error).strip().splitlines()[0] if str(error) else type(error).__name__}. Move the part that "
+                    "depends on numbers into a module of its own, or write the model as an nn.Sequential of blocks"
+                ) from error
+            opened = opened - {reader.inside[-1]}
+
+
+def inputs_of(graph: fx.Graph, signature: inspect.Signature) -> dict[fx.Node, str]:
+    """The parameter of ``forward`` that each input of its graph is, which the graph may call otherwise."""
+    late = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = sorted(signature.parameters.values(), key=lambda parameter: parameter.kind in late)
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    return {node: parameter.name for node, parameter in zip(nodes, parameters, strict=True)}
+
+
+class _Reader(fx.Tracer):
+    """Opens the modules of these names, and takes all others as one call."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: frozenset[str]) -> None:
+        super().__init__()
+        self._opened = opened
+        self.inside: list[str] = []
+        """The opened modules whose code is being read; they stay if reading fails."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.inside.append(self.path_of_module(m))
+        found = super().call_module(m, forward, args, kwargs)
+        self.inside.pop()
+        return found
+
+
+def opened_in(model: nn.Module, named: Sequence[str]) -> frozenset[str]:
+    """The model itself, its lists of blocks and what is around them, and what is around the modules that are named."""
+    return frozenset({"", *_lists_of(model, ""), *(place for name in named for place in above(name))})
+
+
+def _lists_of(module: nn.Module, path: str) -> Iterator[str]:
+    """The lists of blocks in ``module`` and what is around them, but not the blocks."""
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        if isinstance(child, _LISTS) or _is_around(child, module):
+            yield below
+            yield from _lists_of(child, below)
+
+
+def _is_around(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether ``child`` is code around a list of blocks, and not a block that has lists inside."""
+    kinds = _LISTS if not isinstance(parent, _LISTS) else (nn.ModuleList,)
+    return not isinstance(parent, nn.ModuleList) and any(isinstance(one, kinds) for one in child.modules())
+
+
+def above(name: str) -> Iterator[str]:
+    """The names of the modules that a module is in, but for the model."""
+    parts = name.split(".")
+    yield from (".".join(parts[:length]) for length in range(1, len(parts)))
+
+
+def _fixed(model: nn.Module, arguments: Arguments | None) -> dict[str, Any] | None:
+    """What is no tensor and holds none is what ``forward`` is to see itself."""
+    parameters = inspect.signature(model.forward).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {
+        name: value
+        for name, value in (arguments or {}).items()
+        if name in parameters
+        and parameters[name].kind in kinds
+        and (value is None or isinstance(value, bool | int | float | str))
+    }
+
+
+@contextmanager
+def _makers_recorded() -> Iterator[None]:
+    """``torch.arange(x.size(1))`` sees no tensor that could say that it is a stand-in."""
+    with ExitStack() as undo:
+        for name in _MAKERS:
+            undo.enter_context(mock.patch.object(torch, name, _recorded(getattr(torch, name))))
+        yield
+
+
+def _recorded(maker: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(maker)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        proxies = _stand_ins((args, kwargs))
+        if not proxies:
+            return maker(*args, **kwargs)
+        return proxies[0].tracer.create_proxy("call_function", maker, args, kwargs)
+
+    return made
+
+
+def _recorded_function(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    """A function with a backward of its own is one call, whatever its forward does; None without stand-ins."""
+    proxies = _stand_ins(args)
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+
+    call.__name__ = call.__qualname__ = function.__name__
+    return proxies[0].tracer.create_proxy("call_function", call, args, {}) if proxies else None
+
+
+def _stand_ins(arguments: Any) -> list[fx.Proxy]:
+    found: list[fx.Proxy] = []
+    fx.node.map_aggregate(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else leaf)
+    return found
+
+
+@contextmanager
+def nothing_changed(model: nn.Module, opened: frozenset[str]) -> Iterator[None]:
+    """Refuses that ``forward`` keeps something in attributes: it would be done once, or by some of the stages."""
+    modules = {name: module for name, module in model.named_modules() if name in opened}
+    before = {name: dict(vars(module)) for name, module in modules.items()}
+    yield
+    for name, module in modules.items():
+        changed = [
+            key
+            for key, value in vars(module).items()
+            if value is not before[name].get(key) and not isinstance(value, torch.Tensor)
+        ]
+        if changed:
+            raise TaskError(
+                f"{type(module).__name__}.forward changes its attribute {changed[0]!r}, which would happen once, when "
+                "the model is cut into stages, and not in every step: do it inside of a block, or keep it in a buffer"
+            )
+
+
+@contextmanager
+def _nothing_drawn(model: nn.Module) -> Iterator[None]:
+    """Refuses random numbers, which stand-ins would make the same in every step."""
+    drawn = torch.get_rng_state()
+    yield
+    if not torch.equal(drawn, torch.get_rng_state()):
+        raise TaskError(
+            f"{type(model).__name__}.forward draws random numbers outside of its blocks, which would be drawn once, "
+            "when the model is cut into stages, and not in every step: draw them inside of a block"
+        )

@@ -1,0 +1,251 @@
+"""Which of the values that modules return reach which later call, seen by every operator that runs around them.
+
+::
+
+    x = embed(words)           memory of value 0
+    h = x + place[:n]          made of value 0; reads the weight "place" before call 1
+    y = block(h)               call 1 needs value 0, and returns value 1
+    return head(y + h)         call 2 needs values 0 and 1
+
+Memory is followed and not the tensors that lie in it, so that writing in place and views are seen as well. A tensor
+that a module has made and not returned, and that something else uses, would be missing on another rank: that is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.components.tree_spec import taken_apart
+from evener.data.batch import map_leaves
+from evener.errors import TaskError
+from evener.torch_internals.dispatch_mode import READS_NUMBER, DispatchMode
+from evener.torch_internals.shared_storage import StorageWeakRef
+from evener.torch_internals.storages import address, memory_of
+from evener.torch_internals.written import written
+
+_PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch.Size | None
+_BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass
+class Called:
+    """One call of a module."""
+
+    name: str
+    needs: set[int] = field(default_factory=set)
+    """The calls whose values it is given, or asks for."""
+    reads: set[str] = field(default_factory=set)
+    """Weights of other modules."""
+    overwritten: bool = False
+    """True if the code around writes into what it returns."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The content of a piece of memory."""
+
+    values: frozenset[int] = frozenset()
+    """Calls of whose values it is made."""
+    hidden: int | None = None
+    """The call that made it and has not returned it."""
+    spoilt: int | None = None
+    """The call that wrote into it, though it was not its own."""
+    drawn: bool = False
+    """True if the code around modules made it of random numbers."""
+
+
+class Flow(DispatchMode):
+    """Follows one run of a model, in the block that it opens.
+
+    Args:
+        weights: The name of each parameter and buffer, by the address of its memory.
+        inputs: What the model is given.
+
+    Raises:
+        TaskError: In the block, for what a run on several ranks would miss.
+    """
+
+    def __init__(self, weights: dict[int, str], inputs: Any) -> None:
+        super().__init__()
+        self.calls: list[Called] = []
+        self.reads: dict[str, int] = {}
+        """Weights that the code around modules reads, by how many calls came before."""
+        self._weights = weights
+        self._marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
+        self._within: int | None = None
+        self._idle = False
+        self._decided: dict[int, int] = {}
+        """Values by which the code around decides, by how many calls came before that."""
+        self._inputs = frozenset(place for each in taken_apart(inputs)[1] for place in _addresses(each))
+        self.overwrites_inputs = False
+        """True if the code around writes into what the model is given."""
+        self._mark(taken_apart(inputs)[1], _Mark())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._idle:
+            return func(*args, **kwargs)
+        tensors = taken_apart((args, kwargs))[1]
+        given = self._used(tensors)
+        if self._within is None:
+            given = self._looked_at(func, tensors, given)
+        targets = taken_apart(written(func, args, kwargs))[1]
+        found = func(*args, **kwargs)
+        if self._within is None:
+            self._written_around(targets, given)
+            self._mark(taken_apart(found)[1], given)
+        else:
+            self._written_within(targets, self._within)
+            self._made_within(taken_apart(found)[1], tensors, self._within)
+        return found
+
+    # What modules do
+
+    def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a call of a module; what it returns lies in memory of its own, and has no graph."""
+        number, came = len(self.calls), self._used(taken_apart((args, kwargs))[1])
+        _refuse_drawn(came)
+        self.calls.append(Called(name, set(came.values)))
+        self._within = number
+        try:
+            found = forward(*args, **kwargs)
+        finally:
+            self._within = None
+        return map_leaves(lambda leaf: self._returned(leaf, number), found)
+
+    def _returned(self, leaf: Any, number: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, _PLAIN):
+                raise TaskError(
+                    f"{self.calls[number].name} returns an object of {type(leaf).__name__}, which cannot go to another "
+                    "rank: let it return tensors, or tensors in tuples, lists, dicts and dataclasses"
+                )
+            return leaf
+        with self.unseen():
+            fresh = (
+                leaf.detach().requires_grad_(leaf.requires_grad).clone()
+            )  # no leaf, which nobody may write into
+        self._mark([fresh], _Mark(frozenset({number})))
+        return fresh
+
+    def ended(self, outputs: Any) -> set[int]:
+        """The values of which the model's outputs are made; calls now need all that was decided by, too."""
+        used = self._used(taken_apart(outputs)[1])
+        _refuse_drawn(used)
+        found = set(used.values)
+        for number, call in enumerate(self.calls):
+            decided = (value for value, since in self._decided.items() if since <= number + 1)
+            call.needs |= {value for value in decided if value < number}
+        return found | self._decided.keys()
+
+    # What the code around them does
+
+    def _looked_at(self, func: Any, tensors: list[Tensor], given: _Mark) -> _Mark:
+        tags = getattr(func, "tags", ())
+        if func is READS_NUMBER or any(tag in tags for tag in _BY_NUMBERS):
+            for value in given.values:
+                self._decided.setdefault(value, len(self.calls))
+            if tensors[0].dtype is not torch.bool:  # what decides between calls shows in these
+                _refuse_drawn(given)
+        return replace(given, drawn=given.drawn or torch.Tag.nondeterministic_seeded in tags)
+
+    def _written_around(self, targets: list[Tensor], given: _Mark) -> None:
+        for value in {v for target in targets for _, mark in self._known(target) for v in mark.values}:
+            self.calls[value].overwritten = True
+        places = {place for target in targets for place in _addresses(target)}
+        self.overwrites_inputs |= not self._inputs.isdisjoint(places)
+        self._mark(targets, given)
+
+    def _written_within(self, targets: list[Tensor], number: int) -> None:
+        for target in targets:
+            if any(mark.hidden != number for _, mark in self._known(target)):
+                self._mark([target], _Mark(spoilt=number))
+
+    # Memory
+
+    def _used(self, tensors: list[Tensor]) -> _Mark:
+        """The sources of all of the tensors together."""
+        found, drawn = set[int](), False
+        for tensor in tensors:
+            self._note_weight(tensor)
+            for _, mark in self._known(tensor):
+                self._check(mark)
+                found |= mark.values
+                drawn |= mark.drawn
+        if self._within is not None:
+            self.calls[self._within].needs |= found - {self._within}
+        return _Mark(frozenset(found), drawn=drawn)
+
+    def _note_weight(self, tensor: Tensor) -> None:
+        for place in _addresses(tensor):
+            if place not in self._weights:
+                continue
+            if self._within is None:
+                self.reads.setdefault(self._weights[place], len(self.calls))
+            else:
+                self.calls[self._within].reads.add(self._weights[place])
+
+    def _check(self, mark: _Mark) -> None:
+        if mark.hidden is not None and mark.hidden != self._within:
+            raise TaskError(
+                f"{self._who()} uses a tensor that {self.calls[mark.hidden].name} made and did not return (it was left "
+                "in an attribute, or in a list): return it, since stages of a pipeline on other ranks are given only "
+                "what modules return"
+            )
+        if mark.spoilt is not None and mark.spoilt != self._within:
+            raise TaskError(
+                f"{self.calls[mark.spoilt].name} writes into a tensor that it was given, and {self._who()} uses it "
+                "afterwards: write into a copy, or return it and use what is returned"
+            )
+
+    def _who(self) -> str:
+        return "the code around the blocks" if self._within is None else self.calls[self._within].name
+
+    def _known(self, tensor: Tensor) -> Iterator[tuple[int, _Mark]]:
+        for place in _addresses(tensor):
+            reference, mark = self._marks.get(place, (None, None))
+            if reference is not None and mark is not None and not reference.expired():
+                yield place, mark
+
+    def _mark(self, tensors: Iterable[Tensor], mark: _Mark) -> None:
+        for tensor in tensors:
+            for part in memory_of(tensor):
+                storage = part.untyped_storage()
+                self._marks[address(storage)] = StorageWeakRef(storage), mark
+
+    def _made_within(self, tensors: Iterable[Tensor], given: Iterable[Tensor], number: int) -> None:
+        """A view of what was given stays what it was."""
+        old = {place for tensor in given for place in _addresses(tensor)}
+        new = [tensor for tensor in tensors if not old.intersection(_addresses(tensor))]
+        self._mark(new, _Mark(hidden=number))
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """In the block operators are no part of the run."""
+        self._idle = True
+        try:
+            yield
+        finally:
+            self._idle = False
+
+
+def _refuse_drawn(mark: _Mark) -> None:
+    if mark.drawn:
+        raise TaskError(
+            "the code around the blocks draws random numbers (F.dropout, torch.rand), which each stage of a pipeline "
+            "would draw anew: draw them inside of a block, or have a module draw them, such as nn.Dropout"
+        )
+
+
+def _addresses(tensor: Tensor) -> Iterator[int]:
+    for part in memory_of(tensor):
+        yield address(part.untyped_storage())

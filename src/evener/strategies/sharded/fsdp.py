@@ -1,0 +1,399 @@
+"""Parameters, gradients and the optimizer's state divided over the ranks that divide the samples, on PyTorch's FSDP2.
+
+Each rank keeps an equal part of every parameter's rows, with the gradient and the optimizer's state of that part. A
+unit of the model (:mod:`evener.strategies.sharded.units`) is whole on a rank only while it is at work::
+
+    rank 0    rows 0 1 ─┐              ┌─▶ unit, samples 0 1 2 ─▶ its gradients ─┐         ┌─▶ rows 0 1 ─▶ optimizer
+                        ├─ all_gather ─┤                                         ├─ sum ───┤
+    rank 1    rows 2   ─┘              └─▶ unit, samples 3 4   ─▶ its gradients ─┘         └─▶ rows 2   ─▶ optimizer
+
+FSDP2 gathers, frees and sums. Three things are done differently from its own ways.
+
+*Sums.* It averages gradients; here they are sums, and those of further axes (``data``, ``context``) go on from the sum
+over ``shard``: only the parts travel there.
+
+*Missing gradients.* A parameter that a rank's samples did not use counts as zero in the sum. Which were used is noted
+on the gathered weights, and what no rank used has no gradient at the end, as on one device.
+
+*Scalars.* A parameter without dimensions has no rows: every rank has it, and its gradient is summed after backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
+
+from evener.collectives.base import AllReduce
+from evener.collectives.registry import make
+from evener.components.gradients import check_sound
+from evener.components.model_init import marks_kept
+from evener.components.sharded_tensor.local import is_divided
+from evener.components.sharded_tensor.shard_spec import Slice, mark, slice_of
+from evener.data.batch import map_leaves
+from evener.distributed.mesh import DIVIDING_TERMS, Layout, Mesh
+from evener.errors import ConfigurationError, TaskError
+from evener.hardware.async_read import Readout, is_late
+from evener.strategies.after_backward import Afterwards, is_apart
+from evener.strategies.base import Strategy
+from evener.strategies.features import check_elementwise
+from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.learner import Learner
+from evener.strategies.sharded.exchange_order import Gather, Scatter, Turns
+from evener.strategies.sharded.fsdp_checks import check_layers, check_types
+from evener.strategies.sharded.ownership import chunks
+from evener.strategies.sharded.sharded_reads import reads_explained
+from evener.strategies.sharded.units import fills_unused, nbytes_of_units, units_of
+from evener.strategies.sharded.write_check import refuse_writes
+from evener.strategies.single import Alone
+from evener.strategies.steppers.plain import Plain
+from evener.strategies.sync_batch_norm import normalize_together
+from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.views import is_view
+
+AXIS = "shard"
+"""The axis of the mesh over which rows are divided."""
+
+
+@dataclass(frozen=True)
+class Fsdp(Strategy):
+    """Every rank holds an equal part of each parameter, its gradient and the optimizer's state of it.
+
+    Raises:
+        ConfigurationError: For settings of an exchange that is FSDP2's own, or names of modules that there are not.
+        TaskError: For a model of which FSDP2 cannot hold a parameter, with its name.
+    """
+
+    wrap: str | None = None
+    """Names of the modules that are gathered one by one, with commas between them and ``*`` for any part of a name
+    between two dots; empty for the whole model at once. None finds the repeated blocks."""
+    reshard: bool = True
+    """Whether weights are given back after forward and gathered anew for backward, which takes less memory and more
+    messages."""
+    offload: bool = False
+    """Whether what a rank holds lies in the memory of its host, where the optimizer then works too."""
+
+    name: ClassVar[str] = "sharded"
+    divides_model: ClassVar[bool] = True
+    axis: ClassVar[str] = AXIS
+    combines: ClassVar[tuple[str, ...]] = ("data", "context", "tensor")
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        given = {
+            "allreduce": settings.all_reduce,
+            "compress": settings.compression,
+            "bucket_mb": settings.bucket_bytes,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigurationError(
+                    f"strategy {self.label!r} sums gradients where PyTorch's FSDP2 does, for which there is no "
+                    f"{name}: leave it out"
+                )
+        return Layout({AXIS: world_size})
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        group = mesh.group(AXIS, use="sharding")
+        if group is None:
+            return normalize_together(model, mesh)
+        model = normalize_together(model, mesh)
+        check_layers(model)
+        if settings.weight_type is not None:
+            with marks_kept(model):
+                model.to(settings.weight_type)
+        check_types(model)
+        before = {name: slice_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if is_divided(parameter):
+                pieces = chunks(len(parameter), group.size())
+                mark(parameter, Slice(AXIS, 0, pieces, mesh.index(AXIS), within=before[name]))
+        return model
+
+    def _shard(self, model: nn.Module, over: DeviceMesh) -> None:
+        pinned = over.device_type != "cpu"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if self.offload else OffloadPolicy()
+        scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
+        units = units_of(model, self.wrap)
+        for name, unit in [*reversed(units.items()), ("", model)]:
+            unit.register_forward_hook(_without_views)
+            with _explained(name or "the model"):
+                fully_shard(
+                    unit,
+                    mesh=over,
+                    reshard_after_forward=self.reshard,
+                    offload_policy=policy,
+                    ignored_params=scalars,
+                )
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        if not isinstance(learner.model, FSDPModule):
+            return Alone(learner)
+        if self.offload and learner.session.device.type != "cpu":
+            _to_host(learner.model, learner.session.device)
+        return FsdpSum(learner)
+
+    def stepper(self, learner: Learner) -> Stepper:
+        return Plain(learner)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_elementwise(optimizer, self.label)
+        if isinstance(optimizer, torch.optim.Rprop):
+            raise ConfigurationError(
+                "Rprop chooses elements by masks, which the DTensors of PyTorch's FSDP2 do not take: use "
+                f"strategy {self.label!r} with zero=2, which has weights as plain tensors, or another optimizer"
+            )
+        for group in optimizer.param_groups:
+            kinds = {is_divided(parameter) for parameter in group["params"]}
+            together = group.get("foreach") or group.get("fused")
+            on_host = all(parameter.device.type == "cpu" for parameter in group["params"])
+            if len(kinds) == 2 and (together or (together is None and not on_host)):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} steps many parameters at once, but scalar parameters are whole and "
+                    "others divided, which cannot be mixed: give it foreach=False, or make the scalars a group of "
+                    "their own"
+                )
+
+
+def _to_host(model: nn.Module, device: torch.device) -> None:
+    """All that is divided into the memory of the host, in place; the rest stays on ``device``."""
+    with marks_kept(model):
+        model.to("cpu")
+    for module in model.modules():
+        for name, buffer in own_buffers(module).items():
+            own_buffers(module)[name] = None if buffer is None else buffer.to(device)
+        for parameter in own_parameters(module).values():
+            if parameter is not None and not is_divided(parameter):
+                parameter.data = parameter.data.to(device)
+
+
+def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """FSDP2's hook on an output would be lost if the output is a view and is written to."""
+    return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
+
+
+def _is_traced_view(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise TaskError(f"{name} cannot be sharded by PyTorch's FSDP2: {error}") from error
+
+
+Place = tuple[dict[str, Any], str, str]
+"""Where a parameter is held: the parameters of a module, its key there, and its name in the model."""
+
+
+def _whole(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, held[key]) for held, key, name in places)
+
+
+class FsdpSum(Afterwards):
+    """What FSDP2 gathers and sums, noted; and parameters that are whole, summed after backward."""
+
+    words, exchanges_in_passes, follows = "reduce-scatter of FSDP2", True, False
+
+    def __init__(self, learner: Learner) -> None:
+        mesh = learner.mesh
+        together = mesh.group(*DIVIDING_TERMS)
+        assert together is not None
+        super().__init__(learner, together)
+        self._others = mesh.group(*(axis for axis in DIVIDING_TERMS if axis != AXIS), use="sharding")
+        self._units = {n: m for n, m in learner.model.named_modules() if isinstance(m, FSDPModule)}
+        self._turns = Turns([name or "the model" for name in self._units], together)
+        self._used: set[str] = set()
+        self._gathered: dict[str, set[Tensor]] = {name: set() for name in self._units}
+        self._given: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self._units}
+        self._sound: list[Readout] = []
+        self._stepping = False
+        self._handles: list[RemovableHandle] = []
+        self._handles_at_first: list[RemovableHandle] = []
+        for number, unit in enumerate(self._units.values()):
+            self._take_over(number, unit)
+        self._watch(learner.model)
+
+    @cached_property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        """Of two units: one is gathered while another computes."""
+        return sum(sorted(nbytes_of_units(self._units.values()))[-2:])
+
+    def _summed_by(self) -> AllReduce:
+        return make("native", self._group, self._learner.session.timeout_seconds)
+
+    def _take_over(self, number: int, unit: FSDPModule) -> None:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        gather = Gather(self._turns, number)
+        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
+        look = partial(self._look, list(self._units)[number])
+        scatter = Scatter(self._turns, number, self._others, look, self._work_done)
+        unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+
+    def _watch(self, model: nn.Module) -> None:
+        for name, unit in self._units.items():
+            assert isinstance(unit, nn.Module)
+            places = list(self._places(unit))
+            self._handles.append(unit.register_forward_pre_hook(partial(self._note_uses, name, places)))
+            self._handles += refuse_writes(unit, partial(_whole, places), self._learner.name)
+            if not fills_unused(unit):
+                self._handles.append(unit.register_forward_hook(partial(self._fill_later, name)))
+        for name, module in model.named_modules():
+            if name and any(True for _ in module.parameters()):
+                refuse = partial(self._refuse_before_model, name)
+                self._handles_at_first.append(module.register_forward_pre_hook(refuse))
+        self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
+        self._handles.append(model.register_forward_hook(self._end))
+
+    def _places(self, unit: nn.Module) -> Iterator[Place]:
+        """Where the parameters of a unit are held, and how they are called."""
+        for child in unit.children():
+            if not isinstance(child, FSDPModule):
+                yield from self._places(child)
+        held = own_parameters(unit)
+        for key, parameter in held.items():
+            if parameter is not None and is_divided(parameter):
+                yield held, key, self._learner.names[parameter]
+
+    # Hooks
+
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        _remove(self._handles_at_first)
+        self._turns.start(f"forward, training {model.training}, gradients {torch.is_grad_enabled()}")
+
+    def _end(self, *_: Any) -> None:
+        self._turns.ended()
+        if not torch.is_grad_enabled():
+            self._give_back()
+
+    def _refuse_before_model(self, name: str, *_: Any) -> None:
+        raise TaskError(
+            f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: let "
+            "Task.forward call the model, and have its forward do all that needs weights"
+        )
+
+    def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
+        """The weights are whole now; those that get a gradient will tell."""
+        gathered = self._gathered[unit]
+        for held, key, name in places:
+            weight = held[key]
+            if weight.requires_grad and weight not in gathered:
+                gathered.add(weight)
+                note = partial(self._note, unit, name)
+                self._handles.append(weight.register_post_accumulate_grad_hook(note))
+
+    def _fill_later(self, unit: str, _: nn.Module, __: Any, output: Any) -> None:
+        """When backward comes to the unit, what it will not use has a gradient of zero already."""
+        map_leaves(partial(self._fill_at, unit), output)
+
+    def _fill_at(self, unit: str, leaf: Any) -> None:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _: self._fill(unit))  # type: ignore[no-untyped-call]
+
+    def _fill(self, unit: str) -> None:
+        for weight in self._gathered[unit]:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+
+    def _note(self, unit: str, name: str, weight: Tensor) -> None:
+        self._used.add(name)
+        if weight.grad is not None and not is_late(weight.device):
+            self._given[unit].append((name, weight.grad))
+
+    def _look(self, unit: str, flat: Tensor) -> None:
+        """At what this rank adds to the gradients of a unit. On a GPU nothing of it is kept for a look by name: the
+        memory that FSDP2 gives back is its purpose."""
+        self._sound.append(self._learner.unsound.of_flat(flat, lambda: self._given[unit]))
+        self._given[unit].clear()
+
+    def _work_done(self) -> None:
+        if self._stepping:
+            self._learner.pace.work_done()
+
+    def _give_back(self) -> None:
+        """Weights that a forward pass without backward has left whole."""
+        for unit in self._units.values():
+            unit.reshard()
+
+    # A step
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self._stepping = True
+        try:
+            with reads_explained(self._units):
+                yield
+        finally:
+            self._stepping = False
+        self._turns.ended()
+
+    def forward(self) -> AbstractContextManager[None]:
+        return reads_explained(self._units)
+
+    def complete(self) -> tuple[str, ...]:
+        self._learner.pace.work_done()
+        self._give_back()
+        missing = tuple(self._unused(p for p in self._learner.names if p.requires_grad))
+        whole = self._trained()
+        self._sound.append(self._learner.look_at(whole))
+        self._sum(whole)
+        return missing
+
+    def _unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """Names of those to which this rank gave no gradient, once."""
+        names = {p: self._learner.names[p] for p in parameters if p.numel()}
+        present = self._learner.updated_early | {p for p in names if p.grad is not None}
+        absent = [n for p, n in names.items() if p not in present or (is_apart(p) and n not in self._used)]
+        self._used -= set(names.values())
+        return absent
+
+    def completes_in_backward(self, parameter: nn.Parameter) -> bool:
+        return is_apart(parameter)
+
+    def gave(self, parameter: nn.Parameter) -> bool:
+        return self._learner.names[parameter] in self._used
+
+    def soundness(self) -> tuple[Readout, ...]:
+        found = tuple(self._sound)
+        self._sound.clear()
+        return found
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Of those that are whole; backward has summed the others."""
+        self._check_own(parameters)
+        self._give_back()
+        names = {self._learner.names[p]: p for p in parameters if p.requires_grad}
+        whole = {name: p for name, p in names.items() if not is_apart(p)}
+        sound = all(math.isfinite(number.value()) for number in self.soundness())
+        self._learner.look_at(whole.values())
+        unsound = self._learner.unsound.name() or (None if sound else "a unit")
+        said = self._learner.session.control.gather_objects((self._unused(names.values()), unsound))
+        check_sound([unsound for _, unsound in said])
+        absent = [set(said[rank][0]) for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
+        for name in set.intersection(*absent):
+            names[name].grad = None
+            whole.pop(name, None)
+        self._sum(whole.values())
+
+    def close(self) -> None:
+        _remove(self._handles_at_first)
+        _remove(self._handles)
+        self._gathered.clear()
+        super().close()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -1,0 +1,149 @@
+"""The two ways in which the sum of a bucket comes to the owners of its rows.
+
+::
+
+    ToAll      an all-reduce: every rank has the whole sum, of which it keeps a view of its rows       stage 1
+    ToOwners   each rank gets its own rows of the sum, and nothing else                                stage 2
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from evener.collectives.base import AllReduce, key_of
+from evener.collectives.reduce_scatter import Owners, Pending
+from evener.collectives.registry import make, make_owners
+from evener.distributed.mesh import DIVIDING_TERMS
+from evener.hardware.memory import made_as
+from evener.hardware.memory.counters import BUCKETS
+from evener.strategies.learner import Learner
+from evener.strategies.sharded.buckets import Bucket
+from evener.strategies.sharded.owned_weight import AXIS
+
+_OTHERS = tuple(axis for axis in DIVIDING_TERMS if axis != AXIS)
+
+
+class Way(ABC):
+    """Sums buckets over all ranks that divide the terms of a batch.
+
+    Args:
+        learner: Whose mesh and settings these are.
+    """
+
+    each_micro_batch: bool
+    """Whether a bucket is summed with every micro-batch, and not with the last alone."""
+    owners: Owners
+    """Between the ranks that own rows of one weight."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        group = learner.mesh.new_group(AXIS)
+        assert group is not None
+        self.owners = make_owners(self._owners_name, group, learner.session.timeout_seconds)
+
+    @property
+    def _owners_name(self) -> str | None:
+        return None
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """For the record."""
+
+    def prepare(self, nbytes: int) -> None:  # noqa: B027 (most need nothing)
+        """Says how large the largest bucket is. A collective call."""
+
+    def room(self, bucket: Bucket) -> Tensor:
+        """Memory for a bucket that is to be summed."""
+        return bucket.room()
+
+    @abstractmethod
+    def start(self, bucket: Bucket, flat: Tensor) -> Pending:
+        """Starts to sum a bucket; gives this rank's rows."""
+
+    @abstractmethod
+    def end(self, bucket: Bucket, own: Tensor) -> None:
+        """Ends the sum of this rank's rows, when those of all micro-batches are added up."""
+
+    def close(self) -> None:
+        """Gives back what it owns."""
+        self.owners.close()
+
+    def _all_reduce(self, group: ProcessGroup) -> AllReduce:
+        settings = self._learner.settings
+        seconds = self._learner.session.timeout_seconds
+        return make(settings.all_reduce, group, seconds, settings.compression)
+
+
+class ToAll(Way):
+    """The sum for all ranks."""
+
+    each_micro_batch = False
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner)
+        group = learner.mesh.group(*DIVIDING_TERMS)
+        assert group is not None
+        self._sum = self._all_reduce(group)
+
+    @property
+    def words(self) -> str:
+        return f"{self._sum.words}, rows from their owners by {self.owners.words}"
+
+    def start(self, bucket: Bucket, flat: Tensor) -> Pending:
+        work = self._sum(flat, key_of(weight.whole for weight in bucket.weights))
+
+        def wait() -> Tensor:
+            work.wait()
+            return flat.split_with_sizes(bucket.sizes)[bucket.rank]
+
+        return wait
+
+    def end(self, bucket: Bucket, own: Tensor) -> None:
+        """It has ended."""
+
+    def close(self) -> None:
+        super().close()
+        self._sum.close()
+
+
+class ToOwners(Way):
+    """The sum for owners alone."""
+
+    each_micro_batch = True
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner)
+        group = learner.mesh.group(*_OTHERS)
+        self._sum = self._all_reduce(group) if group is not None else None
+
+    @property
+    def _owners_name(self) -> str | None:
+        return self._learner.settings.all_reduce
+
+    @property
+    def words(self) -> str:
+        further = f", then {self._sum.words}" if self._sum else ""
+        return f"to owners by {self.owners.words}{further}"
+
+    def prepare(self, nbytes: int) -> None:
+        self.owners.prepare(nbytes)
+
+    def room(self, bucket: Bucket) -> Tensor:
+        with made_as(BUCKETS):
+            return self.owners.room(bucket.weights[0].whole, sum(bucket.sizes))
+
+    def start(self, bucket: Bucket, flat: Tensor) -> Pending:
+        return self.owners.summed(flat, bucket.sizes)
+
+    def end(self, bucket: Bucket, own: Tensor) -> None:
+        if self._sum is not None:
+            self._sum(own).wait()
+
+    def close(self) -> None:
+        super().close()
+        if self._sum is not None:
+            self._sum.close()

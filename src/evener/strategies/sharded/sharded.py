@@ -1,0 +1,112 @@
+"""What a rank keeps of weights, gradients and optimizer in parts over the ranks: three depths of ZeRO under one name.
+
+::
+
+    zero        1              2              3
+    weights     whole          whole          in parts        3: PyTorch's FSDP2, equal parts
+    gradients   whole          in parts       in parts        1, 2: rows with owners, parts as asked
+    optimizer   in parts       in parts       in parts
+
+Deeper takes less memory and more messages (Rajbhandari and others, SC 2020, https://arxiv.org/abs/1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from evener.distributed.mesh import Layout, Mesh
+from evener.errors import ConfigurationError
+from evener.strategies.base import Strategy
+from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.learner import Learner
+from evener.strategies.sharded.fsdp import Fsdp
+from evener.strategies.sharded.zero import Zero
+
+_NO_STAGES = (
+    "with zero=3 all ranks gather a unit together, and those of a pipeline cut their shares into different numbers of "
+    "micro-batches, some of which are in forward while others are in backward; say zero=2, as in --strategy sharded "
+    "--strategy-option zero=2 or Sharded(zero=2), which divides all but the weights of a stage"
+)
+"""Why units and stages do not go together."""
+
+
+@dataclass(frozen=True)
+class Sharded(Strategy):
+    """State in parts over the axis ``shard``, which divides the samples too.
+
+    Raises:
+        ConfigurationError: For a depth that there is not, or an option that goes with another.
+    """
+
+    zero: int = 3
+    """1: what the optimizer remembers; 2: gradients too; 3: weights too."""
+    owns: str | None = None
+    """With 1 and 2, the part of each rank, such as ``2,1``; equal parts if None."""
+    in_common: bool = False
+    """With 1 and 2, as :class:`~evener.strategies.sharded.zero.Zero`."""
+    wrap: str | None = None
+    """With 3, as :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
+    reshard: bool = True
+    """With 3, as :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
+    offload: bool = False
+    """With 3, as :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
+
+    axis: ClassVar[str] = "shard"
+    divides_model: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.zero not in (1, 2, 3):
+            raise ConfigurationError(f"zero is {self.zero!r}; there are 1, 2 and 3")
+        of_three = {"wrap": self.wrap is not None, "reshard": not self.reshard, "offload": self.offload}
+        strange = [name for name, is_set in of_three.items() if is_set and self.zero < 3]
+        if strange:
+            raise ConfigurationError(
+                f"{strange[0]} goes with zero=3, not with zero={self.zero}: leave it out"
+            )
+        if self.zero == 3 and self.owns is not None:
+            raise ConfigurationError(
+                f"owns={self.owns} goes with zero=1 and zero=2; with zero=3 PyTorch's FSDP2 has equal parts: say "
+                "zero=2, or leave it out"
+            )
+        if self.zero == 3 and self.in_common:
+            raise ConfigurationError(
+                "in_common goes with zero=1 and zero=2, where every rank has whole weights: say zero=2, or leave it out"
+            )
+        self._depth  # noqa: B018 (which checks its options)
+
+    @cached_property
+    def _depth(self) -> Fsdp | Zero:
+        return (
+            Fsdp(self.wrap, self.reshard, self.offload)
+            if self.zero == 3
+            else Zero(self.zero, self.owns, self.in_common)
+        )
+
+    @property
+    def combines(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._depth.combines
+
+    @property
+    def apart(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {"pipeline": _NO_STAGES} if self.zero == 3 else {}
+
+    def layout(self, world_size: int, settings: Settings) -> Layout:
+        return self._depth.layout(world_size, settings)
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+        return self._depth.parallelize(model, mesh, settings)
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        return self._depth.synchronizer(learner)
+
+    def stepper(self, learner: Learner) -> Stepper:
+        return self._depth.stepper(learner)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._depth.check_optimizer(optimizer)

@@ -1,0 +1,46 @@
+"""Weights that a model writes to while it computes, as by a clamp in its forward: seen in the first training pass.
+
+One device keeps what was written. Where a rank owns a part of a weight and has the whole for the pass alone, the rest
+would be lost, and of weights that ranks have in common others would see it too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from evener.errors import TaskError
+from evener.torch_internals.version import version
+
+
+def refuse_writes(
+    unit: nn.Module, weights: Callable[[], Iterable[tuple[str, Tensor]]], strategy: str
+) -> list[RemovableHandle]:
+    """Has ``unit`` refuse to write to its whole ``weights``, by hooks that go away after its first training pass.
+
+    Args:
+        weights: By name, as they are within the pass. To be registered after what brings them.
+    """
+    before: list[tuple[str, Tensor, int]] = []
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            before[:] = [(name, weight, version(weight)) for name, weight in weights()]
+
+    def end(*_: Any) -> None:
+        for name, weight, seen in before:
+            if version(weight) != seen:
+                raise TaskError(
+                    f"the model writes to its weight {name} in forward, and with strategy {strategy!r} a rank has all "
+                    "of it for the pass alone: what was written would be lost. Write to weights after an update, by "
+                    "the optimizer's register_step_post_hook, or use strategy 'ddp'"
+                )
+        for hook in hooks if before else ():
+            hook.remove()
+
+    hooks = [unit.register_forward_pre_hook(begin), unit.register_forward_hook(end, prepend=True)]
+    return hooks

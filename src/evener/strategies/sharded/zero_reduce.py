@@ -1,0 +1,286 @@
+"""Sums gradients to the owners of rows, and gathers the rows when their owners have updated them.
+
+::
+
+    stage 1   every bucket once a step       all ranks get the sum, and keep their own rows of it
+    stage 2   every bucket a micro-batch     the owner gets the sum, and adds it to what it has
+
+With stage 2 no rank ever has more of the gradients than its rows and a few buckets, also where a step has several
+micro-batches. On a mesh that has the axes ``data`` or ``context`` too, owners then sum their rows over these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
+from evener.collectives.registry import make
+from evener.collectives.shared_memory.reduce_scatter import SharedOwners
+from evener.collectives.shared_memory.shared_buffer import Common
+from evener.components import gradients
+from evener.components.coalesce import broadcast_together, by_kind, sent_as_one
+from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.distributed.mesh import DIVIDING_TERMS
+from evener.errors import ConfigurationError
+from evener.hardware.async_read import Readout, is_late
+from evener.hardware.timers import waiting
+from evener.strategies.interfaces import Synchronizer
+from evener.strategies.learner import Learner
+from evener.strategies.sharded.buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
+from evener.strategies.sharded.full_weights import Wholes
+from evener.strategies.sharded.owned_weight import AXIS, Weight
+from evener.strategies.sharded.reduce_modes import ToAll, ToOwners, Way
+from evener.strategies.sharded.write_check import refuse_writes
+
+
+class ZeroSum(Synchronizer):
+    """Sums to owners in the way of ``stage`` 1 or 2, and gathers from them."""
+
+    def __init__(self, learner: Learner, stage: int, in_common: bool = False) -> None:
+        self._learner, mesh = learner, learner.mesh
+        everyone = mesh.group(*DIVIDING_TERMS)
+        assert everyone is not None
+        self._everyone = everyone
+        self._weights = {weight.piece: weight for weight in _weights(learner)}
+        self._way: Way = (ToAll if stage == 1 else ToOwners)(learner)
+        self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
+        self._round = self._round_of(self._all)
+        self._way.prepare(max((bucket.nbytes for bucket in self._round.buckets), default=0))
+        self._wholes = Wholes(learner.model, self._all, self._buckets(self._all), self._way.owners)
+        refuse_writes(learner.model, self._whole, learner.name)
+        self._sound: list[Readout] = []
+        self._stepping = self._sending = self._last = False
+        self._over = True
+        for weight in self._all:
+            weight.watch(self._arrived)
+        self._wholes.refresh()
+        self._common = ""
+        if in_common:
+            self.alone()
+
+    def alone(self) -> None:
+        """Keeps whole weights once for all owners of a host, where the owners have one."""
+        cut = [weight for weight in self._all if weight.cut is not None]
+        if self._common or not cut or not isinstance(self._way.owners, SharedOwners):
+            return
+        group, seconds = self._learner.mesh.group(AXIS), self._learner.session.timeout_seconds
+        assert group is not None
+        try:
+            common = Common(group, [(w.whole.shape, w.whole.dtype) for w in cut], seconds, "weights")
+        except ConfigurationError as error:  # raised on every rank alike
+            self._common = f"weights on every rank: {error}"
+            return
+        self._common = "weights in common"
+        self._wholes.move(common, cut, self._buckets(weight for weight in self._all if weight.cut is None))
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return ", ".join(filter(None, (self._way.words, self._common)))
+
+    @property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        """Of the largest that may be there together: one is filled while others are on the way."""
+        sizes = sorted((bucket.nbytes for bucket in self._round.buckets), reverse=True)
+        return sum(sizes[: MOST_ON_THE_WAY + 1])
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        return ((weight.name, weight.whole) for weight in self._all)
+
+    @property
+    def _all(self) -> list[Weight]:
+        return list(self._weights.values())
+
+    def _dense(self, weights: Iterable[Weight]) -> list[Weight]:
+        return [weight for weight in weights if not weight.sparse]
+
+    def _round_of(self, weights: Iterable[Weight]) -> Round:
+        look = self._learner.unsound.of_flat
+        return Round(
+            self._buckets(self._dense(weights)), self._way.start, self._work_done, look, self._way.room
+        )
+
+    def _buckets(self, weights: Iterable[Weight]) -> list[Bucket]:
+        mesh, nbytes = self._learner.mesh, self._learner.settings.bucket_bytes
+        return buckets_of(weights, nbytes or DEFAULT_BUCKET_NBYTES, mesh.degree(AXIS), mesh.index(AXIS))
+
+    # A step
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        replica.register_forward_hook(self._told)
+        return replica
+
+    def _told(self, replica: nn.Module, args: object, total: Tensor) -> None:
+        self._round.total = total.detach()
+
+    def forward(self) -> AbstractContextManager[None]:
+        return self._wholes.shown()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self._last, summed_now = last, last or self._way.each_micro_batch
+        with self._computing(sending=summed_now):
+            yield
+        if summed_now and not last:
+            self._round.finish()
+
+    def until_complete(self) -> AbstractContextManager[None]:
+        self._last = False
+        return self._computing(sending=False)
+
+    @contextmanager
+    def _computing(self, sending: bool) -> Iterator[None]:
+        """Around forward and backward; full buckets are sent while that runs, or stay."""
+        self._begin()
+        with self._wholes.shown():
+            self._stepping, self._sending = True, sending
+            try:
+                yield
+            finally:
+                self._stepping = self._sending = False
+
+    def _begin(self) -> None:
+        """A step begins, unless it has."""
+        if self._over:
+            self._round.forget()
+            self._over = False
+
+    def _arrived(self, weight: Weight) -> None:
+        """Backward has left the gradient of this rank's samples in the whole weight."""
+        if self._sending and not weight.sparse:
+            self._round.arrived(weight)
+        elif not self._stepping:
+            weight.show()
+
+    def _work_done(self) -> None:
+        if self._last:
+            self._learner.pace.work_done()
+
+    def complete(self) -> tuple[str, ...]:
+        self._begin()
+        self._last = True
+        sparse = [weight for weight in self._all if weight.sparse]
+        given = {weight for weight in sparse if weight.whole.grad is not None}
+        self._sound = [self._look_at(sparse)] if sparse else []
+        self._round.finish()
+        if not self._round.buckets:
+            self._work_done()
+        told = [*self._hand_out(self._round), *self._sum_sparse(sparse)]
+        self._wholes.meet()  # others may still be in backward, which reads what this rank is about to update
+        self._over = True
+        if not self._all_sound(told):
+            return tuple(
+                weight.name for weight in self._all
+            )  # asks who it was: an error that names the rank follows
+        return tuple(weight.name for weight in self._all if weight not in self._round.given | given)
+
+    def _look_at(self, weights: Iterable[Weight]) -> Readout:
+        return self._learner.unsound.of(gradients.named((weight.name, weight.whole) for weight in weights))
+
+    def _all_sound(self, told: Iterable[Tensor]) -> bool:
+        """Whether what all ranks have summed is finite, as far as the host need not wait for that."""
+        return is_late(self._learner.session.device) or all(bool(torch.isfinite(one)) for one in told)
+
+    def soundness(self) -> tuple[Readout, ...]:
+        return (*self._round.soundness, *self._sound)
+
+    def updated(self, step: int) -> None:
+        self._round.forget()
+        self._wholes.refresh(always=True)
+
+    def _hand_out(self, done: Round) -> Iterator[Tensor]:
+        """Gives the pieces their rows of the sums; what each bucket tells of all ranks."""
+        for number, own in done.sums.items():
+            bucket = done.buckets[number]
+            with waiting():
+                self._way.end(bucket, own)
+            *rows, tells = bucket.own(own)
+            for weight, gradient in zip(bucket.weights, rows, strict=True):
+                weight.hide()
+                weight.piece.grad = gradient
+            yield tells
+        self._make_alike(weight for number in sorted(done.sums) for weight in done.buckets[number].weights)
+
+    def _make_alike(self, weights: Iterable[Weight]) -> None:
+        """A number that all ranks keep stands in a bucket once for each, and places of a bucket may be summed in
+        different orders: all take the sum of the first, or they would come apart by rounding."""
+        kept = [weight.piece.grad for weight in weights if weight.cut is None]
+        with waiting():
+            for alike in by_kind(gradient for gradient in kept if gradient is not None):
+                sent_as_one(alike, self._from_the_first)
+
+    def _from_the_first(self, flat: Tensor) -> None:
+        dist.broadcast(flat, group=self._learner.mesh.group(AXIS), group_src=0)
+
+    def _sum_sparse(self, weights: Iterable[Weight]) -> Iterator[Tensor]:
+        """All ranks get the sum of few rows, and keep their own; a number that tells of them."""
+        for weight in weights:
+            gradient = weight.taken()
+            with waiting():
+                self._sparse_sum(gradient).wait()
+            weight.piece.grad = weight.own_of_sparse(gradient)
+            yield gradients.sum_of(gradient)
+
+    # A loop of the user's own
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._check_own(parameters)
+        weights = [self._weights[p] for p in parameters if p in self._weights]
+        for weight in weights:
+            weight.check()
+            weight.hide()
+        found = self._present(weights)
+        self._last = False
+        done = self._round_of(found)
+        done.finish()
+        list(self._hand_out(done))
+        list(self._sum_sparse(weight for weight in found if weight.sparse))
+        self._wholes.meet()
+        self._wholes.expire()
+
+    def _present(self, weights: Sequence[Weight]) -> list[Weight]:
+        """Those to which some rank gave a gradient."""
+        absent = [weight.name for weight in weights if weight.whole.grad is None]
+        self._look_at(weights)
+        said = self._learner.session.control.gather_objects((absent, self._learner.unsound.name()))
+        gradients.check_sound([unsound for _, unsound in said])
+        same = [said[rank] for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
+        everywhere = set.intersection(*(set(absent) for absent, _ in same))
+        return [weight for weight in weights if weight.name not in everywhere]
+
+    def _check_own(self, parameters: Sequence[nn.Parameter]) -> None:
+        strangers = [tuple(p.shape) for p in parameters if p not in self._learner.names]
+        if strangers:
+            raise ConfigurationError(
+                f"{len(strangers)} parameters of the optimizer, the first of shape {strangers[0]}, are not of the "
+                "task's model between steps, in which each rank has its own rows: build the optimizer outside of the "
+                "model's forward, from engine.model.parameters()"
+            )
+
+    # Others
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        broadcast_together(buffers, self._everyone, part * self._learner.mesh.degree("context"))
+
+    def close(self) -> None:
+        self._wholes.close()
+        for weight in self._all:
+            weight.close()
+        self._way.close()
+        self._sparse_sum.close()
+
+
+def _weights(learner: Learner) -> Iterator[Weight]:
+    """All that is trained here, on some rank of the axis."""
+    sparse = gradients.sparse_weights(learner.model)
+    for parameter, name in learner.names.items():
+        piece = slice_of(parameter)
+        if piece is not None and piece.axis == AXIS:
+            if piece.pieces[-1].stop:
+                yield Weight(name, parameter, piece, parameter in sparse)
+        elif parameter.requires_grad and parameter.numel():
+            yield Weight(name, parameter, None, parameter in sparse)

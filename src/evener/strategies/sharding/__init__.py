@@ -1,1 +1,0 @@
-"""How state is kept in parts: PyTorch's FSDP2 in units, and rows with owners."""

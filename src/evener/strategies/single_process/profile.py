@@ -1,0 +1,103 @@
+"""What the modules of a model do in one forward pass: in which order they are called, how long, and what they keep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from evener.strategies.single_process.scatter_gather import leaves
+from evener.torch_internals.module_tensors import own_buffers
+
+
+@dataclass
+class Seen:
+    """Of one module, with all that is in it."""
+
+    order: int
+    """The place of its first call among those of all modules."""
+    seconds: float = 0.0
+    """Of its forward passes."""
+    inputs: int = 0
+    """Bytes of what it was first called with."""
+    saved: dict[int, int] = field(default_factory=dict)
+    """Bytes that are kept for backward, by memory."""
+
+    @property
+    def saved_nbytes(self) -> int:
+        return sum(self.saved.values())
+
+
+class Profiler:
+    """Listens to every module of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[str, Seen] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._running: list[tuple[str, float]] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self._names[module]
+        if name not in self.seen:
+            self.seen[name] = Seen(len(self.seen), inputs=_nbytes((args, kwargs)))
+        self._running.append((name, time.perf_counter()))
+
+    def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        name, began = self._running.pop()
+        self.seen[name].seconds += time.perf_counter() - began
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights:
+            for name, _ in self._running:
+                self.seen[name].saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the output of an operation that keeps it would hold the operation for ever
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def profile(model: nn.Module, run: Callable[[], Any]) -> dict[str, Seen]:
+    """What each module that ``run`` calls does in it, by its name; buffers and random numbers are as before.
+
+    Args:
+        run: One forward pass.
+    """
+    profiler = Profiler(model)
+    with ExitStack() as undo:
+        for module in model.modules():
+            undo.callback(module.register_forward_pre_hook(profiler.enter, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(profiler.leave).remove)
+        undo.enter_context(_unchanged(model))
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        undo.enter_context(saved_tensors_hooks(profiler.keep, lambda tensor: tensor))
+        kept = run()  # so that no memory is given out twice
+        del kept
+    return profiler.seen
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Every buffer is afterwards what it was."""
+    held = [(own_buffers(module), name) for module in model.modules() for name in own_buffers(module)]
+    before = [(buffers, name, tensor, _copy(tensor)) for buffers, name in held for tensor in [buffers[name]]]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, tensor, copy in before:
+                buffers[name] = tensor
+                if tensor is not None and copy is not None:
+                    tensor.copy_(copy)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

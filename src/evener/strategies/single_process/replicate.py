@@ -1,0 +1,100 @@
+"""Copies of a model on other devices of the same process, which follow it.
+
+Where a copy lies in the same memory as the model, as on logical devices of the CPU, it shares the numbers of its
+weights, and has gradients and buffers of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from evener.core.half_precision import widened
+from evener.errors import TaskError
+from evener.strategies.single_process.devices import same
+from evener.torch_internals.module_tensors import own_buffers
+
+_PLAIN = (bool, int, float, str, type(None))
+"""Attributes of a module that a copy takes over before every pass."""
+
+
+def copied(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of the model on ``device``.
+
+    Raises:
+        TaskError: If it cannot be copied.
+    """
+    try:
+        made = copy.deepcopy(model)
+    except Exception as error:
+        raise TaskError(
+            f"the model {type(model).__name__} cannot be copied to {device} ({type(error).__name__}: {error}); keep "
+            "what copy.deepcopy refuses out of its modules, or use 'ddp', where each process builds its own"
+        ) from error
+    follow(model, made)
+    for theirs in made.parameters():
+        theirs.grad = None
+        if not same(theirs.device, device):
+            theirs.data = theirs.data.to(device)
+    for module in made.modules():
+        held = own_buffers(module)
+        held.update({name: tensor if tensor is None else tensor.to(device) for name, tensor in held.items()})
+    return made
+
+
+@torch.no_grad()
+def follow(model: nn.Module, other: nn.Module) -> None:
+    """``other`` takes over the model's weights, buffers, and the plain attributes of its modules (``training`` too)."""
+    for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        theirs.requires_grad_(own.requires_grad)
+        if not same(own.device, theirs.device):
+            theirs.copy_(own, non_blocking=True)
+        elif own.data_ptr() != theirs.data_ptr():
+            theirs.data = own.data
+    take_buffers(model, other)
+    for module, its in zip(model.modules(), other.modules(), strict=True):
+        vars(its).update({key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)})
+
+
+@torch.no_grad()
+def take_buffers(model: nn.Module, other: nn.Module) -> None:
+    """``other`` takes over the model's buffers, into its own memory where they have kept their shape."""
+    for module, its in zip(model.modules(), other.modules(), strict=True):
+        theirs = own_buffers(its)
+        for name, own in own_buffers(module).items():
+            held = theirs.get(name)
+            if own is None or held is None or held.shape != own.shape or held.layout != own.layout:
+                theirs[name] = own if own is None else _like(own, held)
+            else:
+                held.copy_(own, non_blocking=True)
+
+
+def _like(own: Tensor, held: Tensor | None) -> Tensor:
+    return own.clone() if held is None else own.to(held.device, copy=True)
+
+
+@torch.no_grad()
+def add_gradients(models: Sequence[nn.Module], home: int) -> None:
+    """The gradients of all models, in their order, add up in that of number ``home``; the others have none then.
+
+    A parameter that none gave a gradient has none.
+    """
+    for row in zip(*(model.parameters() for model in models), strict=True):
+        own, found = row[home], [parameter.grad for parameter in row if parameter.grad is not None]
+        for parameter in row:
+            parameter.grad = None
+        if found:
+            terms = (widened(grad.to(own.device, non_blocking=True)) for grad in _dense_first(found))
+            own.grad = reduce(_sum, terms).to(own.dtype)
+
+
+def _dense_first(gradients: list[Tensor]) -> list[Tensor]:
+    return sorted(gradients, key=lambda gradient: gradient.is_sparse)
+
+
+def _sum(total: Tensor, gradient: Tensor) -> Tensor:
+    return total + gradient if total.is_sparse else total.add_(gradient)

@@ -1,1 +1,0 @@
-"""A model in stages: read as a graph, cut at module names, its stages run over ranks by a schedule."""

@@ -1,0 +1,1 @@
+"""How a rank goes through its micro-batches."""

@@ -1,0 +1,181 @@
+"""The plain stepper for ranks whose memory may run out: a step is taken again, in smaller pieces.
+
+A sum does not care into how many terms it is cut. As long as the ranks exchange nothing before all of them have their
+gradients, each may cut its samples as its memory wants, without asking the others, who only wait a little longer for
+its term::
+
+    rank 0, 24 GB    forward ─ backward ─────────────────────────────────────────────┐
+    rank 1, 12 GB    forward ─✗  (forgets)  [forward ─ backward] [forward ─ backward] ┴─ sum ─ update
+
+So gradients are summed when backward is over, and not while it runs. A model whose passes wait for other ranks, such as
+one with a BatchNorm over all of them, cannot be taken again by one rank alone.
+
+With ``micro_batch=auto`` pieces are of a size that is known to fit (:mod:`evener.strategies.steppers.oom_sizing`), so
+that memory runs out only where passes take more than those before them did. Pieces that were too large are halved at
+once. They are tried twice as large after a number of steps that went well, which doubles with every failure: what
+made memory short may have passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+
+from evener.components.microbatches import can_be_cut, first_piece, pieces_of
+from evener.core.config.sizes import parse_size
+from evener.data.batch import Batch, MicroBatch
+from evener.errors import OutOfMemoryError
+from evener.hardware import accelerators
+from evener.hardware.async_read import Readout
+from evener.strategies.interfaces import StepOutcome
+from evener.strategies.learner import Learner
+from evener.strategies.steppers.oom_sizing import Sizing, computed_together, refuse_together, sends_in_passes
+from evener.strategies.steppers.plain import Plain
+
+PATIENCE = 50
+"""Steps after which larger pieces are tried again, at first."""
+MOST_PATIENCE = 10_000
+_ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
+
+
+class PieceSize:
+    """The most samples of one forward and backward pass, learned from what went well."""
+
+    def __init__(self, patience: int | None = None) -> None:
+        self.most: int | None = None
+        """None for all that a micro-batch has."""
+        self._patience, self._good = patience or PATIENCE, 0
+        self._trying = False
+
+    def ran_out(self, size: int) -> bool:
+        """Pieces of ``size`` were too large; False if there are none smaller."""
+        if size < 2:
+            return False
+        if self._trying:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.most, self._good, self._trying = size // 2, 0, False
+        return True
+
+    def went_well(self, wanted: int) -> None:
+        """A step with micro-batches of ``wanted`` samples at most had enough memory."""
+        self._good += 1
+        if self.most is not None and self._good >= self._patience:
+            self.most = 2 * self.most if 2 * self.most < wanted else None
+            self._good, self._trying = 0, True
+
+
+class Piecewise(Plain):
+    """One piece of a micro-batch after the other.
+
+    Raises:
+        OutOfMemoryError: If there is no room for a single sample.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner)
+        learner.may_leave_out = True
+        self._device = learner.session.device
+        self._sizing = Sizing(learner) if learner.settings.fits else None
+        self.size = PieceSize()
+
+    def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
+        self._retries, self._fitting = 0, 0
+        outcome = super().run(batch, divisor, step)
+        known = [size for size in (self.size.most, self._fitting) if size]
+        return dataclasses.replace(outcome, retries=self._retries, piece=min(known, default=0))
+
+    def _passes(
+        self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
+    ) -> list[Readout]:
+        drawn = accelerators.generator_states(self._device)
+        wanted = max(len(micro.samples) for micro in micro_batches)
+        while True:
+            try:
+                totals = self._attempt(micro_batches, divisor, step)
+            except torch.OutOfMemoryError as error:
+                seen = str(error)
+            else:
+                self.size.went_well(wanted)
+                return totals
+            self._start_again(seen, min(wanted, self.size.most or wanted, self._taken), step)
+            accelerators.draw_from(drawn, self._device)
+
+    def _attempt(
+        self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
+    ) -> list[Readout]:
+        if self._sizing is None:
+            self._taken = max(len(micro.samples) for micro in micro_batches)
+            return super()._passes(self._cut(micro_batches), divisor, step)
+        (micro,) = micro_batches  # as with auto nobody cuts but this
+        totals, whole = list[Readout](), not can_be_cut(micro)
+        rest: MicroBatch | None = micro
+        while rest is not None:
+            most = len(rest.samples) if whole else self._most(self._sizing, begun=bool(totals))
+            piece, rest = first_piece(rest, most)
+            self._taken = len(piece.samples)
+            with self._sizing.measured(self._taken, begun=bool(totals)):
+                totals.append(self._pass(piece, rest is None, divisor, step))
+        self._fitting = self._sizing.fitting(len(micro.samples))
+        return totals
+
+    def _most(self, sizing: Sizing, begun: bool) -> int:
+        most = sizing.most(begun)
+        return most if self.size.most is None else min(most, self.size.most)
+
+    def _cut(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        most = self.size.most
+        if most is None:
+            return micro_batches
+        wanted = (math.ceil(len(micro.samples) / most) for micro in micro_batches)
+        return list(chain.from_iterable(map(pieces_of, micro_batches, wanted)))
+
+    def _start_again(self, seen: str, size: int, step: int) -> None:
+        """Outside of the handler of the error, whose traceback holds what the passes have made."""
+        self._retries += 1
+        if sends_in_passes(self._learner):
+            raise OutOfMemoryError(
+                f"in step {step}: {seen.splitlines()[0]}. The passes cannot be taken again by this rank alone, for a "
+                "loss or a layer sends something to the others in them: use a smaller micro_batch"
+            )
+        if not self.size.ran_out(size):
+            raise OutOfMemoryError(
+                f"there is no room for a single sample in step {step}: {seen.splitlines()[0]}. Use a "
+                "strategy that divides the model (sharded, tensor, pipeline), a lower precision, or a device with more "
+                "memory"
+            )
+        self._learner.undo(step)
+        gc.collect()
+        self._learner.watch.relieve(asked_nbytes(seen))
+
+
+def asked_nbytes(words: str) -> int:
+    """What was asked for, by PyTorch's words for it; 0 if they do not tell."""
+    found = _ASKED.search(words)
+    return parse_size(found[1]) if found else 0
+
+
+def wants_pieces(learner: Learner) -> bool:
+    """Whether steps should be taken again in pieces: where memory may run out, and that changes no result.
+
+    Raises:
+        ConfigurationError: If it is asked for, and would change the result.
+    """
+    settings = learner.settings
+    if not settings.fits and settings.limits is None:
+        return False
+    if settings.fits:
+        refuse_together(learner)
+        return True
+    return not computed_together(learner)
+
+
+def plain_or_piecewise(learner: Learner) -> Plain:
+    """The stepper of ranks that exchange nothing in their passes."""
+    able = not learner.synchronizer.exchanges_in_passes and wants_pieces(learner)
+    return Piecewise(learner) if able else Plain(learner)

@@ -1,0 +1,58 @@
+"""The plain stepper: one micro-batch after the other, forward and backward through the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from evener.core.types import Tree
+from evener.data.batch import Batch, MicroBatch
+from evener.hardware.async_read import Readout, kept
+from evener.nn.attention_dispatch import attending
+from evener.strategies.interfaces import StepOutcome, Stepper
+from evener.strategies.learner import Learner
+
+
+class Plain(Stepper):
+    """Every rank holds all that its micro-batches need, and has loss and outputs of its own."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
+        learner, synchronizer = self._learner, self._learner.synchronizer
+        before = learner.buffer_versions()
+        with learner.pace.step(step):
+            totals = self._passes(batch.micro_batches, divisor, step)
+            missing = synchronizer.complete()
+        return StepOutcome(
+            totals=tuple(totals),
+            missing=missing,
+            buffers_changed=before != learner.buffer_versions(),
+            compute_seconds=learner.pace.taken(),
+            soundness=synchronizer.soundness(),
+        )
+
+    def _passes(
+        self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
+    ) -> list[Readout]:
+        """Forward and backward of each; the sums of their terms."""
+        last = micro_batches[-1]
+        return [self._pass(micro, micro is last, divisor, step) for micro in micro_batches]
+
+    def _pass(self, micro: MicroBatch, last: bool, divisor: Callable[[], float], step: int) -> Readout:
+        learner, replica = self._learner, self._learner.replica
+        with learner.micro_scope(micro, step) as current, learner.synchronizer.micro_batch(last):
+            term = replica(micro)
+            total = kept(term)
+            current.rewind()
+            with attending(micro.sequence):
+                term.backward(
+                    torch.full_like(term, 1 / divisor())
+                )  # as of term / divisor, with one node less
+        return total
+
+    def outputs(self, micro: MicroBatch) -> Tree:
+        with attending(micro.sequence):
+            return self._learner.task.forward(self._learner.model, micro.inputs)

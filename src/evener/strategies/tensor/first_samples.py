@@ -1,0 +1,79 @@
+"""A model run on the first samples of its task, to find what of it can be divided: before it is, and on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.components.model_init import in_type
+from evener.data.batch import map_leaves
+from evener.data.collate import collate_pairs, collate_with
+from evener.distributed import signals as interrupt
+from evener.hardware import accelerators
+from evener.strategies.learner import Learner
+from evener.strategies.tensor.candidates import TriedRegion
+from evener.strategies.tensor.region_trials import Trials
+
+_SAMPLES = 2
+
+Found = tuple[tuple[TriedRegion, ...], dict[str, str]]
+"""Regions, and why layers are in none."""
+
+
+def tried(model: nn.Module, learner: Learner, taken: Iterable[str], axis: str) -> Found:
+    """What the first samples tell of a model, the same on all ranks. A collective call.
+
+    Args:
+        model: Perhaps on the meta device; it stays as it is.
+        learner: Without a model yet.
+        taken: The modules that are divided already.
+        axis: Of the mesh, over which the model is divided.
+    """
+    own: Found = (), {}
+    ranks = learner.mesh.degree(axis)
+    if ranks > 1:
+        device, dtype = learner.session.device, learner.settings.weight_type
+        kind = torch.float64 if dtype is torch.float64 else torch.float32
+        trials = Trials(model, [*taken], ranks, device, kind)
+        if trials.pairs():
+            own = _run(trials, lambda: _call(model, learner, kind), device)
+    rows: list[Found] = learner.session.control.gather_objects(own)
+    return rows[0]
+
+
+def _run(trials: Trials, call: Callable[[], Callable[[], Any]], device: torch.device) -> Found:
+    reasons: dict[str, str] = {}
+    try:
+        with accelerators.generators_kept(device):
+            trials.run(call())
+    except Exception as error:
+        interrupt.check()
+        reasons["the rest"] = f"it could not be run on the first samples: {error}".partition("\n")[0]
+    return tuple(trials.found), trials.reasons | reasons
+
+
+def _call(model: nn.Module, learner: Learner, dtype: torch.dtype) -> Callable[[], Any]:
+    """Calls the model as the task does."""
+    task, device = learner.task, learner.session.device
+    items = list(itertools.islice(_items(task.train), _SAMPLES))
+    numbers = range(len(items))
+    inputs, _ = (
+        collate_with(task.collate, items, numbers, "the training set")
+        if task.collate
+        else collate_pairs(items, numbers, "the training set")
+    )
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device, in_type(leaf, dtype), copy=True) if isinstance(leaf, Tensor) else leaf
+
+    return lambda: task.forward(model, map_leaves(moved, inputs))
+
+
+def _items(dataset: Any) -> Any:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return iter(dataset)
+    return (dataset[index] for index in range(len(dataset)))

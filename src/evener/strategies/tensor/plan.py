@@ -1,0 +1,369 @@
+"""Which modules are divided over ranks that compute the same samples, and how: given by the user, or derived.
+
+A plan says a word for a module, by its name::
+
+    colwise        makes some of its features, or channels            blocks.0.up=colwise
+    rowwise        reads some of its features, and ends the region    blocks.0.down=rowwise
+    between        sees some of the features: BatchNorm, dropout      blocks.0.norm=between
+    whole          sees all of them, though it stands beside          blocks.0.drop=whole
+    heads          an nn.MultiheadAttention, by its heads             blocks.0.attention=heads
+    vocabulary     an embedding, or the scores of an output layer     embed=vocabulary
+    sequence       computes some of the positions, with all in it     blocks=sequence
+
+The words are those of DTensor's plans. ``colwise:8`` keeps runs of 8 features together, as the heads of a projection
+are, and ``colwise:8:3`` cuts three blocks of rows alike, as a fused projection to queries, keys and values has.
+
+What is derived is what the structure of the model, a recording of its forward, or a trial on the first samples proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from evener.components.checks.embeddings import EMBEDDINGS
+from evener.errors import ConfigurationError, TaskError
+from evener.nn.fqn import clean_name
+from evener.nn.tensor_parallel_conv1d import is_transposed
+from evener.strategies.tensor.candidates import TriedRegion
+from evener.strategies.tensor.regions import (
+    CONVOLUTIONS,
+    RECURRENT,
+    Region,
+    features,
+    in_sequence,
+    is_sequence,
+    is_told,
+    obstacle,
+    obstacle_of_heads,
+    of_transformer,
+    width,
+)
+from evener.strategies.tensor.sequence_streams import check_streams, derived_streams, is_within
+from evener.strategies.tensor.trace import traced
+from evener.torch_internals.layers import AnyBatchNorm, AnyDropout
+from evener.torch_internals.module_tensors import own_parameters
+
+WORDS = ("colwise", "rowwise", "between", "whole", "heads", "vocabulary", "sequence")
+_NUMBERS = {"colwise": 2, "rowwise": 1, "sequence": 1}
+"""How many a word may have."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What becomes of a module."""
+
+    word: str
+    unit: int = 1
+    """How many features stay together."""
+    blocks: int = 1
+    """How many blocks of rows are cut alike."""
+    length: int = 0
+    """Of ``between``: the features that there are in all."""
+    dim: int = -1
+    """Of ``between``: their dimension, counted from the end. Of ``sequence``: that of the positions."""
+
+    def __str__(self) -> str:
+        if self.word == "sequence":
+            return self.word if self.dim == 1 else f"{self.word}:{self.dim}"
+        numbers = [self.unit, self.blocks] if self.blocks > 1 else [self.unit] if self.unit > 1 else []
+        return ":".join([self.word, *map(str, numbers if self.word in ("colwise", "rowwise") else [])])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the modules of a model are divided, by their names."""
+
+    uses: Mapping[str, Use]
+    regions: tuple[TriedRegion, ...] = ()
+    """Those among them that a trial found."""
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What each module is."""
+        return {name: use.word for name, use in self.uses.items()}
+
+    def __str__(self) -> str:
+        """As it is given."""
+        return ",".join(f"{name}={use}" for name, use in self.uses.items())
+
+    def describe(self) -> str:
+        """A line for each module."""
+        longest = max(map(len, self.uses), default=0)
+        return "\n".join(f"  {name:{longest}}  {use}" for name, use in self.uses.items())
+
+
+def plan_of(
+    model: nn.Module,
+    plan: str | None = None,
+    sequence: bool = False,
+    output: str | None = None,
+    tried: Sequence[TriedRegion] = (),
+) -> Plan:
+    """How the strategy ``tensor`` divides a model, in the order of its modules.
+
+    Args:
+        model: May be on the meta device; it stays as it is.
+        plan: ``NAME=WORD,NAME=WORD``, where names are patterns as of files: ``*`` is anything. The last that fits
+            counts; ``auto`` alone stands for what would be derived. None to have it derived.
+        sequence: Whether what is derived includes which modules compute some of the positions.
+        output: The linear layer that makes the scores of a loss, which is derived to be divided by these.
+        tried: What a trial found besides.
+
+    Raises:
+        TaskError: If there is nothing to divide, or a module cannot be divided so; with its name.
+        ConfigurationError: If the plan cannot be read, or a pattern fits no module.
+    """
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    derived = derived_of(model)
+    for region in tried:
+        derived |= _uses_of(region)
+    if output is not None and output not in derived and _has_words(modules[output], _shared(model)):
+        derived[output] = Use("vocabulary")
+    if plan is None:
+        _check_found(model, derived)
+    if sequence:
+        derived |= _streams(model, modules, derived, plan)
+    uses = _given("auto" if plan is None else plan, modules, derived)
+    for name, use in uses.items():
+        _check_use(name, use, modules[name])
+    kept = tuple(region for region in tried if _uses_of(region).items() <= uses.items())
+    found = Plan(_with_between(uses, derived, modules), kept)
+    check_streams(modules, found.words, {name: use.dim for name, use in found.uses.items()})
+    return found
+
+
+# Given
+
+
+def _given(plan: str, modules: Mapping[str, nn.Module], derived: Mapping[str, Use]) -> dict[str, Use]:
+    found: dict[str, Use] = {}
+    for entry in filter(None, (part.strip() for part in plan.split(","))):
+        if entry == "auto":
+            found |= derived
+            continue
+        pattern, _, words = (part.strip() for part in entry.partition("="))
+        use = _use(entry, words)
+        matching = [name for name in modules if name and fnmatchcase(name, pattern)]
+        if not matching:
+            there = ", ".join(name for name, module in modules.items() if own_parameters(module) and name)
+            raise ConfigurationError(
+                f"plan: {pattern!r} fits no module of the model; with parameters of their own there are {there}"
+            )
+        found |= dict.fromkeys(matching, use)
+    if not any(use.word in ("rowwise", "heads", "vocabulary") for use in found.values()):
+        raise ConfigurationError(
+            f"plan {plan!r} divides nothing to its end: a region of colwise layers ends with a rowwise one"
+        )
+    return {name: found[name] for name in modules if name in found}
+
+
+def _use(entry: str, words: str) -> Use:
+    word, *numbers = words.split(":")
+    fits = word in WORDS and len(numbers) <= _NUMBERS.get(word, 0)
+    if not fits or not all(_is_number(number, word) for number in numbers):
+        raise ConfigurationError(
+            f"plan: {entry!r} is not NAME=WORD with one of the words {', '.join(WORDS)}, or colwise:UNIT, "
+            "colwise:UNIT:BLOCKS, rowwise:UNIT or sequence:DIM"
+        )
+    if word == "sequence":
+        return Use(word, dim=int(numbers[0]) if numbers else 1)
+    return Use(word, *map(int, numbers))
+
+
+def _is_number(number: str, word: str) -> bool:
+    return number.isdecimal() and (int(number) > 0 or word == "sequence")
+
+
+def _check_use(name: str, use: Use, module: nn.Module) -> None:
+    wanted: dict[str, tuple[type, ...]] = {
+        "colwise": (nn.Linear, *CONVOLUTIONS),
+        "rowwise": (nn.Linear, *CONVOLUTIONS),
+        "vocabulary": (nn.Linear, *EMBEDDINGS),
+        "heads": (nn.MultiheadAttention,),
+        "between": (AnyBatchNorm, AnyDropout),
+        "whole": (nn.Module,),
+        "sequence": (nn.Module,),
+    }
+    kind = type(module).__name__
+    if isinstance(module, RECURRENT) and use.word not in ("whole", "sequence"):
+        raise TaskError(f"plan: {name} cannot be divided: {obstacle(module)}; leave it out of the plan")
+    transposed = use.word in ("colwise", "rowwise") and is_transposed(module)
+    if not isinstance(module, wanted[use.word]) and not transposed:
+        kinds = ", ".join(each.__name__.removeprefix("_") for each in wanted[use.word])
+        raise TaskError(f"plan: {name} is a {kind}, and {use.word} is for {kinds}")
+    if use.word in ("colwise", "rowwise", "vocabulary") and (why := obstacle(module)):
+        raise TaskError(f"plan: {name} cannot be divided: {why}; leave it out of the plan")
+    if use.word == "heads" and (why := obstacle_of_heads(module)):
+        raise TaskError(f"plan: {name} cannot be divided: {why}; leave it out of the plan")
+    if use.word == "between" and not is_told(module):
+        raise TaskError(f"plan: {name} is a {kind}, which cannot be told that it sees a part of the features")
+    if use.word in ("colwise", "rowwise"):
+        length = width(module)[use.word == "colwise"]
+        if length % (use.unit * use.blocks):
+            raise TaskError(
+                f"plan: {name} has {length} features, which are not {use.blocks} blocks of whole runs of {use.unit}"
+            )
+
+
+def _with_between(
+    uses: Mapping[str, Use], derived: Mapping[str, Use], modules: Mapping[str, nn.Module]
+) -> dict[str, Use]:
+    """What stands beside layers that make features sees some of them or all: told, derived, or asked for."""
+    found = dict(uses)
+    for parent in {_parent(name) for name, use in uses.items() if use.word == "colwise"}:
+        made = {name: use for name, use in uses.items() if use.word == "colwise" and _parent(name) == parent}
+        seen = {_seen(modules[name], use) for name, use in made.items()}
+        known = all(name in derived for name in made)
+        for name in (name for name in modules if not parent or name.startswith(f"{parent}.")):
+            proved = derived.get(name, Use("whole"))
+            told = uses.get(name) or (proved if known else None)
+            if told is not None and told.word == "between":
+                found[name] = proved if proved.word == "between" else _only(name, seen)
+            elif told is None and _drops(modules[name]):
+                raise TaskError(
+                    f"plan: {name} drops, and nothing tells whether it sees the part of the features that a rank has "
+                    f"of {' or '.join(made)}, or all of them: say {name}=between, {name}=whole or {name}=sequence"
+                )
+    strange = [name for name, use in found.items() if use.word == "between" and not use.length]
+    if strange:
+        raise TaskError(f"plan: {strange[0]} is between, and no layer beside it is colwise")
+    streams = [name for name, use in found.items() if use.word == "sequence"]
+    silent = {name for name, use in found.items() if use.word == "whole" and not is_within(name, streams)}
+    return {name: found[name] for name in modules if name in found.keys() - silent}
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, AnyDropout) and module.p > 0
+
+
+def _seen(column: nn.Module, use: Use) -> Use:
+    """What sees the features of a colwise layer."""
+    return Use("between", use.unit, length=width(column)[1] // use.blocks, dim=features(column))
+
+
+def _only(name: str, seen: set[Use]) -> Use:
+    if len(seen) > 1:
+        raise TaskError(
+            f"plan: {name} is between, and the colwise layers beside it make several numbers of features: "
+            f"{', '.join(sorted(str(use.length) for use in seen))}"
+        )
+    return next(iter(seen))
+
+
+# Derived
+
+
+def derived_of(model: nn.Module) -> dict[str, Use]:
+    """What the model's structure and the recordings of its forward prove."""
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    names = {module: name for name, module in modules.items()}
+    shared = _shared(model)
+    found: dict[str, Use] = {}
+    for name, module in modules.items():
+        if not obstacle_of_heads(module) and not shared & set(module.parameters()):
+            found[name] = Use("heads")
+    for region in _regions(modules):
+        weights = {p for layer in (*region.columns, region.row) for p in layer.parameters()}
+        used = {names[module] for module in (*region.columns, *region.between, region.row)}
+        if not weights & shared and not used & found.keys():
+            found |= {names[module]: use for module, use in _uses(region)}
+    return found | {name: Use("vocabulary") for name in _vocabulary(modules) if name not in found}
+
+
+def _uses_of(region: TriedRegion) -> dict[str, Use]:
+    guess = region.guess
+    found = {column.name: Use("colwise", column.unit, column.blocks) for column in guess.columns}
+    drops = {
+        name: Use("between", length // guess.runs, length=length, dim=dim)
+        for name, dim, length in region.drops
+    }
+    return {**found, **drops, guess.row: Use("rowwise", guess.unit)}
+
+
+def _streams(
+    model: nn.Module, modules: Mapping[str, nn.Module], derived: Mapping[str, Use], plan: str | None
+) -> dict[str, Use]:
+    if plan is not None and "auto" not in (entry.strip() for entry in plan.split(",")):
+        raise ConfigurationError(
+            f"sequence=True adds to what is derived, and plan {plan!r} has no auto: put that into it, or say "
+            "NAME=sequence"
+        )
+    found = derived_streams(modules, {name: use.word for name, use in derived.items()})
+    if not found:
+        raise TaskError(
+            f"sequence=True: {type(model).__name__} has none of PyTorch's transformer layers with divided attention, "
+            "and no norm or dropout in an nn.Sequential beside divided layers: say plan='auto,NAME=sequence' for "
+            "modules from (samples, positions, features) to the same, or leave sequence out"
+        )
+    return {name: Use("sequence", dim=dim) for name, dim in found.items()}
+
+
+def _shared(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that stand under several names."""
+    seen: set[nn.Parameter] = set()
+    return {p for _, p in model.named_parameters(remove_duplicate=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]
+
+
+def _regions(modules: Mapping[str, nn.Module]) -> Iterator[Region]:
+    inner = {child for module in modules.values() if is_sequence(module) for child in module.children()}
+    for module in modules.values():
+        if isinstance(module, nn.Sequential) and is_sequence(module):
+            yield from in_sequence(module) if module not in inner else ()
+        elif type(module) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+            yield from of_transformer(module)  # type: ignore[arg-type]
+        elif not isinstance(module, nn.MultiheadAttention):
+            yield from traced(module)
+
+
+def _uses(region: Region) -> Iterator[tuple[nn.Module, Use]]:
+    length, dim = width(region.row)[0], features(region.row)
+    yield from ((column, Use("colwise")) for column in region.columns)
+    yield from ((module, Use("between", length=length, dim=dim)) for module in region.between)
+    yield region.row, Use("rowwise")
+
+
+def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Embeddings of more words than features, and the output layers that have their weight."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in own_parameters(module).values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(name)
+    for names in holders.values():
+        kinds = [modules[name] for name in names]
+        large = any(
+            isinstance(kind, EMBEDDINGS) and kind.num_embeddings > kind.embedding_dim for kind in kinds
+        )
+        whole = all(isinstance(kind, (nn.Linear, *EMBEDDINGS)) and not obstacle(kind) for kind in kinds)
+        beside = {
+            name
+            for kind in kinds
+            for p in own_parameters(kind).values()
+            if p is not None
+            for name in holders[p]
+        }
+        if large and whole and beside <= set(names):
+            yield from names
+
+
+def _has_words(layer: nn.Module, shared: set[nn.Parameter]) -> bool:
+    """Whether an output layer has more scores than features, as an embedding that is divided, and is alone."""
+    return not obstacle(layer) and width(layer)[1] > width(layer)[0] and not shared & set(layer.parameters())
+
+
+def _check_found(model: nn.Module, found: Mapping[str, Use]) -> None:
+    if not found:
+        raise TaskError(
+            f"strategy 'tensor' looked in {type(model).__name__} for pairs of linear layers or convolutions with only "
+            "elementwise functions between, nn.MultiheadAttention, PyTorch's transformer layers, and embeddings of "
+            "more words than features, tried others on the first samples, and found none: say what is divided by "
+            "plan='NAME=colwise,NAME=rowwise', or use strategy 'ddp'"
+        )

@@ -1,0 +1,1 @@
+"""What is done with a task beside training: verify, estimate, bench, and tests of parts of your own."""

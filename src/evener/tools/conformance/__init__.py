@@ -1,0 +1,1 @@
+"""The batteries of :mod:`evener.testing`."""

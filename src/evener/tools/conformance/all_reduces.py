@@ -1,0 +1,391 @@
+"""The promises of an all-reduce, each tried on running ranks.
+
+Whatever a rank meets, an error of any kind included, it tells the others before any of them raises, and gives nothing
+back before all have told. The others may meanwhile wait for a sum that it gave up, until their time is over. So the
+all-reduce has a group of its own, and what ranks tell goes through another::
+
+    rank 0   all-reduce ── waits for rank 1 ── timed out after 20.0 s ─┐
+    rank 1   all-reduce ── raises after 0.1 s ── waits ────────────────┴─ told: rank 1 was the first
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.checkpoint import weights_digest
+from evener.collectives.base import AllReduce
+from evener.collectives.executor.subgroup import subgroup
+from evener.collectives.missing_ranks import RollCall
+from evener.collectives.registry import find, make_own
+from evener.collectives.shared_memory.multi_host import MakeAllReduce
+from evener.collectives.tuning.bench import sent_between
+from evener.collectives.tuning.measure import device_of
+from evener.core.half_precision import HALVES
+from evener.distributed.hosts import all_gather, destroy
+from evener.distributed.launch.launch import launch
+from evener.distributed.session import Session
+from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS
+from evener.errors import ConfigurationError, EvenerError
+from evener.tools.conformance.errors import broken, difference, noting
+
+SIZES = (0, 1, 7, 33_333)
+LARGE = 1_500_007
+"""Elements: more than any buffer that an implementation may have in between."""
+MISSING_SECONDS = 2.0
+
+
+def check_all_reduce(
+    make: str | Callable[..., AllReduce],
+    processes: int = 2,
+    *,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: str = "cpu",
+    timeout_seconds: float = 60.0,
+    missing_rank: bool = True,
+) -> None:
+    """Raises unless what ``make`` makes keeps every promise of :class:`evener.collectives.base.AllReduce`.
+
+    Where ``torch.distributed`` is initialized already, it is a collective call of all ranks; else it starts ranks.
+
+    Args:
+        make: A name that ``--allreduce`` takes, or what such a name stands for: a class, or a function that names
+            ``group`` and ``timeout_seconds`` or one of them.
+        processes: Ranks to start, at least 2.
+        dtypes: Those that it claims to sum; None for all that the ranks' backend sends.
+        device: Of the ranks that are started.
+        timeout_seconds: The longest wait for another rank, also of the process group that ``make`` is given.
+        missing_rank: Whether to try what happens when a rank does not come, which takes some seconds; not on cards,
+            where waits are queued and the session's watchdog finds who is missing.
+
+    Raises:
+        ConformanceError: Which promise is broken, on what input and rank.
+        ConfigurationError: There is no such all-reduce, or it cannot be made on these ranks, or there are fewer than 2.
+    """
+    arguments = (make, dtypes, timeout_seconds, missing_rank)
+    if dist.is_initialized():
+        _check(*arguments)
+        return
+    _check_number(processes)
+    launch(
+        _check_on_rank,
+        device,
+        *arguments,
+        processes=processes,
+        device=device,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _check_on_rank(
+    device: str,
+    make: str | Callable[..., AllReduce],
+    dtypes: Sequence[torch.dtype] | None,
+    timeout_seconds: float,
+    missing_rank: bool,
+) -> None:
+    with Session(device, timeout_seconds):
+        _check(make, dtypes, timeout_seconds, missing_rank)
+
+
+def _check_number(ranks: int) -> None:
+    if ranks < 2:
+        raise ConfigurationError(f"an all-reduce is tried on at least two ranks, not {ranks}")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The ranks and the all-reduce that a promise is tried on."""
+
+    name: str
+    make: MakeAllReduce
+    dtypes: tuple[torch.dtype, ...]
+    timeout_seconds: float
+    group: dist.ProcessGroup
+    """Of all ranks, for the all-reduce alone: it may break."""
+    table: dist.ProcessGroup
+    """Of all ranks, for what they tell each other; waits longer than an all-reduce does."""
+    roll_call: RollCall
+    """Of the table."""
+    kept: ExitStack = field(default_factory=ExitStack)
+    """What is given back when all ranks have told what they saw."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def opened(
+        self, group: dist.ProcessGroup | None = None, timeout_seconds: float | None = None
+    ) -> AllReduce:
+        """A fresh all-reduce, which stays open until all ranks have told what they saw."""
+        made = self.make(group or self.group, timeout_seconds or self.timeout_seconds)
+        return self.kept.enter_context(made)
+
+    def term(self, dtype: torch.dtype, numel: int, rank: int | None = None, seed: int = 0) -> Tensor:
+        """A rank's small integers, whose sum over a few ranks every dtype holds exactly."""
+        generator = torch.Generator().manual_seed(1000 * seed + (self.rank if rank is None else rank))
+        return torch.randint(0, 9, (numel,), generator=generator).to(dtype).to(device_of(self.group))
+
+    def total(self, dtype: torch.dtype, numel: int, seed: int = 0) -> Tensor:
+        total = self.term(dtype, numel, 0, seed)
+        for rank in range(1, self.world_size):
+            total += self.term(dtype, numel, rank, seed)
+        return total
+
+
+Digests = Mapping[str, str]
+"""By what they are of."""
+Attempt = Callable[[Trial], str | Digests | None]
+"""What is wrong, on this rank, or digests that must be the same on all; None if nothing is wrong."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the others of what it tried."""
+
+    rank: int
+    seconds: float
+    """After which it knew."""
+    wrong: str | None = None
+    refused: bool = False
+    """Whether it cannot be tried at all."""
+    digests: Digests = field(default_factory=dict)
+
+
+def _check(
+    make: str | Callable[..., AllReduce],
+    dtypes: Sequence[torch.dtype] | None,
+    timeout_seconds: float,
+    missing_rank: bool,
+) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    _check_number(dist.get_world_size(world))
+    name = make if isinstance(make, str) else getattr(make, "__name__", repr(make))
+    function = find(make) if isinstance(make, str) else partial(make_own, make, name)
+    with ExitStack() as stack:
+        table = _group_of_all(stack, world, timeout_seconds + BACKSTOP_SECONDS)
+        group = _group_of_all(stack, world, timeout_seconds)
+        claimed = tuple(dtypes or sent_between(group))
+        trial = Trial(name, function, claimed, timeout_seconds, group, table, RollCall(table))
+        stack.enter_context(trial.kept)
+        for promise, attempt in PROMISES.items():
+            _settle(trial, promise, attempt)
+        if missing_rank and device_of(group).type == "cpu":
+            _settle(trial, NAMES_THE_MISSING, _is_silent_about_a_missing_rank)
+
+
+def _group_of_all(stack: ExitStack, parent: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+    group = subgroup(parent, range(dist.get_world_size(parent)), timeout_seconds)
+    assert group is not None
+    stack.callback(destroy, group)
+    return group
+
+
+def _settle(trial: Trial, promise: str, attempt: Attempt) -> None:
+    """Raises on all ranks alike if any has found something, then or in giving back what it had."""
+    tried = _all_told(trial, promise, partial(attempt, trial))
+    closed = _all_told(trial, promise, trial.kept.close)
+    for told in (tried, closed):
+        _judge(trial, promise, told)
+
+
+def _all_told(trial: Trial, promise: str, act: Callable[[], str | Digests | None]) -> list[Told]:
+    own = _told(trial.rank, act)
+    try:
+        return all_gather(own, trial.table)
+    except RuntimeError as error:
+        seen = f"On rank {own.rank}: {own.wrong}. " if own.wrong else ""
+        raise broken(trial.name, promise, f"{seen}{trial.roll_call.explain(error)}") from error
+
+
+def _told(rank: int, act: Callable[[], str | Digests | None]) -> Told:
+    start = time.monotonic()
+    refused, seen = False, None
+    try:
+        seen = act()
+    except Exception as error:
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        refused, seen = (
+            isinstance(error, ConfigurationError),
+            f"it raised {type(error).__name__}: {error}{notes}",
+        )
+    seconds = time.monotonic() - start
+    if isinstance(seen, Mapping):
+        return Told(rank, seconds, digests=seen)
+    return Told(rank, seconds, seen, refused)
+
+
+def _judge(trial: Trial, promise: str, told: Sequence[Told]) -> None:
+    """By the rank that was the first to find something: what the others met may have come of that."""
+    first = min((one for one in told if one.wrong), key=lambda one: one.seconds, default=None)
+    if first is not None:
+        seen = f"On rank {first.rank} of {trial.world_size}: {first.wrong}"
+        raise ConfigurationError(seen) if first.refused else broken(trial.name, promise, seen)
+    for what in told[0].digests:
+        digests = [one.digests[what] for one in told]
+        if len(set(digests)) > 1:
+            raise broken(trial.name, promise, f"{what} have the digests {digests} on the ranks")
+
+
+def _sums_wrongly(trial: Trial) -> str | None:
+    cases = [(dtype, numel) for dtype in trial.dtypes for numel in SIZES]
+    if torch.float32 in trial.dtypes:
+        cases.append((torch.float32, LARGE))
+    seen = None
+    all_reduce = trial.opened()
+    for dtype, numel in cases:
+        tensor, expected = trial.term(dtype, numel), trial.total(dtype, numel)
+        with noting(f"with {numel} x {dtype}"):
+            all_reduce(tensor).wait()
+        if all_reduce.exact or not dtype.is_floating_point:
+            seen = seen or difference(tensor, expected, f"{numel} x {dtype}")
+    return seen
+
+
+def _adds_in_halves(trial: Trial) -> str | None:
+    """A large number and small ones, which are lost one by one where each addition is rounded."""
+    seen, all_reduce = None, trial.opened()
+    for dtype in [each for each in HALVES if each in trial.dtypes and all_reduce.exact]:
+        large = 2.0 / torch.finfo(dtype).eps
+        own = large if trial.rank == 0 else 1.0
+        tensor = torch.full((5,), own, dtype=dtype, device=device_of(trial.group))
+        all_reduce(tensor).wait()
+        expected = torch.full_like(tensor, large + trial.world_size - 1)
+        seen = seen or difference(tensor, expected, f"{large:g} and ones of {dtype}")
+    return seen
+
+
+def _bits(trial: Trial) -> Digests:
+    """Of sums that depend on the order of addition, by the last bits of random numbers."""
+    digests = {}
+    all_reduce = trial.opened()
+    for dtype in (dtype for dtype in trial.dtypes if dtype.is_floating_point):
+        for numel in (5, 70_001, 600_000):
+            tensor = _of_many_scales(trial, dtype, numel)
+            all_reduce(tensor).wait()
+            digests[f"{numel} x {dtype}"] = weights_digest({"sum": tensor})[:8]
+    return digests
+
+
+def _of_many_scales(trial: Trial, dtype: torch.dtype, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(trial.rank)
+    scales = 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator) * scales).to(dtype).to(device_of(trial.group))
+
+
+def _confuses_calls(trial: Trial) -> str | None:
+    """Several are under way at a time; every second one is also asked for its future."""
+    sizes = [3, 100_000, 1, 0, 40_000, 300_000, 8]
+    seen = None
+    all_reduce = trial.opened()
+    for seed in range(3):
+        tensors = [trial.term(torch.float32, size, seed=seed) for size in sizes]
+        works = [all_reduce(tensor) for tensor in tensors]
+        futures = [work.future() for work in works[::2]]
+        for work in works:
+            work.wait()
+        results = [future.wait() for future in futures]
+        for size, tensor in zip(sizes, tensors, strict=True):
+            expected = trial.total(torch.float32, size, seed)
+            if all_reduce.exact:
+                seen = seen or difference(tensor, expected, f"{size} elements, one of {len(sizes)} calls")
+        for tensor, result in zip(tensors[::2], results, strict=True):
+            seen = seen or difference(result, tensor, "the future's value, which must be the tensor")
+    return seen
+
+
+def _fails_on_odd_tensors(trial: Trial) -> str | None:
+    ranks, device = float(trial.world_size), device_of(trial.group)
+    matrix, every_other = torch.ones(6, 5, device=device), torch.ones(10, device=device)
+    parameter, scalar = torch.ones(3, device=device, requires_grad=True), torch.tensor(2.0, device=device)
+    place = torch.tensor([[trial.rank]], device=device)
+    sparse = torch.sparse_coo_tensor(
+        place, torch.ones(1, device=device), (trial.world_size,), check_invariants=True
+    ).coalesce()
+    all_reduce = trial.opened()
+    all_reduce(matrix.t()).wait()
+    all_reduce(every_other[::2]).future().wait()
+    all_reduce(parameter).wait()
+    all_reduce(scalar).wait()
+    all_reduce(sparse).wait()
+    if not all_reduce.exact:
+        return None
+    interleaved = torch.tensor([ranks, 1.0] * 5, device=device)
+    return (
+        difference(matrix, torch.full_like(matrix, ranks), "a transposed matrix")
+        or difference(every_other, interleaved, "every other element")
+        or difference(parameter.detach(), torch.full((3,), ranks, device=device), "a parameter")
+        or difference(scalar, torch.tensor(2.0 * ranks, device=device), "a tensor without dimensions")
+        or difference(
+            sparse.to_dense(), torch.ones(trial.world_size, device=device), "a sparse tensor, made dense"
+        )
+    )
+
+
+def _cannot_close_twice(trial: Trial) -> str | None:
+    """And another can be made when the first is gone."""
+    for _ in range(2):
+        all_reduce = trial.make(trial.group, trial.timeout_seconds)
+        tensor = torch.ones(3, device=device_of(trial.group))
+        all_reduce(tensor).wait()
+        all_reduce.close()
+        all_reduce.close()
+    return None
+
+
+def _fails_alone(trial: Trial) -> str | None:
+    alone = subgroup(trial.table, [trial.rank], trial.timeout_seconds)
+    assert alone is not None
+    trial.kept.callback(destroy, alone)
+    all_reduce = trial.opened(alone)
+    tensor = trial.term(torch.float32, 1000)
+    work = all_reduce(tensor)
+    work.wait()
+    work.future().wait()
+    if not all_reduce.exact:
+        return None
+    return difference(tensor, trial.term(torch.float32, 1000), "1000 elements of the only rank")
+
+
+def _is_silent_about_a_missing_rank(trial: Trial) -> str | None:
+    """The last rank makes it and does not call it; over a group of its own, whose waits are short."""
+    group = _group_of_all(trial.kept, trial.table, MISSING_SECONDS)
+    all_reduce = trial.opened(group, MISSING_SECONDS)
+    missing = trial.world_size - 1
+    return None if trial.rank == missing else _silence(all_reduce, missing)
+
+
+def _silence(all_reduce: AllReduce, missing: int) -> str | None:
+    tensor = torch.ones(5, device=device_of(all_reduce.group))
+    try:
+        all_reduce(tensor).wait()
+    except Exception as error:
+        if isinstance(error, EvenerError) and re.search(rf"\brank {missing}\b", str(error)):
+            return None
+        return f"rank {missing} did not come, and {type(error).__name__} says: {error}"
+    return f"rank {missing} did not come, and the sum is said to be there"
+
+
+PROMISES: dict[str, Attempt] = {
+    "it can be made for one rank alone, and leaves the tensor as it is": _fails_alone,
+    "the tensor is the sum over the ranks, for every dtype and size": _sums_wrongly,
+    "float16 and bfloat16 are added in float32": _adds_in_halves,
+    "all ranks hold the same bits": _bits,
+    "calls are carried out in the order in which they were made": _confuses_calls,
+    "tensors of any strides are summed in place, sparse ones too": _fails_on_odd_tensors,
+    "closing twice does nothing, and another can be made then": _cannot_close_twice,
+}
+NAMES_THE_MISSING = "a wait for a rank that does not come ends with an EvenerError that names it"

@@ -1,0 +1,374 @@
+"""What a strategy is tried with: small runs, of which each tells what it came to as named tensors.
+
+The same functions run on one device, which is what a strategy has to match, and on ranks with the strategy.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from evener.core.config.run_config import Recipe, RunConfig
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
+from evener.distributed.mesh import Layout
+from evener.distributed.session import Session
+from evener.errors import DivergenceError
+from evener.tools.conformance import tasks
+from evener.torch_internals.named_group import groups_open
+from evener.training.engine import Engine
+
+Chosen = str | Recipe | tuple[Recipe, ...]
+"""A strategy, or several that are laid over a mesh together."""
+Findings = dict[str, Tensor]
+"""What a run came to: ``weight NAME`` and ``loss of step N``, and more, in float64 on the CPU."""
+
+STEPS, HALF = 7, 4
+"""Of a run, and after how many of them it is stopped where it goes on elsewhere."""
+
+
+class NotKeptError(Exception):
+    """A promise is not kept, in words."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trial runs."""
+
+    strategy: Chosen
+    session: Session
+    parts: int = 1
+    """How many parts weights of ``balance`` are for."""
+    mesh: str | None = None
+
+    @property
+    def words(self) -> str:
+        """The strategy, for messages."""
+        return ",".join(map(str, self.strategy)) if isinstance(self.strategy, tuple) else str(self.strategy)
+
+    def engine(self, task: Task, **settings: Any) -> Engine:
+        """Of a task in float64; of ``balance``, the words ``uneven`` and ``idle`` become weights."""
+        if "balance" in settings:
+            settings["balance"] = self._weights(settings["balance"])
+        usual = {"steps": STEPS, "strategy": self.strategy, "mesh": self.mesh, "dtype": "float64"}
+        usual |= {"check_replicas": 0}  # the battery compares them itself, in its own words
+        config = RunConfig(**(usual | settings))
+        return Engine(task, config, session=self.session)
+
+    def _weights(self, how: str) -> str:
+        if self.parts == 1:
+            return "equal"
+        first = 0 if how == "idle" else self.parts + 1
+        return ",".join(str(weight) for weight in [first, *range(self.parts - 1, 0, -1)])
+
+
+@contextmanager
+def alone(device: str, timeout_seconds: float) -> Iterator[Place]:
+    """One device, also where this process is a rank."""
+    with Session(device, timeout_seconds, Environment()) as session:
+        yield Place("single", session)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A promise and how it is tried."""
+
+    name: str
+    """By which it can be left out."""
+    promise: str
+    run: Callable[[Place, Trial], Findings]
+    task: str = "plain"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    has_reference: bool = True
+    """Whether one device can be compared with."""
+
+    @property
+    def words(self) -> str:
+        """What runs."""
+        return ", ".join([f"task {self.task}", *(f"{key} {value}" for key, value in self.settings.items())])
+
+    def engine(self, place: Place, **settings: Any) -> Engine:
+        """Of the trial's task."""
+        return place.engine(getattr(tasks, self.task)(), **(dict(self.settings) | settings))
+
+
+def train(place: Place, trial: Trial) -> Findings:
+    """Takes all steps."""
+    with trial.engine(place) as engine:
+        return _trained(engine)
+
+
+def _trained(engine: Engine) -> Findings:
+    taken = [engine.step(batch) for batch in engine.batches()]
+    losses = {f"loss of step {step.number}": _number(step.loss) for step in taken}
+    return losses | _weights(engine)
+
+
+def _weights(engine: Engine) -> Findings:
+    named = engine.learner.tensors()
+    return {f"weight {name}": value.detach().cpu().double().clone() for name, value in named.items()}
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def by_hand(place: Place, trial: Trial) -> Findings:
+    """The steps as a loop of the user's own takes them."""
+    losses: Findings = {}
+    with trial.engine(place) as engine:
+        for batch in engine.batches():
+            micro = batch.micro_batches[0]
+            outputs = engine.model(micro.inputs)
+            total = nn.functional.cross_entropy(outputs, micro.targets, reduction="sum")
+            mean = engine.backward(total, len(micro.targets))
+            losses[f"loss of step {engine.steps_done}"] = _number(mean)
+            engine.update()
+        return losses | _weights(engine)
+
+
+def evaluate(place: Place, trial: Trial) -> Findings:
+    """The metrics over two sets, one of them of two samples."""
+    with trial.engine(place) as engine:
+        _trained(engine)
+        few = Subset(engine.task.train, [1, 0])
+        metrics = {"evaluation": engine.evaluate(), "evaluation of two samples": engine.evaluate(few)}
+    return {
+        f"{name} of the {of}": _number(value)
+        for of, found in metrics.items()
+        for name, value in found.items()
+    }
+
+
+def predict(place: Place, trial: Trial) -> Findings:
+    """The outputs in order, on rank 0 and on all."""
+    with trial.engine(place, steps=2) as engine:
+        _trained(engine)
+        everywhere: Any = engine.predict(engine.task.train, everywhere=True)
+        given = engine.predict(engine.task.train)
+    if (given is not None) != (place.session.rank == 0):
+        gave = "nothing" if given is None else "outputs"
+        raise NotKeptError(f"predict() gave rank {place.session.rank} {gave}; they are for rank 0 alone")
+    if given is not None and not torch.equal(given, everywhere):
+        raise NotKeptError("predict() gave rank 0 other outputs than it gave all ranks")
+    return {"predictions": everywhere.double()}
+
+
+def into_one(place: Place, trial: Trial) -> Findings:
+    """One device goes on from what the ranks wrote, and from what they hold."""
+    control = place.session.control
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(control.broadcast_object(made))
+        with trial.engine(place, steps=HALF) as engine:
+            _trained(engine)
+            engine.save(directory)
+            state = engine.state_dict()
+        with _one_device(place) as one:
+            from_file = _gone_on(one, trial, lambda engine: engine.load(directory))
+            from_state = _gone_on(one, trial, lambda engine: engine.load_state_dict(state))
+        control.barrier()  # all have read what rank 0 removes
+    return _both(from_file, from_state)
+
+
+def from_one(place: Place, trial: Trial) -> Findings:
+    """The ranks go on from what one device wrote, and from what it held."""
+    with tempfile.TemporaryDirectory() as directory:
+        with _one_device(place) as one, trial.engine(one, steps=HALF) as engine:
+            _trained(engine)
+            engine.save(Path(directory))
+            state = engine.state_dict()
+        from_file = _gone_on(place, trial, lambda engine: engine.load(Path(directory)))
+        from_state = _gone_on(place, trial, lambda engine: engine.load_state_dict(state))
+    return _both(from_file, from_state)
+
+
+def _one_device(place: Place) -> Any:
+    return alone(place.session.device.type, place.session.timeout_seconds)
+
+
+def _gone_on(place: Place, trial: Trial, load: Callable[[Engine], None]) -> Findings:
+    with trial.engine(place) as engine:
+        load(engine)
+        return _trained(engine)
+
+
+def _both(from_file: Findings, from_state: Findings) -> Findings:
+    return from_file | {f"{name}, from state_dict()": value for name, value in from_state.items()}
+
+
+def reference_of(trial: Trial) -> Callable[[Place, Trial], Findings]:
+    """What one device does for comparison."""
+    return whole_run if trial.run in (into_one, from_one) else trial.run
+
+
+def whole_run(place: Place, trial: Trial) -> Findings:
+    """What :func:`into_one` and :func:`from_one` are to come to: the run that was never stopped."""
+    found = train(place, trial)
+    late = {name: value for name, value in found.items() if not _is_early(name)}
+    return _both(late, late)
+
+
+def _is_early(name: str) -> bool:
+    step = re.fullmatch(r"loss of step (\d+)", name)
+    return step is not None and int(step[1]) < HALF
+
+
+def fail(place: Place, trial: Trial) -> Findings:
+    """The last rank's numbers are none in the last step, so that nobody waits for a rank that is gone."""
+    rank, what = place.session.world_size - 1, trial.settings["what"]
+    with place.engine(tasks.broken(what, rank), steps=HALF) as engine:
+        said = _said(engine)
+    if not re.search(rf"\brank {rank}\b", said):
+        raise NotKeptError(f"a {what} of rank {rank} is not a number, and the error says: {said}")
+    return {}
+
+
+def _said(engine: Engine) -> str:
+    try:
+        _trained(engine)
+    except DivergenceError as error:
+        return str(error)
+    return "nothing, the run went on"
+
+
+def close(place: Place, trial: Trial) -> Findings:
+    """Closes twice; then nothing is left of the engine, and another can be opened."""
+    session, before = place.session, _owned()
+    for _ in range(2):
+        engine = trial.engine(place, steps=2)
+        model = weakref.ref(engine.model)
+        _trained(engine)
+        engine.close()
+        engine.close()
+        del engine
+    session.lay(Layout({"data": session.world_size}))
+    gc.collect()
+    left = [
+        f"{after - more} {what}"
+        for what, more, after in zip(_KINDS, before, _owned(), strict=True)
+        if after > more
+    ]
+    if model() is not None:
+        left.append("the model")
+    if left:
+        raise NotKeptError(f"after close() there are still {' and '.join(left)}")
+    return {}
+
+
+_KINDS = ("process groups more than before", "threads more than before")
+
+
+def _owned() -> tuple[int, int]:
+    gc.collect()
+    return groups_open(), threading.active_count()
+
+
+SUMS = "gradients are sums over all samples, whatever the shares: weights are those of one device"
+TRIALS: tuple[Trial, ...] = (
+    Trial("plain", SUMS, train, settings={"balance": "uneven"}),
+    Trial("idle", "a rank without samples counts for nothing", train, settings={"balance": "idle"}),
+    Trial("tiny", "a batch may have fewer samples than there are ranks", train, "tiny"),
+    Trial(
+        "batch_norm",
+        "BatchNorm normalizes by the samples of all ranks",
+        train,
+        "batch_norm",
+        {"balance": "uneven"},
+    ),
+    Trial(
+        "batch_norm",
+        "BatchNorm normalizes by the samples of all ranks where one has few or none",
+        train,
+        "batch_norm_of_few",
+    ),
+    Trial(
+        "tokens",
+        "a mean over tokens is that of all ranks and micro-batches",
+        train,
+        "tokens",
+        {"balance": "uneven", "micro_batch": 4},
+    ),
+    Trial(
+        "accumulation",
+        "gradients of micro-batches add up, also where a rank has more of them than another",
+        train,
+        "tied",
+        {"balance": "uneven", "micro_batch": 4},
+    ),
+    Trial("tied", "a weight under two names is one weight", train, "tied"),
+    Trial(
+        "clip",
+        "gradients are clipped by the norm of the sum over all ranks",
+        train,
+        settings={"clip_norm": 0.05, "balance": "uneven"},
+    ),
+    Trial(
+        "unused",
+        "a parameter has a gradient if any rank's samples gave it one, and else none",
+        train,
+        "unused",
+        {"balance": "uneven"},
+    ),
+    Trial(
+        "unused",
+        "a parameter has a gradient if any micro-batch of any rank gave it one, and else none",
+        train,
+        "unused",
+        {"micro_batch": 3},
+    ),
+    Trial("penalty", "a penalty counts once, and not once for each rank", train, "penalty"),
+    Trial("dropout", "a sample's dropout is the same wherever it is computed", train, "dropout"),
+    Trial("several", "inputs and outputs may be several, and None", train, "several", {"balance": "uneven"}),
+    Trial("sparse", "sparse gradients are summed too", train, "sparse", {"balance": "uneven"}),
+    Trial(
+        "buffers",
+        "buffers that a forward pass writes are the same on all ranks",
+        train,
+        "buffers",
+        has_reference=False,
+    ),
+    Trial(
+        "by_hand",
+        "a loop of the user's own takes the same steps",
+        by_hand,
+        "unused",
+        {"balance": "uneven", "clip_norm": 0.5},
+    ),
+    Trial("evaluation", "an evaluation counts each sample once", evaluate, settings={"balance": "uneven"}),
+    Trial("prediction", "predictions come in the order of the samples", predict),
+    Trial(
+        "checkpoint",
+        "one device goes on from a checkpoint of the ranks",
+        into_one,
+        "batch_norm",
+        {"balance": "uneven"},
+    ),
+    Trial("checkpoint", "the ranks go on from a checkpoint of one device", from_one, "batch_norm"),
+    Trial(
+        "error", "an error names the rank whose loss is not a number", fail, "broken", {"what": "loss"}, False
+    ),
+    Trial(
+        "error",
+        "an error names the rank whose gradient is not a number",
+        fail,
+        "broken",
+        {"what": "gradient"},
+        False,
+    ),
+    Trial("close", "close() gives everything back, and may be called twice", close, has_reference=False),
+)
+"""In the order in which they are tried: what else rests on comes first."""
+
+NAMES = tuple(dict.fromkeys(trial.name for trial in TRIALS))

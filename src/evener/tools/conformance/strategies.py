@@ -1,0 +1,219 @@
+"""The promises of a strategy, of which the first is that nobody can tell it from one device.
+
+One device takes its steps once, where the battery is called; each rank compares what it came to with that, and all tell
+each other what they saw before any of them raises.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.checkpoint import weights_digest
+from evener.core.config.run_config import RunConfig
+from evener.distributed.launch.launch import is_launched, launch
+from evener.distributed.session import Session
+from evener.errors import ConfigurationError
+from evener.strategies.interfaces import Settings
+from evener.tools.conformance.errors import ConformanceError, broken
+from evener.tools.conformance.harness import (
+    NAMES,
+    TRIALS,
+    Chosen,
+    Findings,
+    NotKeptError,
+    Place,
+    Trial,
+    alone,
+    reference_of,
+)
+from evener.training.factory import strategy_of
+
+TOLERANCE = 1e-10
+"""Largest difference in float64 that the order of sums explains, relative to the largest number of a tensor."""
+
+References = dict[int, Findings]
+"""What one device came to, by the number of the trial."""
+
+
+def check_strategy(
+    strategy: Chosen,
+    processes: Sequence[int] = (2, 3),
+    *,
+    mesh: str | None = None,
+    without: Sequence[str] = (),
+    device: str = "cpu",
+    timeout_seconds: float = 60.0,
+) -> None:
+    """Raises unless ``strategy`` keeps every promise of :class:`evener.strategies.Strategy`.
+
+    Where this process is a rank already, it is a collective call of all ranks, tried on these; else it starts ranks,
+    once for each of ``processes``.
+
+    Args:
+        strategy: As ``--strategy`` takes it, ``ddp`` or ``package.module:Class``; or a strategy with its options, or
+            a tuple of them.
+        processes: Numbers of ranks, at least 2 each.
+        mesh: As ``--mesh`` takes it; None for the strategy's own layout.
+        without: What the strategy does not claim to do, by the names of ``evener.tools.conformance.harness.NAMES``.
+        device: Of the ranks.
+        timeout_seconds: The longest wait.
+
+    Raises:
+        ConformanceError: Which promise is broken, in which run, on which rank, by which numbers.
+        ConfigurationError: There is no such strategy, or no such name in ``without``, or there are fewer than 2 ranks.
+    """
+    strange = [name for name in without if name not in NAMES]
+    if strange:
+        raise ConfigurationError(
+            f"nothing that is tried is called {strange[0]!r}; there are {', '.join(NAMES)}"
+        )
+    in_place = dist.is_initialized() or is_launched()
+    if not in_place:
+        _check_number(processes)
+    config = RunConfig(strategy=strategy, mesh=mesh)
+    for number in () if in_place else processes:
+        strategy_of(config, number)
+    arguments = (config, tuple(without), device, timeout_seconds)
+    if in_place:
+        _check(*arguments)
+        return
+    references = _references(without, device, timeout_seconds)
+    for number in processes:
+        launch(
+            _check, *arguments, references, processes=number, device=device, timeout_seconds=timeout_seconds
+        )
+
+
+def _check_number(ranks: Sequence[int]) -> None:
+    if not ranks or min(ranks) < 2:
+        raise ConfigurationError(f"a strategy is tried on at least two ranks, not {list(ranks)}")
+
+
+def _references(without: Sequence[str], device: str, timeout_seconds: float) -> References:
+    with alone(device, timeout_seconds) as place:
+        return {
+            number: reference_of(trial)(place, trial)
+            for number, trial in enumerate(TRIALS)
+            if trial.has_reference and trial.name not in without
+        }
+
+
+def _check(
+    config: RunConfig,
+    without: Sequence[str],
+    device: str,
+    timeout_seconds: float,
+    references: References | None = None,
+) -> None:
+    with Session(device, timeout_seconds) as session:
+        _check_number([session.world_size])
+        if references is None:
+            own = _references(without, device, timeout_seconds) if session.rank == 0 else None
+            references = session.control.broadcast_object(own)
+        place = Place(config.strategy, session, _parts(config, session.world_size), config.mesh)
+        with _little_garbage(), warnings.catch_warnings():
+            # A model of the trials does so on purpose.
+            warnings.filterwarnings("ignore", message="buffer .* is (not the same on all|written in each)")
+            for number, trial in enumerate(TRIALS):
+                if trial.name not in without:
+                    _settle(place, trial, references.get(number))
+
+
+@contextmanager
+def _little_garbage() -> Iterator[None]:
+    """An engine collects garbage when it is closed, which is quick where only what came since is looked at."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _parts(config: RunConfig, world_size: int) -> int:
+    """How many weights divide the work: of the samples, or where all ranks have all of these, of the model."""
+    layout = strategy_of(config, world_size).layout(world_size, Settings())
+    degree = layout.data_axis(0).degree
+    return degree if degree > 1 else world_size
+
+
+def _settle(place: Place, trial: Trial, reference: Findings | None) -> None:
+    """Raises on all ranks alike if any has found something."""
+    seen, digest = _attempt(place, trial, reference)
+    everyone = place.session.control.gather_objects((seen, digest))
+    found = next((rank for rank, (seen, _) in enumerate(everyone) if seen), None)
+    if found is not None:
+        raise _broken(place, trial, trial.promise, f"On rank {found}: {everyone[found][0]}")
+    if len({digest for _, digest in everyone}) > 1:
+        digests = ", ".join(digest[:8] for _, digest in everyone)
+        promise = trial.promise if reference is None else "all ranks hold the same, to the last bit"
+        raise _broken(place, trial, promise, f"The digests of what they hold at the end are {digests}")
+
+
+def _attempt(place: Place, trial: Trial, reference: Findings | None) -> tuple[str | None, str]:
+    """What is wrong, if anything is, and a digest of what the run came to.
+
+    Raises:
+        ConformanceError: At once if it failed on this rank; the others may never end, and wait for it.
+    """
+    try:
+        found = trial.run(place, trial)
+    except NotKeptError as error:
+        return str(error), ""
+    except Exception as error:
+        way = ". What a strategy does not claim is left out by `without`"
+        hint = way if isinstance(error, ConfigurationError) else ""
+        seen = f"On rank {place.session.rank}: it raised {type(error).__name__}: {error}{hint}"
+        raise _broken(place, trial, trial.promise, seen) from error
+    return (None if reference is None else difference(reference, found)), weights_digest(found)
+
+
+def _broken(place: Place, trial: Trial, promise: str, seen: str) -> ConformanceError:
+    where = f"{trial.name!r} on {place.session.world_size} ranks ({trial.words})"
+    mesh = f" over {place.mesh}" if place.mesh else ""
+    return broken(f"strategy '{place.words}'{mesh}", promise, f"{seen}; in {where}")
+
+
+def difference(reference: Findings, found: Findings) -> str | None:
+    """What lies farthest from what one device came to, in words; None if all is the same to rounding."""
+    if reference.keys() != found.keys():
+        strange = sorted(reference.keys() ^ found.keys())[0]
+        return f"{strange!r} is there only {'on one device' if strange in reference else 'here'}"
+    errors = {name: _relative(value, found[name]) for name, value in reference.items()}
+    worst = max(errors, key=lambda name: errors[name], default="")
+    if not worst or errors[worst] <= TOLERANCE:
+        return None
+    return (
+        f"the {worst} is off by {errors[worst]:.1e} of its largest number, where {TOLERANCE:.0e} is rounding; "
+        f"{_numbers(reference[worst], found[worst])}"
+    )
+
+
+def _relative(reference: Tensor, found: Tensor) -> float:
+    if reference.shape != found.shape:
+        return math.inf
+    if not reference.numel():
+        return 0.0
+    largest = _apart(reference, found).max().item()
+    scale = reference.abs().nan_to_num(0.0, posinf=0.0).max().item()
+    return float(largest / scale if scale else largest)
+
+
+def _apart(reference: Tensor, found: Tensor) -> Tensor:
+    """The difference of each element: none where both are the same infinity or NaN, infinite where only one is."""
+    same = (reference == found) | (reference.isnan() & found.isnan())
+    return (reference - found).abs().nan_to_num(math.inf, posinf=math.inf).masked_fill(same, 0.0)
+
+
+def _numbers(reference: Tensor, found: Tensor) -> str:
+    if reference.shape != found.shape:
+        return f"it is of shape {tuple(found.shape)} in place of {tuple(reference.shape)}"
+    place = int(_apart(reference, found).argmax())
+    values = found.flatten()[place].item(), reference.flatten()[place].item()
+    return f"element {place} is {values[0]:.17g} in place of {values[1]:.17g}"

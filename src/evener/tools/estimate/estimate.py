@@ -1,0 +1,162 @@
+"""The estimate of all ranks, one after the other in this process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+
+from evener.core.config.kwargs import Settings
+from evener.core.config.process_range import one_number
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task, TaskLike, resolve
+from evener.distributed.environment import default_processes, kind_taken
+from evener.errors import ConfigurationError
+from evener.hardware import accelerators
+from evener.strategies.base import Strategy
+from evener.strategies.composed import Composed
+from evener.strategies.pipeline.pipeline import Pipeline
+from evener.tools.estimate.fake_p2p import NotYetSentError, PostOffice
+from evener.tools.estimate.rank import Found, Place, estimate_rank
+from evener.tools.estimate.result import MemoryEstimate
+from evener.training.batches.device_mix import difference
+from evener.training.builtin_tasks import BUILT_IN
+from evener.training.factory import balance_of, strategy_of, suggested_processes
+
+
+def estimate_memory(
+    task: TaskLike,
+    config: RunConfig | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    **settings: Unpack[Settings],
+) -> MemoryEstimate:
+    """What memory a run would take, on each rank and for what, without the memory.
+
+    The engine takes two steps as each rank, with the strategy's own code, on tensors that have shapes and no numbers.
+    Some samples are read. Ranks are as many as ``processes`` says, whether this machine could run them or not.
+
+    Args:
+        task: As :func:`evener.fit` takes it.
+        config: The settings; ``settings`` change single ones, as in ``estimate_memory("digits", processes=2)``.
+        options: Keyword arguments for the task's function.
+
+    Raises:
+        ConfigurationError: If the settings cannot work together, or what a run takes cannot be known before it, with
+            the reason.
+    """
+    config = (config or RunConfig()).replace(**settings)
+    kind = kind_taken(config.device)
+    ranks = one_number(config.processes) or suggested_processes(config) or default_processes(kind)
+    strategy = strategy_of(config, ranks)
+    _refuse_unknowable(config, strategy)
+    built = resolve(task, BUILT_IN, options)()
+    found = _of_all(built, _of_two_steps(config), ranks, kind)
+    return MemoryEstimate(
+        task=built.name,
+        strategy=str(strategy),
+        device=kind,
+        batch_size=config.batch_size or built.batch_size,
+        shares=found[0].shares,
+        ranks=tuple(each.memory for each in found),
+        notes=tuple(_notes(config, kind, found)),
+    )
+
+
+def _of_two_steps(config: RunConfig) -> RunConfig:
+    """Without what has no part in a step's memory, and would need numbers."""
+    return config.replace(
+        epochs=None,
+        workers=0,
+        balance=balance_of(config, 1, unlike=False),
+        weights=None,
+        resume=None,
+        check_replicas=0,
+        heal=None,
+        check_data=None,
+        throttle=None,
+        throttle_at=(),
+        memory_limit=None,
+        memory_limit_at=(),
+        micro_batch=config.samples_at_once,
+        compile=None,
+        compile_mode=None,
+        compile_backend="inductor",
+        compile_check="replace",
+    )
+
+
+def _refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
+    if config.compress == "powersgd":
+        raise ConfigurationError(
+            "what compress 'powersgd' holds depends on sums that are not there before the run: estimate without it; it "
+            "keeps as much again as the gradients"
+        )
+    parts = strategy.parts if isinstance(strategy, Composed) else (strategy,)
+    if any(part.one_process for part in parts):
+        raise ConfigurationError(
+            f"strategy {strategy.label!r} uses several devices in one process, of which no estimate is made: estimate "
+            "the samples of one device with strategy single"
+        )
+    if any(isinstance(part, Pipeline) and part.cut is None and part.balance == "time" for part in parts):
+        raise ConfigurationError(
+            "a pipeline is cut by the time that its layers take, which is measured in the run and not known before: "
+            "say where it is cut, strategy_option cut=MODULE,..., or cut it by numbers of layers, strategy_option "
+            "balance=equal"
+        )
+
+
+def _of_all(task: Task, config: RunConfig, ranks: int, kind: str) -> list[Found]:
+    """Ranks of a pipeline need what others send, so that they take turns until nobody waits."""
+    place, mail, found = Place.of(kind), PostOffice(), dict[int, Found]()
+    waiting = list(range(ranks))
+    while waiting:
+        before = len(waiting), mail.sent
+        for rank in tuple(waiting):
+            try:
+                with _quiet():
+                    found[rank] = estimate_rank(task, config, rank, ranks, place, mail)
+            except NotYetSentError:
+                continue
+            waiting.remove(rank)
+        if (len(waiting), mail.sent) == before:
+            raise ConfigurationError(
+                f"ranks {waiting} of the pipeline wait for each other: no estimate can be made"
+            )
+        waiting.reverse()  # what is sent back comes from the last
+    return [found[rank] for rank in range(ranks)]
+
+
+def _quiet() -> warnings.catch_warnings:
+    """What there is to be warned of, the run says itself."""
+    return warnings.catch_warnings(action="ignore")
+
+
+def _unlike(config: RunConfig, kind: str, ranks: int) -> bool:
+    """Whether a run on this machine would have shares by speed without being told."""
+    seen = [torch.device(kind, number) for number in range(min(ranks, accelerators.count(kind)))]
+    kinds = [accelerators.name_of(device) for device in seen if accelerators.is_accelerator(device)]
+    return bool(difference(kinds, config)) and balance_of(config, ranks, unlike=True) == "auto"
+
+
+def _notes(config: RunConfig, kind: str, found: list[Found]) -> list[str]:
+    notes = []
+    if config.balance == "auto" or (config.balance is None and _unlike(config, kind, len(found))):
+        notes.append(
+            "balance auto moves samples to faster ranks, which then take more; these are equal shares"
+        )
+    if Place.of(kind).device.type != kind:
+        notes.append(
+            f"this PyTorch has no {kind.upper()}: sizes are rounded as on a GPU, and operators are those of a CPU, "
+            "which keep other things for backward here and there"
+        )
+    if any(each.built_for_real for each in found):
+        notes.append("the model could be built with numbers only, and took its memory while it was estimated")
+    asked = sorted({line for each in found for line in each.asked})
+    if asked:
+        notes.append(
+            f"numbers are asked for at {', '.join(asked)}; if code goes one way or another by them, it went one"
+        )
+    return notes

@@ -1,0 +1,51 @@
+"""What oneDNN keeps of a recurrent layer for backward, in a form of its own, of which PyTorch's fake operator knows no
+size: as much again as all that PyTorch keeps.
+
+It is asked of oneDNN, by the layer itself on a few words of zeros, and grows by the same with every further word.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.torch_internals.fake_tensors import without_fakes
+
+_FEW, _TWICE = 16, 32
+
+RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
+_INPUT, _WEIGHTS, _STATES, _TRAIN = 0, slice(1, 5), slice(5, 7), 15
+
+
+def with_workspace(found: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """What :data:`RECURRENT` returns for ``args``, with a workspace of the size that it would have."""
+    if not args[_TRAIN] or found[3].numel():
+        return found
+    tensors = (args[_INPUT], *args[_WEIGHTS], *args[_STATES])
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    return *found[:3], torch.empty(_nbytes(shapes, tuple(map(_hashable, args[7:]))), dtype=torch.uint8)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _nbytes(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], options: tuple[Any, ...]) -> int:
+    """Sequences come first, whatever the module's ``batch_first``."""
+    words = shapes[0][0][0]
+    few, twice = (_asked(min(words, most), shapes, options) for most in (_FEW, _TWICE))
+    return twice if words <= _TWICE else twice + (twice - few) * (words - _TWICE) // _FEW
+
+
+def _asked(
+    words: int, shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], options: tuple[Any, ...]
+) -> int:
+    with without_fakes(), torch.enable_grad():
+        (whole, dtype), *others = shapes
+        made = [torch.zeros(shape, dtype=kind) for shape, kind in (((words, *whole[1:]), dtype), *others)]
+        options = tuple(list(value) if isinstance(value, tuple) else value for value in options)
+        return int(RECURRENT(*made, *options)[3].numel())

@@ -1,0 +1,74 @@
+"""What changes a run by rounding alone: the last bit of its weights, and the order in which samples are added."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.data.batch import Batch, MicroBatch, map_leaves
+from evener.training.engine import Engine
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """A run's batches, after every weight was disturbed by units of its last place, up or down at random.
+
+    Args:
+        seed: Of the signs and the orders.
+        reorder: Whether the samples of each micro-batch come in another order, each with its own number, where all
+            inputs and targets are tensors with the samples along dimension 0.
+        strength: By how many units.
+        eps: The least that a unit is, relative: that of the type in which the run computes, where its weights have more
+            digits than that.
+    """
+
+    seed: int
+    reorder: bool = True
+    strength: int = 1
+    eps: float = 0.0
+
+    def __call__(self, engine: Engine) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(self.seed)
+        disturb(engine.model, generator, self.strength, self.eps)
+        return (reordered(batch, generator) if self.reorder else batch for batch in engine.batches())
+
+
+@torch.no_grad()
+def disturb(model: torch.nn.Module, generator: torch.Generator, strength: int = 1, eps: float = 0.0) -> None:
+    """Multiplies each weight by 1 + strength * eps or 1 - strength * eps of its type, which a zero survives; ``eps`` is
+    the least that this is."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+            factors = 1 + signs.to(parameter) * (strength * max(eps, torch.finfo(parameter.dtype).eps))
+            parameter.mul_(factors)
+
+
+def reordered(batch: Batch, generator: torch.Generator) -> Batch:
+    """The batch with each micro-batch's samples in another order."""
+    micro_batches = [_shuffled(micro, generator) for micro in batch.micro_batches]
+    return dataclasses.replace(batch, micro_batches=micro_batches)
+
+
+def _shuffled(micro: MicroBatch, generator: torch.Generator) -> MicroBatch:
+    size = len(micro.samples)
+    order = torch.randperm(size, generator=generator)
+    if not all(_has_samples(leaf, size) for leaf in _leaves((micro.inputs, micro.targets))):
+        return micro
+    moved = micro.map(lambda leaf: leaf if leaf is None else leaf[order.to(leaf.device)])
+    return dataclasses.replace(moved, samples=micro.samples[order])
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found
+
+
+def _has_samples(leaf: Any, size: int) -> bool:
+    return leaf is None or (isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size)

@@ -1,0 +1,217 @@
+"""The steps of one run, and what is remembered of them for a comparison: losses, gradients, and the weights at the end.
+
+Of the gradients that an update sees, every step is remembered, but of each only a *sketch*: its elements with random
+signs, added up in :data:`WIDTH` bins. The sketch of a difference is the difference of the sketches, and its norm is
+that of the difference within some 20 %; so an error in any element of any gradient of any step shows, for 128 bytes.
+Gradients have to be looked at because weights do not tell all: Adam takes the same step for one of half the size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener import checkpoint
+from evener.components.optim.eight_bit import has_other_blocks
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import TaskLike, resolve
+from evener.data.batch import Batch
+from evener.distributed.environment import Environment
+from evener.distributed.session import Session
+from evener.nn.dropout import drawing_apart
+from evener.nn.fqn import clean_name
+from evener.training.builtin_tasks import BUILT_IN
+from evener.training.engine import Engine
+from evener.training.step.step import Step
+
+WIDTH = 16
+"""Numbers in a sketch; of a tensor with no more elements, these are the elements themselves."""
+
+Sketches = dict[str, Tensor]
+"""By name, float64 ``(WIDTH,)`` or shorter; a parameter without a gradient has none."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one rank remembers of the steps it took."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    """Parameters and buffers at the end; this and all that follows but the digest are kept by rank 0 alone."""
+    digest: str
+    drawing_apart: int = 0
+    """Modules that drop, and draw other masks on every rank."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the parameters, in the order of the model."""
+    gradients: list[Sketches] = field(default_factory=list)
+    """What the optimizer was given in each step."""
+    moved: dict[str, float] = field(default_factory=dict)
+    """How far each parameter came from where it started, as a 2-norm."""
+    penalty: Sketches = field(default_factory=dict)
+    """The gradients of the task's penalty in the first step, of a run on one device: others may hold slices, of which a
+    penalty need not be a function."""
+    buffers: Sketches = field(default_factory=dict)
+    """As the first step left them."""
+    other_blocks: bool = False
+    """Whether the optimizer keeps a scale for every so many numbers of what may be a piece of a weight."""
+    updated: list[Sketches] = field(default_factory=list)
+    """The weights after each step, of a run that remembers them."""
+    places: list[str] = field(default_factory=list)
+    """What the loss of each step is a loss of, where these are several; each has a floor of its own."""
+
+
+Batches = Callable[[Engine], Iterator[Batch]]
+"""Gets an engine before its first step, and gives the batches to take steps with."""
+
+
+def record(
+    task: TaskLike,
+    options: Mapping[str, Any] | None,
+    config: RunConfig,
+    environment: Environment | None = None,
+    batches: Batches = Engine.batches,
+) -> Trajectory:
+    """Takes the steps of ``config`` on this rank."""
+    with (
+        Session(
+            device=config.device, timeout_seconds=config.timeout_seconds, environment=environment
+        ) as session,
+        Engine(resolve(task, BUILT_IN, options)(), config, session=session) as engine,
+    ):
+        engine.learner.synchronizer.alone()  # as in a run, which this is the proof of
+        chosen = batches(engine)
+        recorder = Recorder(engine)
+        return recorder.trajectory(list(_losses(recorder.seen(engine.step(batch) for batch in chosen))))
+
+
+def _losses(steps: Iterator[Step]) -> Iterator[float]:
+    """Each is asked for a step late, as in training, so that asking makes no rank wait."""
+    last: Step | None = None
+    for step in steps:
+        if last is not None:
+            yield last.loss
+        last = step
+    if last is not None:
+        yield last.loss
+
+
+class Recorder:
+    """Watches an engine from now on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._learner = engine.learner
+        self._leads = engine.session.rank == 0
+        start = self._learner.tensors()  # of all ranks, which gather what is divided
+        self._start = _copies(start) if self._leads else {}
+        self._sketch = Sketch()
+        self._gradients: list[Sketches] = []
+        self._early: dict[Tensor, Tensor] = {}  # gradients of a step whose backward is not over
+        self._penalty: Sketches = {}
+        self._buffers: Sketches = {}
+        self._learner.optimizer.register_step_pre_hook(self._before_update)
+
+    def seen(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps, of which the first has left its buffers with all ranks."""
+        for number, step in enumerate(steps):
+            if not number:
+                named = self._engine.model.named_buffers(remove_duplicate=False)
+                whole = {name: dense(self._learner.whole(buffer, buffer)) for name, buffer in named}
+                self._buffers = {
+                    clean_name(name): self._sketch(name, buffer) for name, buffer in whole.items()
+                }
+            yield step
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is not self._learner.optimizer:  # some parameters, in the midst of backward
+            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._early.update((p, p.grad.detach().clone()) for p in held)
+            return
+        if not self._gradients:
+            self._at_first_update()
+        pairs = [(name, p, self._early.get(p, p.grad)) for name, p in self._parameters()]
+        self._gradients.append(
+            {name: self._sketch(name, self._whole(g, p)) for name, p, g in pairs if g is not None}
+        )
+        self._early.clear()
+
+    def _whole(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        return self._learner.whole(dense(gradient), parameter)
+
+    def _at_first_update(self) -> None:
+        if self._engine.task.penalty is not None and self._engine.session.world_size == 1:
+            self._penalty = self._of_penalty(self._engine.task.penalty)
+
+    def _of_penalty(self, penalty: Callable[[nn.Module], Tensor]) -> Sketches:
+        named = [(name, p) for name, p in self._parameters() if p.requires_grad]
+        with torch.enable_grad():
+            term = penalty(self._engine.model)
+        gradients = torch.autograd.grad(term, [p for _, p in named], allow_unused=True)
+        return {
+            name: self._sketch(name, g)
+            for (name, _), g in zip(named, gradients, strict=True)
+            if g is not None
+        }
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        named = self._engine.model.named_parameters(remove_duplicate=False)
+        return ((clean_name(name), parameter) for name, parameter in named)
+
+    def trajectory(self, losses: list[float]) -> Trajectory:
+        """All ranks call it together, after the last step."""
+        named = self._learner.tensors()
+        digest, dropouts = checkpoint.weights_digest(named), drawing_apart(self._engine.model)
+        if not self._leads:
+            return Trajectory(losses, {}, digest, dropouts)
+        weights = _copies(named)
+        shapes = {name: tuple(weights[name].shape) for name, _ in self._parameters()}
+        return Trajectory(
+            losses,
+            weights,
+            digest,
+            dropouts,
+            shapes,
+            self._gradients,
+            {name: float((weights[name].double() - self._start[name].double()).norm()) for name in shapes},
+            self._penalty,
+            self._buffers,
+            has_other_blocks(self._learner.optimizer, self._engine.model),
+        )
+
+
+class Sketch:
+    """``sketch(name, tensor)``: the same signs for the same name, in any process."""
+
+    def __init__(self) -> None:
+        self._signs: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+        flat = as_real(dense).double().cpu().flatten()
+        if flat.numel() <= WIDTH:
+            return flat.clone()
+        if name not in self._signs:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            drawn = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8)
+            self._signs[name] = drawn.mul_(2).sub_(1)
+        signed = flat * self._signs[name]
+        return nn.functional.pad(signed, (0, -flat.numel() % WIDTH)).view(WIDTH, -1).sum(1)
+
+
+def _copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: as_real(dense(value.detach())).cpu().clone() for name, value in named.items()}
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """With all its numbers, which a sparse one (a graph's edges in a buffer) leaves out where they are zero."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, in a last dimension of their own; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

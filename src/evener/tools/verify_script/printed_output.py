@@ -1,0 +1,112 @@
+"""What a script prints, as lines with their place in the script, and which of their numbers differ."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from evener.tools.verify.comparison import LIMIT
+from evener.tools.verify_script.events import Line, Printed
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
+_MOST = 100_000
+"""Lines that are remembered."""
+_ROUNDING = 1.01
+"""By how many units of its last digit a number may differ because it was rounded to it."""
+
+
+class Listening(io.TextIOBase):
+    """A standard output that remembers lines instead of showing them.
+
+    Args:
+        here: The line of the script that prints.
+        event: How many events there were.
+    """
+
+    def __init__(self, here: Callable[[], Line], event: Callable[[], int]) -> None:
+        super().__init__()
+        self._here, self._event = here, event
+        self._pending: Printed | None = None
+        self.printed: list[Printed] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        for piece in re.split(r"(?<=[\n\r])", text):
+            if piece:
+                self._add(piece)
+        return len(text)
+
+    def _add(self, piece: str) -> None:
+        if self._pending is None:
+            self._pending = Printed("", self._here(), self._event())
+        self._pending.text += piece.rstrip("\r\n")
+        if piece[-1] in "\n\r":
+            self.finish()
+
+    def finish(self) -> None:
+        """The line at hand is over."""
+        if self._pending is not None and self._pending.text.strip() and len(self.printed) < _MOST:
+            self.printed.append(self._pending)
+        self._pending = None
+
+
+class Number(NamedTuple):
+    """A number in a text."""
+
+    value: float
+    resolution: float
+    """What its last digit counts; 0 for a whole number."""
+
+
+class Comparison:
+    """Tells whether a text says something else than what one device printed.
+
+    Numbers that are not the same on one device whenever it runs, such as times, tell nothing, and neither does the
+    number of ranks.
+
+    Args:
+        reference: What one device printed.
+        disturbed: What its disturbed runs printed in that place.
+        eps: The unit in the last place, relative.
+        ranks: Of the divided run.
+    """
+
+    def __init__(self, reference: str, disturbed: Sequence[str], eps: float, ranks: int) -> None:
+        self._words, self._numbers = _parted(reference)
+        self._ranks, self._rough = ranks, math.sqrt(eps)
+        others = [_parted(text) for text in disturbed]
+        self._is_settled = all(words == self._words for words, _ in others)
+        self._floors = [
+            max((abs(a.value - numbers[i].value) for _, numbers in others), default=0.0)
+            for i, a in enumerate(self._numbers if self._is_settled else ())
+        ]
+
+    def __call__(self, text: str) -> bool:
+        if not self._is_settled:
+            return False
+        words, numbers = _parted(text)
+        return words != self._words or any(map(self._apart, self._numbers, numbers, self._floors))
+
+    def _apart(self, a: Number, b: Number, floor: float) -> bool:
+        is_of_ranks = a.value == 1 and b.value == self._ranks
+        is_of_chance = floor > self._rough * abs(a.value) + a.resolution
+        if a.value == b.value or is_of_ranks or is_of_chance:
+            return False
+        return abs(a.value - b.value) > _ROUNDING * max(a.resolution, b.resolution) + LIMIT * floor
+
+
+def _parted(text: str) -> tuple[list[str], list[Number]]:
+    """The words between the numbers, and the numbers."""
+    return _NUMBER.split(text), [_number(found) for found in _NUMBER.findall(text)]
+
+
+def _number(text: str) -> Number:
+    mantissa, _, exponent = text.lower().partition("e")
+    _, point, digits = mantissa.partition(".")
+    resolution = 10.0 ** (int(exponent or 0) - len(digits)) if point or exponent else 0.0
+    return Number(float(text), resolution)

@@ -1,0 +1,312 @@
+"""Runs a script on one device and on ranks, and gives the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from evener.balance.registry import make_balancer
+from evener.balance.shares import parse_caps
+from evener.core.config.kwargs import Settings
+from evener.core.config.process_range import one_number
+from evener.core.config.run_config import RunConfig
+from evener.distributed.launch.launch import is_launched
+from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
+from evener.tools.verify.comparison import LIMIT
+from evener.tools.verify.verification import ALL_RUNS, FIRST_RUNS, STRONGER
+from evener.tools.verify_script.causes import cause, line_of, told
+from evener.tools.verify_script.comparison import Found, Parting, Runs, before_failure, compare, same_course
+from evener.tools.verify_script.events import Line, Record, What
+from evener.tools.verify_script.recorder import Plan
+from evener.tools.verify_script.script_run import Script, ScriptError, alone, together
+
+STEPS = 20
+"""Steps of optimizers after which a run ends, where nothing else was said."""
+_SETTINGS = ("allreduce", "batch_norm", "bucket_mb", "caps", "compress", "device", "quantum", "seed")
+"""Of evener.prepare, in place of the script's own where they were given."""
+_ON_ONE_DEVICE = ("device", "seed")
+_UNEVEN = ("3", "1", "2")
+"""Weights of the ranks' shares, in turn, where nothing else was said."""
+_SURE = ("course", "samples", "shape", "replicas")
+"""Kinds that no better measurement of rounding would explain."""
+
+
+@dataclass(frozen=True)
+class ScriptVerification:
+    """How a script on several ranks compares with the same script on one device."""
+
+    script: str
+    """Its path."""
+    processes: int
+    """Ranks of the divided run."""
+    shares: str
+    """What divided the batches."""
+    steps: int
+    """Steps of optimizers that one device took."""
+    ended_by_limit: bool
+    """Whether the runs were ended after these; else the script came to its end."""
+    passed: bool
+    """Whether the training is that of one device."""
+    passes: int = 0
+    """Epochs whose end was compared: passes through a prepared loader that trained, the last maybe cut short."""
+    line: str = ""
+    """``FILE:LINE`` where the runs part, or where one failed."""
+    source: str = ""
+    """The text of that line."""
+    found: str = ""
+    """What differs there, in words; or the error."""
+    hint: str = ""
+    """What that tells of the cause."""
+    also: list[str] = field(default_factory=list)
+    """What differs further on in other ways, in words."""
+    reference_losses: list[float] = field(default_factory=list)
+    """What one device back-propagated, in order."""
+    losses: list[float] = field(default_factory=list)
+    """What rank 0 back-propagated."""
+    times_floor: float = 0.0
+    """The largest of all differences (losses, gradients, weights, buffers), each as a multiple of its own floor."""
+    limit: float = LIMIT
+    """The most that rounding explains."""
+    judged_absolutely: list[str] = field(default_factory=list)
+    """Parameters whose gradient is mathematically zero, so that rounding alone moved them."""
+    replicas_identical: bool = False
+    """Whether all ranks ended with the same bits."""
+
+    def __repr__(self) -> str:
+        """In one line; the fields hold the rest."""
+        found = "the same training" if self.passed else f"NOT the same training, {self.line}"
+        return f"<ScriptVerification of {self.script}: {found}, {self.steps} steps on {self.processes} processes>"
+
+
+def verify_script(
+    script: str | Path,
+    args: Sequence[str] = (),
+    config: RunConfig | None = None,
+    **settings: Unpack[Settings],
+) -> ScriptVerification:
+    """Runs a script on one device and on several ranks with uneven shares, and compares its training.
+
+    The script calls :func:`evener.prepare` and is started by no launcher of its own. It runs as it is, in a directory
+    that looks like the working directory, several times: rounding is measured and explains the rest.
+
+    Args:
+        script: The path of a Python file.
+        args: Its command line.
+        config: processes (default: 2), balance (the shares; default: 3,1), steps of optimizers after which a run ends
+            (default: 20), and of evener.prepare's settings those that are to hold in place of the script's own.
+
+    Raises:
+        ConfigurationError: For settings that cannot work, and if there is no such script.
+    """
+    given = (config or RunConfig()).replace(**settings)
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigurationError(f"no script {str(script)!r} in {Path.cwd()}; give the path of a Python file")
+    if is_launched():
+        raise ConfigurationError(
+            "verify starts ranks of its own: call it in one process, without torchrun or srun"
+        )
+    processes = one_number(given.processes) or 2
+    if processes < 2:
+        raise ConfigurationError("there is nothing to verify with 1 process: give at least --processes 2")
+    balance = given.balance or ",".join(_UNEVEN[rank % len(_UNEVEN)] for rank in range(processes))
+    make_balancer(
+        balance, processes, caps=parse_caps(given.caps, processes), quantum=given.quantum, lookahead=1
+    )
+    proof = _Proof(
+        Script(path.resolve(), tuple(args), given.timeout_seconds),
+        given.replace(processes=processes, balance=balance, steps=given.steps or STEPS),
+        ScriptVerification(str(script), processes, balance, 0, ended_by_limit=False, passed=False),
+    )
+    return proof.verdict()
+
+
+class _Proof:
+    """The runs of a script.
+
+    Args:
+        blank: The verdict, to be filled in.
+    """
+
+    def __init__(self, script: Script, config: RunConfig, blank: ScriptVerification) -> None:
+        self._script, self._config, self._blank = script, config, blank
+        self._eps = 0.0
+        self._disturbed: list[Record] = []
+
+    def verdict(self) -> ScriptVerification:
+        """From as many runs as it needs."""
+        try:
+            reference = self._first_runs()
+        except EvenerError as error:
+            return self._failed(error, "on one device")
+        told = replace(
+            self._blank,
+            steps=reference.steps,
+            ended_by_limit=reference.ended_by_limit,
+            passes=reference.passes,
+            reference_losses=reference.losses(),
+        )
+        if words := _nothing(reference):
+            return replace(told, found=words[0], hint=words[1])
+        if (line := _unsteady(reference, self._disturbed)) is not None:
+            return replace(
+                told,
+                line=str(line),
+                source=line.source,
+                found="on one device, too, the script does not do the same twice",
+                hint="seed it, as with torch.manual_seed(0) before the model is built and the data are drawn, and let "
+                "nothing depend on the time or on what other programs do",
+            )
+        divided = together(
+            self._script, self._plan_of_ranks(reference.failed_after_cut), self._blank.processes
+        )
+        if divided.error is not None:
+            where = f"on {self._blank.processes} ranks, and not on one device"
+            failed = self._failed(divided.error, where, told)
+            return _led_to(failed, Runs(reference, self._disturbed, divided.records))
+        return self._judged(reference, divided.records, told)
+
+    def _first_runs(self) -> Record:
+        reference, *self._disturbed = alone(self._script, [self._plan(0), *self._plans(FIRST_RUNS)])
+        if reference.mixed:  # the weights have more digits than the numbers that are computed with them
+            self._eps, self._disturbed = reference.eps, []
+            self._measure(FIRST_RUNS)
+        return reference
+
+    def _measure(self, runs: int, strength: int = 1) -> None:
+        """Takes further disturbed runs until there are so many."""
+        self._disturbed += alone(self._script, self._plans(runs, strength))
+
+    def _plans(self, runs: int, strength: int = 1) -> list[Plan]:
+        return [self._plan(seed, strength) for seed in range(len(self._disturbed) + 1, runs + 1)]
+
+    def _plan(self, seed: int, strength: int = 1) -> Plan:
+        settings = self._settings(_ON_ONE_DEVICE)
+        return Plan(self._config.steps or STEPS, settings, True, seed, strength, self._eps)
+
+    def _plan_of_ranks(self, forgives: bool) -> Plan:
+        settings = self._settings(_SETTINGS) | {"balance": self._config.balance}
+        return Plan(self._config.steps or STEPS, settings, forgives=forgives)
+
+    def _settings(self, names: Sequence[str]) -> dict[str, Any]:
+        usual, given = RunConfig(), self._config
+        chosen = {n: getattr(given, n) for n in names if getattr(given, n) != getattr(usual, n)}
+        return chosen | {"timeout_seconds": given.timeout_seconds}
+
+    def _judged(
+        self, reference: Record, divided: list[Record], told: ScriptVerification
+    ) -> ScriptVerification:
+        found = compare(Runs(reference, self._disturbed, divided))
+        if found.partings and not _is_sure(reference, found.partings[0]):
+            self._measure(ALL_RUNS, STRONGER)
+            found = compare(Runs(reference, self._disturbed, divided))
+        told = replace(
+            told,
+            losses=divided[0].losses(),
+            times_floor=found.times_floor,
+            judged_absolutely=found.noise,
+            replicas_identical=len({run.digest for run in divided}) == 1,
+            passed=not found.partings,
+        )
+        return _explained(told, Runs(reference, self._disturbed, divided), found)
+
+    def _failed(
+        self, error: EvenerError, where: str, told: ScriptVerification | None = None
+    ) -> ScriptVerification:
+        """The verdict on a script that does not come to an end.
+
+        Raises:
+            EvenerError: If the fault is not the script's.
+        """
+        if isinstance(error, ConfigurationError | InterruptedRunError):
+            raise error
+        line = error.line if isinstance(error, ScriptError) and error.line is not None else Line("", 0)
+        message = error.message if isinstance(error, ScriptError) and told is None else str(error)
+        refused = isinstance(error, ScriptError) and error.refused
+        return replace(
+            told or self._blank,
+            line=str(line) if line.file else "",
+            source=line.source if line.file else "",
+            found=f"{'Evener refuses it' if refused else 'the script fails'} {where}: {message}",
+        )
+
+
+def _nothing(reference: Record) -> tuple[str, str] | None:
+    """Why there is nothing to compare, and what to do."""
+    if not reference.prepared:
+        return (
+            "the script never calls evener.prepare with a model",
+            "write `model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)`, and leave it to "
+            "this command to start ranks",
+        )
+    if not reference.steps and not any(reference.trajectory().moved.values()):
+        return (
+            "no optimizer took a step, and weights are what they were, so that there is no training to compare",
+            "does the loop begin, and is the optimizer one of torch.optim or derived from it?",
+        )
+    return None
+
+
+def _unsteady(reference: Record, disturbed: Sequence[Record]) -> Line | None:
+    """The line at which runs on one device part by more than rounding; None if they do not."""
+    for run in disturbed:
+        number = same_course(reference, run)
+        events = reference.events[:number]
+        rough = max(reference.eps, 2.0**-52) ** 0.5
+        for a, b in zip(events, run.events, strict=False):
+            if a.what is What.STEP:
+                break
+            if a.what in (What.LOSS, What.BACKWARD) and abs(a.value - b.value) > rough * abs(a.value):
+                return a.line
+        if number is not None:
+            return (reference.events[number:] or reference.events)[
+                0 if reference.events[number:] else -1
+            ].line
+    return None
+
+
+def _is_sure(reference: Record, parting: Parting) -> bool:
+    """Whether it cannot be that rounding explains it after all: before the first update values are continuous."""
+    before = reference.events[: parting.event]
+    is_first = not any(event.what is What.STEP for event in before)
+    return parting.between or parting.kind in _SURE or (is_first and parting.kind in ("loss", "backward"))
+
+
+def _led_to(failed: ScriptVerification, runs: Runs) -> ScriptVerification:
+    """What ended the run on ranks is the first difference, or follows from one."""
+    if not runs.divided:
+        return failed
+    parting = before_failure(runs)
+    if parting is None:
+        agree = "batches, losses, gradients and weights before it are those of one device"
+        return replace(failed, hint=f"{agree}, so look at what the script does between them and this line")
+    line = line_of(runs, parting)
+    return replace(
+        failed,
+        line=str(line),
+        source=line.source,
+        hint=f"the first difference before it: {told(runs, parting)}: {cause(runs, parting)}",
+    )
+
+
+def _explained(told_: ScriptVerification, runs: Runs, found: Found) -> ScriptVerification:
+    if not found.partings:
+        return told_
+    first, *others = found.partings
+    line = line_of(runs, first)
+    kinds = {first.kind: None}
+    also = []
+    for parting in others:
+        if parting.kind not in kinds and parting.kind == "printed":
+            also.append(f"{line_of(runs, parting).told}: {told(runs, parting)}")
+        kinds[parting.kind] = None
+    return replace(
+        told_,
+        line=str(line),
+        source=line.source,
+        found=told(runs, first),
+        hint=cause(runs, first),
+        also=also,
+    )

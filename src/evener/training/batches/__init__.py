@@ -1,0 +1,1 @@
+"""Batches for the ranks: shares, progress, skipped samples and reading processes."""

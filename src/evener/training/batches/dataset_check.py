@@ -1,0 +1,118 @@
+"""Whether a data set gives the same sample for the same index: on every rank, and at every reading.
+
+Else a run on more ranks trains on other data than a run on one, and nobody sees it. Some indices, the same on all
+ranks, are read twice on each, and what was read is compared by a digest::
+
+    rank 0   [a b c ...]  [a b c ...]   second reading: another epoch
+    rank 1   [a b c ...]  [a x c ...]   b is another sample here
+
+Random augmentation draws on purpose. It may be allowed: then the generators of torch, NumPy and ``random`` are seeded
+with the index before each reading, and what still differs comes from elsewhere. The generators are left as they were.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from evener.core.config.run_config import RunConfig
+from evener.data.fetch import failure
+from evener.data.fingerprint import digest_of, generators_kept
+from evener.data.sample_names import called
+from evener.data.sampler import Order
+from evener.errors import ConfigurationError, DataError, InterruptedRunError
+from evener.strategies.learner import Learner
+
+SAMPLES = 16
+"""Indices that are read; of each, two readings on every rank."""
+
+Readings = Sequence[Sequence[str]]
+"""Of each reading of a rank, the digest of each sample."""
+
+
+def check_data(config: RunConfig, learner: Learner) -> None:
+    """Compares some samples of the training and the evaluation set, if the settings ask for it. A collective call.
+
+    Raises:
+        DataError: If a sample is not the same on all ranks or at both readings, on all ranks alike.
+        ConfigurationError: If the data set has no indices.
+    """
+    if config.check_data is None:
+        return
+    task = learner.task
+    for name, dataset in (("training set", task.train), ("evaluation set", task.evaluate)):
+        if dataset is not None:
+            _check(dataset, name, config, learner)
+
+
+def _check(dataset: Any, name: str, config: RunConfig, learner: Learner) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ConfigurationError(
+            f"check_data: the {name} is iterable, and has no indices that could be read twice"
+        )
+    order = Order(len(dataset), seed=config.seed)
+    indices = sorted(order.ids(0, 0, min(SAMPLES, order.size)).tolist())
+    augmented = config.check_data == "augmented"
+    control, shared = learner.session.control, learner.task.partition != "sample"
+    found = control.gather_objects(_readings(dataset, name, indices, augmented))
+    different = difference(found, shared)
+    if different is None:
+        return
+    place, words = different
+    drawn = (
+        not augmented
+        and difference(control.gather_objects(_readings(dataset, name, indices, True)), shared) is None
+    )
+    raise DataError(
+        f"the {name} does not give the same sample for one index: {called(dataset, indices[place])} {words}. "
+        + (_DRAWN if drawn else _OTHERWISE)
+    )
+
+
+_DRAWN = (
+    "It draws from the generators of torch, NumPy or random, as augmentation does: draw from the index, so that the "
+    "division of the work does not matter, or allow it with --check-data augmented"
+)
+_OTHERWISE = "Let a sample depend on nothing but its index: on no clock, no state, no order of files, no rank"
+
+
+def difference(found: Sequence[Readings], shared: bool = True) -> tuple[int, str] | None:
+    """The first place at which readings differ, and where in words; None if there is none.
+
+    Args:
+        found: The readings of each rank.
+        shared: Whether all ranks read the same data set.
+    """
+    for rank, (first, second) in enumerate(found):
+        for place, digests in enumerate(zip(first, second, strict=True)):
+            if digests[0] != digests[1]:
+                return place, f"is another one when rank {rank} reads it again"
+    for rank, (first, _) in enumerate(found if shared else ()):
+        for place, digests in enumerate(zip(found[0][0], first, strict=True)):
+            if digests[0] != digests[1]:
+                return place, f"is another one on rank {rank} than on rank 0"
+    return None
+
+
+def _readings(dataset: Any, name: str, indices: Sequence[int], seeded: bool) -> Readings:
+    with generators_kept():
+        return [[_digest(dataset, name, index, seeded) for index in indices] for _ in range(2)]
+
+
+def _digest(dataset: Any, name: str, index: int, seeded: bool) -> str:
+    if seeded:
+        torch.manual_seed(index)
+        np.random.seed(index)  # what a data set of the user's own may draw from
+        random.seed(index)
+    try:
+        item = dataset[index]
+    except InterruptedRunError:
+        raise
+    except Exception as error:
+        raise DataError(failure(error, f"reading {called(dataset, index)} of the {name}").message) from error
+    return digest_of(item)

@@ -1,0 +1,66 @@
+"""Whether the ranks' devices are alike, which decides how a batch is divided where the settings leave it open."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import IterableDataset
+
+from evener.balance.throttle import Throttle
+from evener.core.config.run_config import RunConfig
+from evener.distributed.session import Session
+from evener.hardware import accelerators
+from evener.hardware.survey.host import processor_name
+from evener.strategies.dataset_view import Reading
+from evener.training.factory import balance_of
+
+
+def settled(config: RunConfig, session: Session, reading: Reading) -> tuple[RunConfig, str]:
+    """The settings with what divides a batch, and what the user must know of that; empty if nothing.
+
+    Where they leave it open this is a collective call. Shares of an iterable data set decide which of its samples meet
+    in a batch, and who has asked PyTorch for deterministic algorithms wants the same bits again: both have equal ones.
+    """
+    if config.balance is not None:
+        return config, ""
+    equal = config.replace(balance="equal")
+    open_to_speed = balance_of(config, reading.ranks, unlike=True) == "auto" and reading.balanced
+    if not open_to_speed or isinstance(reading.dataset, IterableDataset):
+        return equal, ""
+    why = why_by_speed(config, session)
+    return (config.replace(balance="auto"), why) if why else (equal, "")
+
+
+def why_by_speed(config: RunConfig, session: Session) -> str:
+    """Why shares follow the ranks' speed where nothing was said; empty if they do not. A collective call."""
+    said = session.control.gather_objects(
+        (kind_of(session.device), torch.are_deterministic_algorithms_enabled())
+    )
+    why = difference([kind for kind, _ in said], config)
+    if not why or any(wants_bits for _, wants_bits in said):
+        return ""
+    return (
+        f"{why}: shares follow their speed, as with balance auto; two runs then differ by rounding, and do not with "
+        "balance equal"
+    )
+
+
+def kind_of(device: torch.device) -> str:
+    """What is known of a device's speed without measuring it."""
+    if accelerators.is_accelerator(device):
+        return accelerators.name_of(device) or device.type
+    return f"{torch.get_num_threads()} x {processor_name() or 'cpu'}"
+
+
+def difference(kinds: list[str], config: RunConfig) -> str:
+    """In words, what makes the ranks unequal; empty if nothing is known that does."""
+    if len(set(kinds)) > 1:
+        return f"the ranks' devices are not alike ({', '.join(dict.fromkeys(kinds))})"
+    return "the ranks are emulated to be unequal" if emulates(config) else ""
+
+
+def emulates(config: RunConfig) -> bool:
+    """Whether ranks are told to run at different speeds."""
+    if config.throttle_at or config.throttle is None:
+        return bool(config.throttle_at)
+    factors = Throttle.parse(config.throttle, (), config.throttle.count(",") + 1).factors
+    return len(set(factors)) > 1

@@ -1,0 +1,98 @@
+"""Samples that could not be read and were left out: told at once on their rank, counted over all, and limited.
+
+The sum stays exact: such a sample brings neither to the total nor to the count, on whichever rank it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from evener.core.config.run_config import RunConfig
+from evener.core.records import SkippedRecord
+from evener.core.stdio import unheard
+from evener.core.text import printable
+from evener.data.batch import Batch
+from evener.distributed.session import Session
+from evener.errors import ConfigurationError, DataError
+from evener.strategies.learner import Learner
+from evener.training.step.step import Step
+
+MOST = 0.1
+"""The part of an epoch's samples that may be skipped."""
+_SHOWN = 5
+"""Samples that a rank tells of at once."""
+
+
+def check_skipping(config: RunConfig, learner: Learner) -> bool:
+    """Whether samples are skipped.
+
+    Raises:
+        ConfigurationError: If several ranks read the same samples, one of which might read what another cannot.
+    """
+    skips = config.on_bad_sample == "skip"
+    if skips and not learner.data.is_whole:
+        raise ConfigurationError(
+            f"strategy {learner.name!r} gives several ranks the same samples, which might not skip the same: with it "
+            "on_bad_sample must be stop; leave out in the data set what cannot be read"
+        )
+    return skips
+
+
+class Announcer:
+    """Tells on standard error of the first samples that a rank skips."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._told = rank, 0
+
+    def tell(self, batch: Batch) -> None:
+        for skipped in batch.skipped[: max(0, _SHOWN - self._told)]:
+            print(
+                f"evener: rank {self._rank} skips {printable(skipped.words)}",
+                file=unheard(sys.stderr),
+                flush=True,
+            )
+        if self._told < _SHOWN <= self._told + len(batch.skipped):
+            print(f"evener: rank {self._rank} tells of no further ones", file=unheard(sys.stderr), flush=True)
+        self._told += len(batch.skipped)
+
+
+class Skips:
+    """The samples of each epoch that were skipped.
+
+    Args:
+        size: Samples of an epoch; None if nobody knows.
+    """
+
+    def __init__(self, size: int | None, session: Session) -> None:
+        self._size, self._session = size, session
+        self._announcer = Announcer(session.rank)
+        self._epoch, self._count = -1, 0
+        self._own: list[dict[str, object]] = []
+
+    def read(self, batch: Batch) -> None:
+        """This rank has read a batch."""
+        self._announcer.tell(batch)
+        self._own += [{"rank": self._session.rank, "sample": s.sample, "why": s.words} for s in batch.skipped]
+
+    def observe(self, step: Step) -> None:
+        """All ranks know how many samples of the step were skipped.
+
+        Raises:
+            DataError: If they are too many; on all ranks in the same step.
+        """
+        if step.batch.epoch != self._epoch:
+            self._epoch, self._count = step.batch.epoch, 0
+        self._count += step.skipped
+        if step.skipped and self._size is not None and self._count > MOST * self._size:
+            own = f"; the last on this rank is {self._own[-1]['why']}" if self._own else ""
+            raise DataError(
+                f"{self._count} of the {self._size} samples of epoch {self._epoch + 1} could not be read, more than "
+                f"{MOST:.0%}{own}. Repair the data, or leave these samples out of the data set"
+            )
+
+    def record(self, step: int, epoch: int) -> Sequence[SkippedRecord]:
+        """Those of all ranks since the last call, if there are any. A collective call."""
+        own, self._own = self._own, []
+        samples = [one for of_rank in self._session.control.gather_objects(own) for one in of_rank]
+        return [SkippedRecord(step, epoch, samples)] if samples else []

@@ -1,0 +1,9 @@
+"""The tasks that come with Evener, by name. Each is built like any task of a user's own."""
+
+from __future__ import annotations
+
+BUILT_IN = {
+    "digits": "evener.training.builtin_tasks.digits:task",
+    "mnist": "evener.training.builtin_tasks.mnist:task",
+    "shakespeare": "evener.training.builtin_tasks.shakespeare:task",
+}

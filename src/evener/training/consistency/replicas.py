@@ -1,0 +1,392 @@
+"""Whether the ranks that must hold the same do: compared by digests, every so many steps and at the end.
+
+Ranks whose weights have come apart train on, and nobody sees it: a bit that fell over in one memory, a device that
+rounds otherwise, an ``if rank == 0`` in a model. So each rank makes a number of all that it holds, they tell each other
+the numbers, and only where these differ is there a second message that says which tensor it is::
+
+    every N steps   digest of weights and buffers ─ one number of each rank ─▶ equal
+    at the end      the same with the optimizer's state                     └▶ numbers of every tensor ─ which differ,
+                                                                               and on which ranks ─ an error, or healed
+
+Which ranks must be equal follows from the mesh: what is divided over some axes is the same on ranks that differ on the
+others alone.
+
+A digest reads all numbers once and is a sum of their bits, part by part: 0.3 ms a million. Unless the user says so, N
+is such that this takes 0.5 % of the time, from what a comparison and a step were seen to take, the wait for others
+included; all ranks come to the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.components.sharded_tensor.local import local, off_host
+from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.core.config.run_config import RunConfig
+from evener.core.records import Note
+from evener.distributed.mesh import AXES
+from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware.async_read import read
+from evener.hardware.timers import waiting
+from evener.nn.fqn import clean_name
+from evener.strategies.learner import Learner
+from evener.torch_internals.module_tensors import own_buffers
+from evener.torch_internals.quantized_state import codes_of, is_quantized
+from evener.training.consistency.rounding import is_rounding
+from evener.training.step.exchange import Exchange
+
+SHARE = 0.005
+"""Of the time of all steps, what comparing may take."""
+FIRST = 10
+"""The step after which ranks compare for the first time, and no more often afterwards, if the user says nothing."""
+_PARTS = 8
+_BITS = 2**52 - 1
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, or a rank's part of one."""
+
+    name: str
+    numbers: Tensor
+    axes: Axes
+    """Over which it is divided."""
+
+
+def digest(numbers: Tensor) -> Tensor:
+    """A whole number below 2**52 of all bits of ``numbers``, on their device; another one if parts change places."""
+    dense = numbers if numbers.layout is torch.strided else numbers.to_dense()  # buffers, and small
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    flat = real.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = flat.numel() // (8 * _PARTS) * _PARTS
+    whole, rest = flat[: 8 * words], flat[8 * words :]
+    if whole.storage_offset() % 8:
+        whole = whole.clone()
+    weights = _weights(flat.device)
+    sums = whole.view(torch.int64).view(_PARTS, -1).sum(1) * weights[:_PARTS]
+    total = sums.sum() + (rest * weights[: len(rest)]).sum()
+    return (total ^ total >> 12) & _BITS
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers, one for each part and for each byte that is left."""
+    return torch.arange(8 * _PARTS, device=device) * 2 + 1
+
+
+def parts_of(learner: Learner, everything: bool) -> Iterator[Part]:
+    """What this rank holds: weights and buffers, and with ``everything`` the optimizer's state."""
+    names: dict[Tensor, str] = dict(learner.names.items())
+    for weight, name in names.items():
+        yield _part(name, weight, weight)
+    for at, module in learner.model.named_modules():
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None:
+                yield _part(clean_name(f"{at}.{name}" if at else name), buffer, buffer)
+    for parameter, entries in learner.optimizer.state.items() if everything else ():
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and parameter in names:
+                yield from _parts(f"the optimizer's {key} of {names[parameter]}", value, parameter)
+
+
+def _parts(name: str, value: Tensor, owner: Tensor) -> Iterator[Part]:
+    """Of what lies in codes: these and their scales, which are what is held, and can be healed."""
+    held = local(value.detach())
+    if not is_quantized(held):
+        yield _part(name, value, owner)
+        return
+    for kind, numbers in codes_of(held).items():
+        yield _part(f"{name}, {kind}", numbers, owner)
+
+
+def _part(name: str, value: Tensor, owner: Tensor) -> Part:
+    piece = slice_of(owner)
+    return Part(name, local(value.detach()), tuple(sorted(piece.axes)) if piece else ())
+
+
+Digests = dict[Axes, dict[str, float]]
+"""By the axes that tensors are divided over, by name."""
+
+
+def digests_of(parts: Sequence[Part], device: torch.device) -> Digests:
+    """Of what a rank holds; waits for ``device``."""
+    found: Digests = {}
+    if parts:
+        numbers = read(torch.stack([digest(part.numbers).to(device) for part in parts])).values()
+        for part, number in zip(parts, numbers, strict=True):
+            found.setdefault(part.axes, {})[part.name] = number
+    return found
+
+
+def together(digests: Mapping[str, float]) -> float:
+    """One number of many tensors."""
+    text = repr(sorted(digests.items()))
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()))
+
+
+def majority(values: Sequence[float]) -> int | None:
+    """The first place of the value that more than half of the places have; None if there is none."""
+    value, times = Counter(values).most_common(1)[0]
+    return values.index(value) if 2 * times > len(values) else None
+
+
+def steps_between(digest_seconds: float, step_seconds: float) -> int:
+    """So many that the digests take :data:`SHARE` of the time of the steps."""
+    return max(FIRST, math.ceil(digest_seconds / (SHARE * max(step_seconds, 1e-6))))
+
+
+class Replicas:
+    """Compares what ranks hold, and heals it where that is asked for.
+
+    Args:
+        learner: What is compared.
+        control: Between all ranks.
+        config: Says how often, and what to do where they differ.
+        tell: Called with a record of what was healed.
+
+    Raises:
+        ConfigurationError: For settings that would do nothing.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        control: Exchange,
+        config: RunConfig,
+        tell: Callable[[Any], None],
+    ) -> None:
+        every, heal = config.check_replicas, config.heal
+        self._apart_by_kind = learner.session.mixed and heal is None and every != 0
+        if self._apart_by_kind and learner.synchronizer.keeps_equal:
+            heal = "rank0"
+        self._learner, self._control, self._heal, self._tell = learner, control, heal, tell
+        self._mesh, self._auto = learner.mesh, every is None
+        self._every = FIRST if every is None else every
+        self._keys: list[Axes] | None = None
+        self._told = False
+        self._last_step, self._last_time = 0, time.perf_counter()
+        self._steps: deque[float] = deque(maxlen=100)  # seconds of the last ones
+        self._last_cost = 0.0  # of the last comparison, with the wait for others
+        if not learner.synchronizer.keeps_equal:
+            self._refuse_needless(every)
+            self._every = 0
+        elif heal is not None:
+            self._check_heal(heal)
+
+    def _refuse_needless(self, every: int | None) -> None:
+        if every or self._heal:
+            raise ConfigurationError(
+                f"strategy {self._learner.name!r} lets the ranks differ between steps, and says so: leave out "
+                "check_replicas and heal"
+            )
+
+    def _check_heal(self, heal: str) -> None:
+        needed = 3 if heal == "majority" else 2
+        most = max(len(ranks) for part in parts_of(self._learner, False) for ranks in self._alike(part.axes))
+        if most < needed:
+            raise ConfigurationError(
+                f"heal={heal} would do nothing: it takes {needed} ranks that hold the same tensors, and here are "
+                f"{most}; leave it out"
+            )
+
+    def _alike(self, axes: Axes) -> list[tuple[int, ...]]:
+        """The ranks that hold the same of what is divided over ``axes``."""
+        return self._mesh.layout.slices(_free(axes))
+
+    @property
+    def _is_on(self) -> bool:
+        return bool(self._every) and self._mesh.world is not None
+
+    def after(self, step: int, settle: Callable[[], None]) -> None:
+        """So many steps were taken: compares if it is time to, on all ranks alike.
+
+        Args:
+            settle: Waits until it is known that all of them went well.
+        """
+        if not self._is_on:
+            return
+        now = time.perf_counter()
+        self._steps.append(now - self._last_time)
+        if step - self._last_step >= self._every:
+            settle()
+            self.check(step)
+            self._last_cost = time.perf_counter() - now
+        self._last_time = time.perf_counter()
+
+    def check(self, step: int, everything: bool = False) -> None:
+        """Compares, and heals if asked to. A collective call.
+
+        Args:
+            step: Steps that were taken.
+            everything: The optimizer's state too.
+
+        Raises:
+            DivergenceError: On all ranks alike, if they differ.
+        """
+        if not self._is_on:
+            return
+        own, took = self._timed(everything)
+        usual = statistics.median(self._steps) if self._steps else 1.0
+        rows = self._exchange(own, (max(took, self._last_cost), usual))
+        if any(self._astray([row[place] for row in rows], key) for place, key in enumerate(self._known(own))):
+            self._resolve(step, everything, own)
+        if self._auto:
+            self._every = steps_between(max(row[-2] for row in rows), min(row[-1] for row in rows))
+        self._last_step = step
+
+    def _timed(self, everything: bool) -> tuple[Digests, float]:
+        if self._keys is None and self._auto:  # the first makes room that later ones find
+            digests_of(self._parts(everything), self._learner.session.device)
+        began = time.perf_counter()
+        found = digests_of(self._parts(everything), self._learner.session.device)
+        return found, time.perf_counter() - began
+
+    def _parts(self, everything: bool) -> list[Part]:
+        return list(parts_of(self._learner, everything))
+
+    def _known(self, own: Digests) -> list[Axes]:
+        """The ways to be divided that any rank has, for rows of one length."""
+        if self._keys is None:
+            self._keys = sorted(set().union(*self._learner.session.control.gather_objects(list(own))))
+        return self._keys
+
+    def _exchange(self, own: Digests, seconds: tuple[float, float]) -> list[list[float]]:
+        numbers = [together(own.get(key, {})) for key in self._known(own)]
+        with waiting():
+            return self._control.exchange([*numbers, *seconds]).wait()
+
+    def _astray(self, values: Sequence[Any], axes: Axes) -> list[tuple[int, ...]]:
+        """The sets of ranks of which not all have one value."""
+        return [
+            ranks for ranks in self._alike(axes) if any(values[rank] != values[ranks[0]] for rank in ranks)
+        ]
+
+    # Where they differ
+
+    def _resolve(self, step: int, everything: bool, own: Digests) -> None:
+        everyone = self._learner.session.control.gather_objects(own)
+        words = self._difference(everyone)
+        if self._heal is None:
+            raise DivergenceError(
+                f"after step {step - 1} ranks that must hold the same do not: {words}. They were last seen equal after "
+                f"{self._last_step} steps. What can do it: memory or a device at fault, devices that round otherwise, "
+                "code that treats ranks differently, random numbers drawn in a model outside of evener.nn. Go on from "
+                "the last checkpoint, or set heal to give them the state of the majority or of rank 0"
+            )
+        strange = self._give(words, step - self._last_step)
+        if self._apart_by_kind:
+            self._check_rounding(step, strange)
+        again = self._learner.session.control.gather_objects(self._timed(everything)[0])
+        if any(self._differing(again)):
+            raise DivergenceError(f"after healing, ranks still differ: {self._difference(again)}")
+        if self._apart_by_kind:
+            self._tell_of_kinds(step)
+        else:
+            self._tell(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
+
+    def _check_rounding(self, step: int, strange: str | None) -> None:
+        """Refuses on all ranks alike what devices of different kinds do not do."""
+        said = self._learner.session.control.gather_objects(strange)
+        found = [f"{name} of rank {rank}" for rank, name in enumerate(said) if name]
+        if found:
+            raise DivergenceError(
+                f"after step {step - 1} {', '.join(found)} was farther from that of rank 0 than devices which round "
+                f"differently come apart in the {step - self._last_step} steps since they were compared. What can do "
+                "it: memory or a device at fault, code that treats ranks differently. Go on from the last checkpoint"
+            )
+
+    def _tell_of_kinds(self, step: int) -> None:
+        """Once, as it will happen again and again."""
+        if not self._told:
+            self._tell(
+                Note(
+                    step,
+                    "devices of different kinds round differently, so that their weights come apart in the last bits: "
+                    f"all have those of rank 0 again, as after every {self._every} steps; heal and check_replicas "
+                    "change that",
+                )
+            )
+        self._told = True
+
+    def _differing(self, everyone: Sequence[Digests]) -> Iterator[tuple[Axes, str, tuple[int, ...]]]:
+        """Tensors that differ, by name, and among which ranks."""
+        for key in self._keys or ():
+            names = dict.fromkeys(name for digests in everyone for name in digests.get(key, {}))
+            for name in names:
+                values = [digests.get(key, {}).get(name) for digests in everyone]
+                for ranks in self._astray(values, key):
+                    yield key, name, ranks
+
+    def _difference(self, everyone: Sequence[Digests]) -> str:
+        found = list(self._differing(everyone))
+        axes, name, ranks = found[0]
+        values = [everyone[rank].get(axes, {}).get(name) for rank in ranks]
+        alike = [
+            [rank for rank, other in zip(ranks, values, strict=True) if other == value]
+            for value in dict.fromkeys(values)
+        ]
+        several = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return f"{name}{several} is one thing on {', another on '.join(map(_named, alike))}"
+
+    def _give(self, words: str, steps: int) -> str | None:
+        """Gives all that ranks hold, with the optimizer's state, from those that are right to the others; the first of
+        it that is farther away than rounding in so many steps explains."""
+        strange = None
+        parts = sorted(self._parts(everything=True), key=lambda part: part.name)
+        own = digests_of(parts, self._learner.session.device)
+        everyone = self._learner.session.control.gather_objects(own)
+        for key in self._keys or ():
+            held = [digests.get(key, {}) for digests in everyone]
+            if self._astray([sorted(digests) for digests in held], key):
+                raise DivergenceError(f"ranks hold other tensors, which cannot be healed: {words}")
+            values = list(map(together, held))
+            sources = {
+                ranks: self._source([values[rank] for rank in ranks], words) for ranks in self._alike(key)
+            }
+            group, ranks = self._mesh.group(*_free(key)), self._mesh.ranks(*_free(key))
+            for part in parts if group is not None and self._astray(values, key) else ():
+                if part.axes == key and part.numbers.layout is torch.strided:
+                    right = self._right(part.numbers, group, sources[ranks])
+                    if strange is None and not is_rounding(part.numbers, right, steps):
+                        strange = part.name
+                    part.numbers.copy_(right)
+        self._learner.synchronizer.updated(0)
+        return strange
+
+    def _source(self, values: Sequence[float], words: str) -> int:
+        found = 0 if self._heal == "rank0" else majority(values)
+        if found is None:
+            raise DivergenceError(
+                f"replicas differ, and no majority of them holds the same: {words}. Set heal=rank0, or go on from the "
+                "last checkpoint"
+            )
+        return found
+
+    def _right(self, numbers: Tensor, group: dist.ProcessGroup | None, source: int) -> Tensor:
+        """Those of ``source``."""
+        sent = off_host(numbers, self._mesh).clone(memory_format=torch.contiguous_format)
+        with waiting():
+            dist.broadcast(sent, group=group, group_src=source)
+        return sent.to(numbers.device)
+
+
+def _free(axes: Axes) -> list[str]:
+    return [axis for axis in AXES if axis not in axes]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,246 @@
+"""Forward passes only: metrics over a dataset, each sample counted once, and predictions in order.
+
+No sampler pads the dataset to a multiple of the ranks: what a rank does not have it does not count, so a metric does
+not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from evener.balance.base import Equal, Fixed
+from evener.core.losses import Accumulator, metric
+from evener.core.task.validation import check_dataset
+from evener.core.types import Tree
+from evener.data.batch import MicroBatch, map_leaves
+from evener.errors import ConfigurationError
+from evener.strategies.dataset_view import Reading
+from evener.strategies.learner import Learner
+from evener.training.batches.evaluation_options import EvaluationOptions
+from evener.training.batches.skipped_samples import Announcer
+
+
+class InputsOnly(Dataset[Any]):
+    """Items that are inputs without targets, as pairs."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        _check_ordered(dataset)
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._dataset[index], 0
+
+
+Piece = tuple[int, int, Tree]
+"""The place of its first sample in the dataset, how many there are, and what was kept of them, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What an evaluation found."""
+
+    metrics: dict[str, float]
+    samples: int
+    pieces: list[Piece] | None
+    """What was kept, in the order of the dataset, on rank 0 or everywhere; None on others, and if nothing was to be."""
+
+
+def evaluate(
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
+) -> tuple[dict[str, float], int]:
+    """The loss and the metrics of the task over ``dataset``, the same on every rank, and its number of samples."""
+    found = examine(learner, dataset, options)
+    return found.metrics, found.samples
+
+
+def examine(
+    learner: Learner,
+    dataset: Dataset[Any],
+    options: EvaluationOptions,
+    keep: Callable[[Tree, Tree], Tree] | None = None,
+    measured: bool = True,
+    everywhere: bool = False,
+) -> Examined:
+    """Metrics as :func:`evaluate` has them and, of the same forward passes, what is to be kept of each.
+
+    Args:
+        keep: From the outputs and targets of a pass to what is kept of them, such as both; None keeps nothing.
+        measured: Whether there are targets; if not, there are no metrics.
+        everywhere: Whether every rank gets what was kept.
+    """
+    check_dataset(dataset, "the dataset")
+    accumulators, samples = _accumulators(learner) if measured else {}, 0
+    pieces: list[Piece] = []
+    with evaluating(learner.model):
+        for micro, outputs in _forward(learner, dataset, options):
+            samples += micro.size
+            if _speaks(learner):
+                # What a placeholder comes to counts for nothing, but other ranks may wait for it.
+                for name, accumulator in (accumulators if micro.weight else _accumulators(learner)).items():
+                    if name in accumulators:
+                        accumulator.update(outputs, micro.targets)
+                if keep is not None and micro.weight:
+                    kept = map_leaves(_to_cpu, keep(outputs, micro.targets))
+                    pieces.append((int(micro.samples[0]), micro.size, kept))
+            del micro, outputs  # not to be there while the next are computed
+    own = samples, [accumulator.state() for accumulator in accumulators.values()]
+    learner.graphs.agree(learner.session.control.gather_objects)
+    told = learner.data.of_parts(learner.session.control.gather_objects(own))
+    for index, accumulator in enumerate(accumulators.values()):
+        accumulator.merge([states[index] for _, states in told])
+    values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
+    ordered = None if keep is None else _in_order(learner, pieces, everywhere)
+    return Examined(_named_values(values), sum(count for count, _ in told), ordered)
+
+
+def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool) -> list[Piece] | None:
+    """The pieces of all parts, on rank 0 or everywhere; of parts that ranks own, those of rank 0's part come first."""
+    control = learner.session.control
+    of_ranks = control.gather_objects(pieces) if everywhere else control.gather_to(pieces, 0)
+    if of_ranks is None:
+        return None
+    gathered = [piece for of_rank in learner.data.of_parts(of_ranks) for piece in of_rank]
+    return sorted(gathered, key=lambda piece: piece[0])
+
+
+def predict(
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions, everywhere: bool = False
+) -> Tree | None:
+    """The outputs for all samples of ``dataset``, in its order, on the CPU of rank 0, or with ``everywhere`` of all.
+
+    Of parts that ranks own, those of rank 0's part come first.
+
+    Outputs that are tensors, also nested, are concatenated along dimension 0; others come as a list of one entry a
+    micro-batch of a rank.
+
+    Raises:
+        ConfigurationError: If an output's dimension 0 is not the samples, other dimensions differ from batch to batch,
+            or the dataset has no order.
+    """
+    _check_ordered(dataset)
+    found = examine(
+        learner,
+        dataset,
+        replace(options, skips=False),
+        keep=lambda outputs, _: outputs,
+        measured=False,
+        everywhere=everywhere,
+    )
+    return None if found.pieces is None else _joined(found.pieces)
+
+
+def _speaks(learner: Learner) -> bool:
+    """Whether this rank's outputs are those of its part of the batch."""
+    return learner.session.rank in learner.data.speakers
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module is in the mode it was in again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _forward(
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
+) -> Iterator[tuple[MicroBatch, Tree]]:
+    """The micro-batches of this rank's part with their outputs, within the scope of each."""
+    reading = Reading.of(learner, dataset, "evaluation set")
+    weights = options.weights if reading.balanced else None
+    balancer = Fixed(weights) if weights else Equal(reading.ranks)
+    loader = reading.loader(
+        None,
+        batch_size=options.batch_size,
+        shares=balancer.shares,
+        micro_batch=options.micro_batch,
+        collate=learner.task.collate,
+        workers=options.workers(dataset),
+        ranks_beside=options.ranks_beside,
+        device=learner.session.device,
+        epochs=1,
+        skips=options.skips,
+    )
+    announcer = Announcer(learner.session.rank)
+    with loader:
+        for batch in loader:
+            announcer.tell(batch)
+            for micro in map(learner.cut.evaluated, learner.place(batch).micro_batches):
+                with learner.micro_scope(micro, 0):
+                    yield micro, learner.outputs(micro)
+
+
+def _accumulators(learner: Learner) -> dict[str, Accumulator]:
+    task = learner.task
+    loss: Mapping[str, Any] = {} if task.loss is None else {"loss": task.exact_loss()}
+    return {name: metric(source) for name, source in (loss | dict(task.metrics)).items()}  # type: ignore[operator]
+
+
+def _named_values(values: Mapping[str, Any]) -> dict[str, float]:
+    """One number for each name; a metric of several values becomes one name for each of them."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _named_values({f"{name}.{key}": entry for key, entry in value.items()})
+        elif isinstance(value, Sequence):
+            flat |= _named_values({f"{name}.{key}": entry for key, entry in enumerate(value)})
+        else:
+            flat[name] = float(value)
+    return flat
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _joined(pieces: list[Piece]) -> Tree:
+    first = pieces[0][2]
+    if isinstance(first, Tensor):
+        _check_rows(pieces)
+        return torch.cat([outputs for _, _, outputs in pieces])
+    if isinstance(first, Mapping):
+        return {key: _joined([(start, size, tree[key]) for start, size, tree in pieces]) for key in first}
+    if isinstance(first, tuple | list):
+        columns = range(len(first))
+        joined = [_joined([(start, size, tree[i]) for start, size, tree in pieces]) for i in columns]
+        return joined if isinstance(first, list) else tuple(joined)
+    return [outputs for _, _, outputs in pieces]
+
+
+def _check_ordered(dataset: Dataset[Any]) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ConfigurationError(
+            "predict: an iterable dataset is dealt out to the ranks and has no order in which its outputs could be "
+            "given back; use a map-style dataset, with __len__ and __getitem__"
+        )
+
+
+def _check_rows(pieces: list[tuple[int, int, Tensor]]) -> None:
+    for start, size, outputs in pieces:
+        if outputs.ndim == 0 or len(outputs) != size:
+            raise ConfigurationError(
+                f"predict: the outputs for the {size} samples from {start} on are of shape {tuple(outputs.shape)}; "
+                "their dimension 0 must be the samples, so that they can be put in order"
+            )
+        other = pieces[0][2]
+        if outputs.shape[1:] != other.shape[1:]:
+            raise ConfigurationError(
+                f"predict: the outputs for the {size} samples from {start} on are of shape {tuple(outputs.shape)}, "
+                f"those for the first {pieces[0][1]} of shape {tuple(other.shape)}, and cannot be joined: have the "
+                "task's collate function pad all samples to one length"
+            )

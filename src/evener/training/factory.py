@@ -1,0 +1,217 @@
+"""From the settings of a run, which are words and numbers, to the parts that they stand for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from evener.balance.base import Balancer, Equal
+from evener.balance.by_speed_large import BySpeedOfMany
+from evener.balance.registry import BALANCERS, decides, fixed_weights, make_balancer
+from evener.balance.shares import parse_caps
+from evener.balance.throttle import Throttle
+from evener.collectives.registry import check_compression, find
+from evener.components.amp.policy import Precision
+from evener.components.compile import Compiling
+from evener.components.memory_limits.limits import MemoryLimits
+from evener.core.config.offload import Offload
+from evener.core.config.recompute import Recompute
+from evener.core.config.run_config import AUTO, RunConfig
+from evener.distributed.environment import MIXED
+from evener.distributed.mesh import DataAxis
+from evener.errors import ConfigurationError
+from evener.strategies.base import Strategy
+from evener.strategies.composed import degrees_of, laid
+from evener.strategies.dataset_view import Reading
+from evener.strategies.interfaces import Settings
+from evener.strategies.registry import strategies_called
+
+
+def balance_of(config: RunConfig, parts: int, unlike: bool) -> str:
+    """What divides a batch into so many parts, also where the settings leave it open.
+
+    Then learned speeds do over devices that are ``unlike``, of which the quick ones would wait for the slow. Alike
+    ones have equal shares, with which the same command gives the same bits. So have unlike ones where BatchNorm is
+    local, for then each division trains something else, and with a mode of torch.compile, which may record a graph for
+    each size.
+    """
+    if config.balance is not None:
+        return config.balance
+    by_division = config.batch_norm == "local" or config.compile_mode is not None
+    return "auto" if unlike and parts > 1 and not by_division else "equal"
+
+
+def balancer_of(
+    config: RunConfig, reading: Reading, lookahead: int, data: DataAxis | None = None
+) -> Balancer:
+    """The balancer of the settings; where the data decide who computes what, one that changes nothing.
+
+    Open settings, which `evener.training.batches.device_mix` has not settled, are equal shares.
+
+    Args:
+        data: Given where each rank knows its own times alone: who computes which part.
+    """
+    balance = balance_of(config, reading.ranks, unlike=False)
+    if reading.parts is not None and balance not in BALANCERS:
+        raise ConfigurationError(
+            f"balance {balance!r} cannot divide data that are partitioned by sample: a rank computes what it "
+            "holds; leave balance out, and give a faster rank a larger part"
+        )
+    if not reading.balanced:
+        if reading.parts is not None:
+            _refuse_ignored(config, "the data are partitioned by sample, and a rank computes what it holds")
+        return Equal(reading.ranks)
+    caps = parse_caps(config.caps, reading.ranks)
+    if data is not None and balance == "auto":
+        limits = {"caps": caps, "quantum": config.quantum, "lookahead": lookahead}
+        return BySpeedOfMany(reading.ranks, data.index, data.teams, **limits)
+    return make_balancer(balance, reading.ranks, caps=caps, quantum=config.quantum, lookahead=lookahead)
+
+
+def strategy_of(config: RunConfig, world_size: int) -> Strategy:
+    """The strategy of the settings, laid over so many ranks.
+
+    Raises:
+        ConfigurationError: If there is none of a name or with such options, or it cannot be laid so.
+    """
+    return laid(_named(config), config.mesh, world_size)
+
+
+def _named(config: RunConfig) -> tuple[Strategy, ...]:
+    given = config.strategy
+    if isinstance(given, str):
+        return strategies_called(given, config.strategy_option)
+    if config.strategy_option:
+        raise ConfigurationError(
+            f"strategy_option {', '.join(config.strategy_option)} goes with a strategy's name; {given} has its options "
+            "already: give them to its class"
+        )
+    parts = given if isinstance(given, tuple | list) else (given,)
+    strange = [part for part in parts if not isinstance(part, Strategy)]
+    if strange or not parts:
+        raise ConfigurationError(f"strategy is {given!r}; it must be a name, a Strategy, or a tuple of them")
+    return tuple(part for part in parts if isinstance(part, Strategy))
+
+
+def suggested_processes(config: RunConfig) -> int | None:
+    """The ranks that strategy and mesh need, if they say; None if any number will do."""
+    if any(part.one_process for part in _named(config)):
+        return 1
+    degrees = degrees_of(config.mesh)
+    return math.prod(degrees.values()) if degrees else None
+
+
+def _refuse_streams(config: RunConfig) -> None:
+    """What was written for the streams of CUDA would mix up others without a word."""
+    own = [name for name in (config.allreduce, config.compress) if name not in (None, "native")]
+    if config.device not in (None, "cpu", "cuda", MIXED) and own:
+        raise ConfigurationError(
+            f"{own[0]!r} sums on the cpu and on cuda alone: on {config.device} leave allreduce and compress out"
+        )
+
+
+def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Settings:
+    """What the strategy is told.
+
+    Raises:
+        ConfigurationError: If the strategy cannot be laid over so many ranks.
+        ShareError: If shares, caps or throttle do not fit its parts of a batch.
+    """
+    _refuse_streams(config)
+    dtype = getattr(torch, config.dtype) if config.dtype else None
+    settings = Settings(
+        seed=config.seed,
+        dtype=dtype,
+        compiling=Compiling(
+            config.compile, config.compile_mode, config.compile_backend, config.compile_check
+        ),
+        fits=config.micro_batch == AUTO,
+        limits=MemoryLimits.parse(config.memory_limit, config.memory_limit_at, world_size),
+        precision=Precision.of(config.precision, config.precision_of),
+        recompute=Recompute.of(config.recompute) if config.recompute else None,
+        offload=Offload.of(config.offload, config.offload_to),
+        optimizer_state=config.optimizer_state,
+        batch_norm=config.batch_norm,
+        fuses=config.fused_optimizer == "auto",
+        update_in_backward=config.update_in_backward,
+        clip_norm=config.clip_norm,
+        all_reduce=config.allreduce,
+        compression=config.compress,
+        bucket_bytes=None if config.bucket_mb is None else round(config.bucket_mb * 2**20),
+        devices=_devices_of(config, strategy),
+    )
+    if settings.recompute is not None:
+        settings.recompute.sizes(world_size)
+        strategy.check_recompute(settings.recompute)
+    if settings.offload.kinds and strategy.one_process:
+        raise ConfigurationError(
+            f"offload {settings.offload.words} goes with one device for each rank, and strategy {strategy.label!r} has "
+            "several in one process: use ddp, sharded or pipeline, or leave it out"
+        )
+    data = strategy.layout(world_size, settings).data_axis(0)
+    if strategy.one_process and config.balance not in (None, "equal"):
+        raise ConfigurationError(
+            f"balance {config.balance!r} divides a batch over ranks, and strategy {strategy.label!r} has one: over its "
+            f"devices data_parallel divides by its own option, strategy_option balance={config.balance}"
+        )
+    if data.degree == 1 < world_size:
+        _refuse_ignored(
+            config, f"with strategy {strategy.label!r} all {world_size} ranks compute every sample"
+        )
+    # Where all ranks compute the same samples, what is divided by weights is the model.
+    balance = balance_of(config, data.degree, unlike=False)
+    weights = fixed_weights(balance, world_size) if data.degree == 1 else None
+    return replace(settings, throttle=_throttle_of(config, data, world_size), weights=weights)
+
+
+def _devices_of(config: RunConfig, strategy: Strategy) -> tuple[str, ...] | None:
+    if config.devices is None:
+        return None
+    if not strategy.one_process:
+        raise ConfigurationError(
+            f"devices {config.devices!r} are those of one process, and strategy {strategy.label!r} has one device for "
+            "each rank: leave devices out, or use strategy data_parallel or layers"
+        )
+    return tuple(config.devices.split(","))
+
+
+def _refuse_ignored(config: RunConfig, why: str) -> None:
+    """Settings about shares of a batch where there are none."""
+    balances = config.balance not in (None, "equal") and decides(balance_of(config, 1, unlike=False))
+    asked = {f"balance {config.balance!r}": balances, "caps": config.caps, "quantum": config.quantum != 1}
+    ignored = [name for name, is_set in asked.items() if is_set]
+    if ignored:
+        raise ConfigurationError(f"{' and '.join(ignored)} would do nothing: {why}; leave it out")
+
+
+def _throttle_of(config: RunConfig, data: DataAxis, world_size: int) -> Throttle | None:
+    """A factor for each rank; where several compute a part of the batch together, one for each part does too."""
+    if not (config.throttle or config.throttle_at):
+        return None
+    parts = config.throttle.count(",") + 1 if config.throttle else world_size
+    if parts == data.degree and parts != world_size:
+        of_parts = Throttle.parse(config.throttle, (), parts).factors
+        return replace(
+            Throttle.parse(None, config.throttle_at, world_size), factors=tuple(data.owners(of_parts))
+        )
+    return Throttle.parse(config.throttle, config.throttle_at, world_size)
+
+
+def check_division(config: RunConfig, world_size: int) -> None:
+    """Finds what cannot work on so many ranks before any is started.
+
+    Raises:
+        ConfigurationError, ShareError: As :func:`settings_of`, and for an all-reduce that there is not.
+    """
+    strategy = strategy_of(config, world_size)
+    settings = settings_of(config, strategy, world_size)
+    degree = strategy.layout(world_size, settings).data_axis(0).degree
+    if config.allreduce is not None:
+        find(config.allreduce)
+    if config.compress is not None:
+        check_compression(config.compress, config.allreduce, others=["powersgd"])
+    if settings.weights is None:
+        balance = balance_of(config, degree, unlike=True)
+        make_balancer(balance, degree, caps=parse_caps(config.caps, degree), quantum=config.quantum)

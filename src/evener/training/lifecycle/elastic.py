@@ -1,0 +1,92 @@
+"""The numbers of ranks that ``--processes MIN:MAX`` stands for on this machine, with these settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from evener.balance.registry import decides
+from evener.core.config.process_range import Range
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import check_processes, default_processes, kind_taken
+from evener.distributed.launch.launch import is_launched
+from evener.distributed.launch.process_count import Headcount
+from evener.distributed.launch.rendezvous import Rendezvous
+from evener.errors import ConfigurationError
+from evener.training.factory import check_division
+
+
+def headcount_of(config: RunConfig, rendezvous: Rendezvous | None) -> Headcount | None:
+    """How many ranks the run may have; None where its settings name no range.
+
+    Raises:
+        ConfigurationError: If there are devices for fewer than the least, the settings go with no number of the range,
+            name something for each rank, or are for several machines.
+    """
+    if not isinstance(config.processes, str):
+        return None
+    _refuse_launched(config.processes, rendezvous)
+    _refuse_by_hand(config)
+    given, device = Range.of(config.processes), kind_taken(config.device)
+    most = _served(given, device)
+    return Headcount(_allowed(config, range(most, given.least - 1, -1)))
+
+
+def restarting(config: RunConfig, rendezvous: Rendezvous | None) -> Rendezvous | None:
+    """With a restart for each rank that the run can do without, unless their number is given."""
+    if not isinstance(config.processes, str):
+        return rendezvous
+    given, meeting = Range.of(config.processes), rendezvous or Rendezvous()
+    if meeting.max_restarts is not None:
+        return meeting
+    return replace(meeting, max_restarts=given.most - given.least)
+
+
+def _refuse_launched(processes: str, rendezvous: Rendezvous | None) -> None:
+    if is_launched():
+        raise ConfigurationError(
+            f"processes is {processes!r}, and these ranks were started by another launcher, which alone can start them "
+            "again with fewer: leave it out"
+        )
+    if rendezvous is not None and rendezvous.nodes != (1, 1):
+        raise ConfigurationError(
+            f"processes is {processes!r} and nnodes {rendezvous.nnodes!r}: a death ends the ranks of all machines, "
+            "which cannot tell whose were lost; give processes one number, or use one machine"
+        )
+
+
+def _refuse_by_hand(config: RunConfig) -> None:
+    """A number for each rank, where nobody knows which ranks there will be."""
+    weights = config.balance is not None and not decides(config.balance)
+    asked = {
+        f"balance {config.balance!r}": weights,
+        f"caps {config.caps!r}": config.caps,
+        f"throttle {config.throttle!r}": config.throttle,
+        f"throttle_at {','.join(config.throttle_at)!r}": config.throttle_at,
+    }
+    given = [name for name, is_given in asked.items() if is_given]
+    if given:
+        raise ConfigurationError(
+            f"{' and '.join(given)} says something of each rank, and with processes {config.processes!r} there may be "
+            "fewer: leave it out (balance auto finds shares for as many as there are), or give processes one number"
+        )
+
+
+def _served(given: Range, device: str) -> int:
+    """Of the ranks that are wished for, those that this machine has devices for."""
+    check_processes(given.least, device)
+    most = min(given.most, default_processes(device)) if device != "cpu" else given.most
+    check_processes(most, device)
+    return most
+
+
+def _allowed(config: RunConfig, counts: range) -> tuple[int, ...]:
+    """Those of the counts over which model and batch can be divided."""
+    refused: dict[int, ConfigurationError] = {}
+    for count in counts:
+        try:
+            check_division(config, count)
+        except ConfigurationError as error:
+            refused[count] = error
+    if len(refused) == len(counts):
+        raise refused[counts[0]]
+    return tuple(count for count in counts if count not in refused)

@@ -1,0 +1,43 @@
+"""Back to the last checkpoint, where numbers that are not finite end a run and it is asked to go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from evener.core.records import Note
+from evener.errors import ConfigurationError, DataError, DivergenceError
+from evener.training.engine import Engine
+
+MOST_RETURNS = 3
+"""In one run: what makes numbers that are not finite each time does not go away by itself."""
+
+
+def falling_back(train: Callable[[], None], engine: Engine, run_dir: Path | None) -> None:
+    """Calls ``train`` until it ends without such numbers, a few times at most.
+
+    Args:
+        train: Takes all steps that are left; raises DivergenceError on all ranks alike.
+        run_dir: Whose checkpoints are gone back to.
+    """
+    if run_dir is None:
+        raise ConfigurationError(
+            "non_finite=restore falls back to a checkpoint, and this run leaves none: give it a run_dir"
+        )
+    for _ in range(MOST_RETURNS):
+        try:
+            return train()
+        except DivergenceError as error:
+            _fall_back(engine, run_dir, error)
+    return train()
+
+
+def _fall_back(engine: Engine, run_dir: Path, error: DivergenceError) -> None:
+    went_wrong = engine.steps_done
+    try:
+        engine.load(run_dir)
+    except (ConfigurationError, DataError) as lacking:
+        raise DivergenceError(f"{error}. There is no checkpoint to fall back to: {lacking}") from error
+    reason = str(error).partition(";")[0]
+    words = f"{reason}: back to the checkpoint after {engine.steps_done} steps"
+    engine.observers.event(Note(went_wrong, words))

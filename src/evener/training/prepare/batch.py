@@ -1,0 +1,158 @@
+"""A batch that the loop makes itself, without a DataLoader, divided among the ranks.
+
+All ranks make the same whole batch, and each gets its own samples of it. A function that draws is called with the
+generator that all ranks have in common; tensors that were drawn on each rank apart are found by their sums and refused.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.balance.registry import make_balancer
+from evener.balance.shares import parse_caps
+from evener.core.config.run_config import RunConfig
+from evener.data.batch import Batch, MicroBatch, map_leaves, move
+from evener.data.fingerprint import digest_of
+from evener.errors import ConfigurationError, DataError
+from evener.training.prepare.batch_tensors import marked
+from evener.training.prepare.loop_state import Place, Turn
+from evener.training.prepare.prepare import current, settings
+from evener.training.prepare.sample_tensor import leaves_of
+
+_AHEAD = 2
+_DIFFERENT = (
+    "evener.batch was given other tensors on rank {rank} than on rank 0: each rank drew its own. Give it the function "
+    "that draws the batch, as evener.batch(get_batch, 'train'), which all ranks then call with one generator; what "
+    "draws from NumPy, Python or an environment must be seeded alike on all ranks"
+)
+_NO_ROWS = (
+    "evener.batch divides tensors with the samples along dimension {dim}, and got {shapes}. Divide before they are "
+    "flattened, or say dim=1 where the samples come second. A graph as a whole is one sample, whose nodes need each "
+    "other, and cannot be divided: make batches of several graphs or of sampled parts"
+)
+
+
+class Batches:
+    """The batches that one loop makes itself, and how they are divided; goes into a file with the generator."""
+
+    def __init__(self, config: RunConfig, place: Place) -> None:
+        self._place = place
+        self.balancer = make_balancer(
+            config.balance or "equal",
+            place.world_size,
+            caps=parse_caps(config.caps, place.world_size),
+            quantum=config.quantum,
+            lookahead=_AHEAD,
+        )
+        self.step = 0
+
+    @contextmanager
+    def one(self, made: Any, dim: int) -> Iterator[Any]:
+        """This rank's part of ``made``, on its device, while the loop is at it. A collective call at both ends."""
+        place = self._place
+        size = _samples_in(made, dim)
+        mark = float(zlib.crc32(digest_of((made, dim)).encode())) if place.world_size > 1 else 0.0
+        rows = place.exchange("a batch", mark, float(size))
+        other = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        if other:
+            raise ConfigurationError(_DIFFERENT.format(rank=other[0]))
+        turn, own = self._turn(size, mark, dim)
+        step, self.step = self.step, self.step + 1
+        with place.at(turn):
+            yield marked(map_leaves(partial(self._part, own, dim), made), turn)
+        self.balancer.observe(step, turn.batch.shares, place.finish(turn))
+
+    def _turn(self, size: int, mark: float, dim: int) -> tuple[Turn, slice]:
+        shares = self.balancer.shares(self.step, size)
+        end = list(accumulate(shares))[self._place.rank]
+        begin = end - shares[self._place.rank]
+        own = slice(begin, end) if end > begin else slice(0, 1)
+        samples = torch.arange(own.start, own.stop)
+        micro = MicroBatch(None, None, samples, int(end > begin))
+        batch = Batch(0, self.step, self.step * size, size, tuple(shares), [micro], last=False)
+        return Turn(batch, mark, dim=dim), own
+
+    def _part(self, own: slice, dim: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return move(leaf.narrow(dim, own.start, own.stop - own.start), self._place.session.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches there were, and what is known of the ranks' speeds."""
+        return {"step": self.step, "balancer": self.balancer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.step = state["step"]
+        self.balancer.load_state_dict(state["balancer"])
+
+
+def _samples_in(made: Any, dim: int) -> int:
+    """Raises:
+    DataError: If the tensors do not have the same number of samples.
+    """
+    shapes = [tuple(leaf.shape) for leaf in leaves_of(made) if isinstance(leaf, Tensor)]
+    sizes = {shape[dim] if dim < len(shape) else 0 for shape in shapes}
+    if len(sizes) != 1 or 0 in sizes:
+        told = ", ".join(map(str, shapes)) or "no tensor"
+        raise DataError(_NO_ROWS.format(dim=dim, shapes=told))
+    return sizes.pop()
+
+
+@contextmanager
+def batch(*made: Any, dim: int = 0) -> Iterator[Any]:
+    """This rank's samples of a batch that the loop makes itself, for a loop without a DataLoader.
+
+    ::
+
+        with evener.batch(get_batch, "train") as (x, y):        # get_batch("train") gives the batch of all ranks
+            logits, loss = model(x, y)
+            evener.global_mean(loss).backward()
+            optimizer.step()
+
+    Inside, all is as in a prepared loader's batch: losses, :func:`evener.gather`, :func:`evener.draw`, shares by
+    speed. A collective call. :func:`evener.save` writes the place in the sequence of random numbers too.
+
+    Args:
+        made: A function and what it is called with, on all ranks with the same random numbers of torch; or the tensors
+            themselves, the same on all ranks. They may be nested in tuples, lists and dicts.
+        dim: Along which dimension the tensors have the samples: 1 where time comes first.
+
+    Yields:
+        What the function returned, or the tensors, with this rank's samples, on its device. A rank without any gets
+        one, which counts for nothing.
+
+    Raises:
+        ConfigurationError: If ranks have different tensors; on all of them.
+        DataError: If the tensors do not have the same number of samples.
+    """
+    place = current("evener.batch")
+    with batches_of(place).one(_made(made, place), dim) as own:
+        yield own
+
+
+def batches_of(place: Place) -> Batches:
+    """Those that the loop makes itself."""
+    if place.batches is None:
+        place.batches = Batches(settings(), place)
+    found: Batches = place.batches
+    return found
+
+
+def _made(given: Any, place: Place) -> Any:
+    if given and callable(given[0]) and not isinstance(given[0], Tensor):
+        return _called(given[0], given[1:], place)
+    return given[0] if len(given) == 1 else given
+
+
+def _called(function: Callable[..., Any], arguments: Any, place: Place) -> Any:
+    with place.random.drawn():
+        return function(*arguments)

@@ -1,0 +1,144 @@
+"""A file that a prepared loop goes on from, on any number of ranks: written once, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evener.core.text import few, printable, said
+from evener.errors import CheckpointError, ConfigurationError, DataError
+from evener.files import open_regular
+from evener.training.prepare.batch import batches_of
+from evener.training.prepare.loop_state import Place
+from evener.training.prepare.prepare import current
+
+_FORMAT = "evener.training.prepare 1"
+
+
+def save(path: str | os.PathLike[str], **objects: Any) -> None:
+    """Writes models, optimizers, schedulers, loaders, all that has a ``state_dict``, and plain values, by their names.
+
+    A collective call: rank 0 writes, and all go on when the file is whole. One that was there before stays until then.
+
+    Raises:
+        CheckpointError: If it could not be written; on all ranks.
+    """
+    place = current("evener.save")
+    words = place.session.control.broadcast_object(
+        _written(Path(path), objects, place) if place.rank == 0 else ""
+    )
+    if words:
+        raise CheckpointError(
+            f"{path} could not be written on rank 0: {words}; what was there before is as it was"
+        )
+
+
+def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
+    """Has objects go on from what :func:`save` wrote under their names; returns the plain values.
+
+    A collective call: rank 0 reads, and tells the others.
+
+    Raises:
+        ConfigurationError: If something was not saved under its name, or does not fit.
+        DataError: If there is no such file, or it is damaged; on all ranks.
+    """
+    place = current("evener.load")
+    found, words = place.session.control.broadcast_object(_read(Path(path)) if place.rank == 0 else None)
+    if words:
+        raise DataError(words)
+    states, values = found["states"], found["values"]
+    for name in objects:
+        if name not in states:
+            told = printable(few([*states, *values]))
+            raise ConfigurationError(f"{path} has no {name!r}; it has {told}")
+    for name, thing in objects.items():
+        try:
+            thing.load_state_dict(states[name])
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            words = printable(said(error))
+            raise ConfigurationError(f"{name} does not go on from {path}: {words}") from error
+    place.random.take(found["random"])
+    place.steps = found["steps"]
+    if found.get("batches") is not None:
+        batches_of(place).load_state_dict(found["batches"])
+    return dict(values)
+
+
+def _written(path: Path, objects: dict[str, Any], place: Place) -> str:
+    """What went wrong; empty if nothing did."""
+    states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
+    values = {name: thing for name, thing in objects.items() if name not in states}
+    found = {
+        "format": _FORMAT,
+        "states": states,
+        "values": values,
+        "steps": place.steps,
+        "random": place.random.held(),
+        "batches": None if place.batches is None else place.batches.state_dict(),
+    }
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with new.open("wb") as file:
+            torch.save(found, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
+        with suppress(OSError):
+            new.unlink()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """What is in it, and what is wrong with it."""
+    try:
+        with open_regular(path) as file:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return {}, f"there is no file {path} on rank 0: write one with evener.save"
+    except Exception as error:  # of whatever kind: what is damaged may look like anything
+        first = (said(error).splitlines() or [""])[0]
+        return {}, f"{path} cannot be read, it is damaged or no file of evener.save: {printable(first)}"
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or not found.keys() >= _PARTS.keys():
+        return {}, f"{path} was not written by evener.save of this version"
+    wrong = [name for name, check in _PARTS.items() if not check(found[name])]
+    if found.get("batches") is not None and not _is_batches(found["batches"]):
+        wrong.append("batches")
+    if wrong:
+        return {}, f"{path} is damaged, or no file of evener.save: its {', '.join(wrong)} are of another form"
+    return found, ""
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(name) is str for name in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_random(value: Any) -> bool:
+    try:
+        torch.Generator().set_state(value)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _is_batches(value: Any) -> bool:
+    return _is_named(value) and _is_count(value.get("step")) and _is_named(value.get("balancer"))
+
+
+_PARTS: dict[str, Callable[[Any], bool]] = {
+    "states": _is_named,
+    "values": _is_named,
+    "steps": _is_count,
+    "random": _is_random,
+}

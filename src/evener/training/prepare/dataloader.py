@@ -1,0 +1,247 @@
+"""The user's own DataLoader, of which this rank reads its share of each batch.
+
+Its batch sampler stays what it is, and draws the batches of the whole: what is read of each is this rank's run of
+indices. Dataset, collate function, workers and pinning are the loader's own::
+
+    user's batch sampler ─▶ [7 2 9 4 1] ─▶ shares 3, 2 ─▶ rank 0: [7 2 9]   rank 1: [4 1] ─▶ torch's DataLoader
+
+A rank without a share reads the batch's first sample, which counts for nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from itertools import accumulate, count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from evener.balance.base import Balancer
+from evener.balance.registry import make_balancer
+from evener.balance.shares import parse_caps
+from evener.core.config.run_config import RunConfig
+from evener.data.batch import Batch, MicroBatch, map_leaves, move
+from evener.errors import ConfigurationError
+from evener.training.prepare.batch_tensors import marked
+from evener.training.prepare.loop_state import Place, Turn
+from evener.training.prepare.rng import apart
+
+_KEPT = (
+    *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
+)
+"""What of a DataLoader goes over to another as it is."""
+TWICE = (
+    "a prepared loader was iterated anew before the pass at hand was over, and can be in one place of its data at a "
+    "time: prepare a second DataLoader of the same data for the other loop"
+)
+
+
+class Shares:
+    """A batch sampler of this rank's share of each batch that ``batches`` draws.
+
+    Args:
+        batches: The user's own.
+        balancer: Says what a share is.
+    """
+
+    def __init__(self, batches: Any, balancer: Balancer, place: Place) -> None:
+        self._batches, self._balancer, self._place = batches, balancer, place
+        self.drawn: deque[Turn] = deque()
+        """What was asked for and is not handed out yet."""
+        self.step = 0
+        """Batches drawn, over all epochs."""
+        self.epoch = 0
+        self.skip = 0
+        """Batches at the beginning of the epoch that are not read."""
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        random, position, mark = self._place.random, 0, 0
+        skip, self.skip = self.skip, 0
+        with random.drawn():
+            source = iter(self._batches)
+        for index in count():
+            with random.drawn():
+                found = next(source, None)
+            if found is None:
+                return
+            indices = list(found)
+            mark = zlib.crc32(repr(indices).encode(), mark)
+            if index >= skip and indices:
+                batch, own = self._share(indices, index, position)
+                self.drawn.append(Turn(batch, float(mark)))
+                yield own
+            position += len(indices)
+
+    def _share(self, indices: list[Any], index: int, position: int) -> tuple[Batch, list[Any]]:
+        shares = self._balancer.shares(self.step, len(indices))
+        self.step += 1
+        end = list(accumulate(shares))[self._place.rank]
+        own = indices[end - shares[self._place.rank] : end]
+        samples = torch.tensor([_number(each) for each in own or indices[:1]], dtype=torch.int64)
+        micro = MicroBatch(None, None, samples, int(bool(own)))
+        batch = Batch(self.epoch, index, position, len(indices), tuple(shares), [micro], last=False)
+        return batch, own or indices[:1]
+
+
+def _number(index: Any) -> int:
+    """Of a sample; a sampler of the user's may yield other things than numbers."""
+    return int(index) if hasattr(index, "__index__") else zlib.crc32(repr(index).encode())
+
+
+class PreparedLoader:
+    """Yields this rank's share of each batch, collated and on its device; ``len`` is the number of batches of all.
+
+    Args:
+        loader: The user's own, with the batch size of the whole.
+
+    Raises:
+        ConfigurationError: For one that cannot be divided.
+    """
+
+    def __init__(self, loader: DataLoader[Any], config: RunConfig, place: Place) -> None:
+        _check(loader)
+        self.given, self._place = loader, place
+        self.dataset = loader.dataset
+        self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
+        self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
+        ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        self.balancer = make_balancer(
+            config.balance or "equal",
+            place.world_size,
+            caps=parse_caps(config.caps, place.world_size),
+            quantum=config.quantum,
+            lookahead=ahead + 2,
+        )
+        self._shares = Shares(loader.batch_sampler, self.balancer, place)
+        kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+        self._generator = apart(0, place.rank)
+        self._reader: DataLoader[Any] = DataLoader(
+            batch_sampler=self._shares,
+            generator=self._generator,
+            **kept,
+        )
+        self._handed_out = self._passes = 0
+        self._turn: Turn | None = None
+        self._began = self._ordered = place.random.held()
+        self._resumed: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that were gone through."""
+        return self._shares.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        place, shares = self._place, self._shares
+        if place.is_over:
+            raise ConfigurationError(
+                "this loader belongs to an earlier call of evener.prepare, which a later one with models has ended: "
+                "use the one that the last call returned"
+            )
+        if self._turn is not None:
+            place.leave(self._turn)  # of a pass that was given up, or an error ended whose traceback is kept
+        self._passes += 1
+        shares.drawn.clear()
+        self._handed_out, random = shares.skip, place.random
+        random.follow()
+        resumed, self._resumed = self._resumed, None
+        later = random.held()
+        self._began = later if resumed is None else resumed[0]
+        random.take(self._began)
+        source = self._reading()
+        if resumed is not None:
+            random.take(later)
+        return self._pass(self._passes, source, None if resumed is None else resumed[1])
+
+    def _pass(self, number: int, source: Iterator[Any], ordered: Tensor | None) -> Iterator[Any]:
+        """Pass ``number`` through the data, whose order is drawn from ``ordered``, or from where the loop is."""
+        place, shares = self._place, self._shares
+        later = place.random.held()
+        self._ordered = later if ordered is None else ordered
+        place.random.take(self._ordered)
+        while True:
+            if number != self._passes:
+                raise ConfigurationError(TWICE)
+            with place.session.watchdog.phase("loading a batch", step=place.steps):
+                found = next(source, _NOTHING)
+            if ordered is not None:
+                place.random.take(later)  # the order is drawn; what the loop draws goes on from where it was
+                ordered = None
+            if found is _NOTHING:
+                break
+            turn = self._turn = shares.drawn.popleft()
+            self._handed_out += 1
+            with place.at(turn):
+                yield marked(map_leaves(lambda leaf: move(leaf, place.session.device, True), found), turn)
+            seconds = place.finish(turn)
+            self.balancer.observe(shares.step - len(shares.drawn) - 1, turn.batch.shares, seconds)
+        self._handed_out = 0
+        shares.epoch += 1
+
+    def _reading(self) -> Iterator[Any]:
+        """A new pass of the reader, which draws a seed for workers as the plain loader would: once for those that
+        stay."""
+        if self._passes > 1 and self.given.persistent_workers and self.given.num_workers:
+            return iter(self._reader)
+        with self._place.random.drawn():
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.given.generator))
+        self._generator.set_state(apart(seed, self._place.rank).get_state())
+        return iter(self._reader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As of a sampler of the user's that has it."""
+        samplers: tuple[Any, ...] = (self.sampler, self.batch_sampler)
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data: epoch, batches of it that were handed out, and what its order was drawn from."""
+        return {
+            "epoch": self._shares.epoch,
+            "batches": self._handed_out,
+            "began": self._began,
+            "ordered": self._ordered,
+            "balancer": self.balancer.state_dict(),
+            "step": self._shares.step - len(self._shares.drawn),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next pass begins where that of ``state`` was; in mid-epoch the batches before are not read."""
+        self._shares.epoch, self._shares.skip = state["epoch"], state["batches"]
+        self._shares.step = state["step"]
+        self.balancer.load_state_dict(state["balancer"])
+        self._resumed = (state["began"], state["ordered"]) if state["batches"] else None
+
+
+_NOTHING = object()
+
+
+def _check(loader: DataLoader[Any]) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigurationError(
+            "evener.prepare cannot divide a DataLoader of an IterableDataset, which has no numbers of samples; "
+            "evener.Engine reads such data, see docs/data.md"
+        )
+    if loader.batch_sampler is None:
+        raise ConfigurationError(
+            "evener.prepare divides batches, and this DataLoader has batch_size=None: give it the batch size of all "
+            "devices together"
+        )
+    parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(part, DistributedSampler) for part in parts):
+        raise ConfigurationError(
+            "the DataLoader has a DistributedSampler, which gives each rank samples of its own: leave it out, with "
+            "shuffle=True in its place and the batch size of all devices together; evener.prepare divides each batch"
+        )

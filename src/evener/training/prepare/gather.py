@@ -1,0 +1,50 @@
+"""Rows of all ranks, with the gradients of this rank's own.
+
+A loss that every rank computes from them is the same on all, and what arrives at a rank's own rows is their part of
+its gradient. It is taken as many times as there are ranks, as every prepared loss is, because gradients become the
+mean of those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener.collectives.all_gather_rows import rows_of_all
+from evener.training.prepare.loop_state import Place
+
+
+def gathered(leaf: Tensor, shares: Sequence[int], place: Place) -> Tensor:
+    """(rows of all ranks, ...) from (rows of this rank, ...), of which the first ``shares[rank]`` count."""
+    own = leaf[: shares[place.rank]]
+    if not (own.requires_grad and torch.is_grad_enabled()):
+        return _rows(own, shares, place)
+    found: Tensor = _Gathered.apply(own, tuple(shares), place)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _rows(own: Tensor, shares: Sequence[int], place: Place) -> Tensor:
+    if place.world_size == 1:
+        return own.detach()
+    here = own.detach().to(place.session.device)  # whence the ranks' backend sends
+    return rows_of_all(here, shares, place.session.world).to(own.device)
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks, of which this rank's have a gradient; tells the place that a backward pass comes to them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shares: tuple[int, ...], place: Place) -> Tensor:
+        ctx.place, ctx.end = place, list(accumulate(shares))[place.rank]
+        ctx.begin = ctx.end - shares[place.rank]
+        found = _rows(own, shares, place)
+        return found.clone() if found.data_ptr() == own.data_ptr() else found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.place.comes_to_loss()
+        return gradients[0][ctx.begin : ctx.end] * ctx.place.mean.ranks, None, None

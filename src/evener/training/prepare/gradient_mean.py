@@ -1,0 +1,376 @@
+"""Gradients of a prepared loop: after each backward pass those of all ranks, by whatever way they came.
+
+On one device a pass is the gradient of its root, the number on which ``backward`` was called. Here each rank has that
+number, for a prepared loss gives that of the whole batch, and a penalty is made of equal weights; so each goes backward
+from its N-th part, and what comes to the parameters is added up over the ranks. A prepared loss passes N times what it
+gets to this rank's samples, whose own gradients so are those of one device at every layer::
+
+    root / N  ─┬─▶ loss of all ─▶ N times this rank's part ─▶ layers ─▶ parameters ─┐
+               └─▶ penalty ────────────────────────────────▶ parameters ────────────┴─▶ sum over ranks
+
+What an earlier pass of the step has left is divided by N before, too. A gradient that is whole carries a mark; one
+without a mark, set by the loop itself, has to be the same on all ranks, and is compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.collectives.base import AllReduce
+from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
+from evener.collectives.registry import make
+from evener.components import gradients
+from evener.components.coalesce import sent_as_one
+from evener.distributed.mesh import DIVIDING_TERMS
+from evener.errors import ConfigurationError, DivergenceError
+from evener.strategies.after_backward import in_buckets, zeros_of
+from evener.strategies.learner import Learner
+from evener.torch_internals.gradient_hooks import Hooks, give_hooks, hooks_of
+from evener.torch_internals.version import version
+from evener.training.consistency.replicas import digest, together
+from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
+
+Exchange = Callable[..., list[list[float]]]
+"""From a name and numbers to the numbers of all ranks."""
+_MOST_MODELS = 50
+"""Of which a row of float64 can tell."""
+_MARK = "evener_gradient"
+_WHOLE, _PART = "whole", "part"
+
+
+class MeanOfRanks:
+    """Makes the gradients of the models' parameters those of the mean of all ranks' roots.
+
+    Args:
+        models: Of which those that a backward pass has not come to are left alone.
+        exchange: Tells all ranks numbers, and what they are for.
+    """
+
+    def __init__(self, learner: Learner, models: Sequence[nn.Module], exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._delayed = False
+        self._all_reduce: AllReduce | None = None
+        self._touched: set[nn.Parameter] = set()
+        """Those that passes have come to whose gradients were not summed since."""
+        self._kept: dict[nn.Parameter, tuple[Hooks, Tensor | None]] = {}
+        """During a pass: hooks that have to wait for its sum, and the gradient before it."""
+        self._root, self._tolerance = 0.0, 0.0
+        self.incoming = 0.0
+        """What passes brought to prepared losses."""
+        self.renew(learner, models)
+
+    def renew(self, learner: Learner, models: Sequence[nn.Module]) -> None:
+        """Goes on with other models, or with models that were changed."""
+        if len(models) > _MOST_MODELS:
+            raise ConfigurationError(
+                f"{len(models)} models: put them into one module, or {_MOST_MODELS} at most"
+            )
+        self._learner = learner
+        self._models = [list(model.parameters()) for model in models]
+        self._own = set(chain.from_iterable(self._models))
+        group, settings = learner.mesh.group(*DIVIDING_TERMS), learner.settings
+        self._ranks = 1 if group is None else group.size()
+        self.close()
+        if group is not None:
+            seconds, inside = learner.session.timeout_seconds, learner.session.inner_backend
+            self._all_reduce = make(settings.all_reduce, group, seconds, settings.compression, inside)
+        self._sparse = gradients.sparse_weights(learner.model)
+
+    def release(self) -> None:
+        """Holds no model any more, until others come."""
+        self._models, self._own, self._sparse = [], set(), set()
+        self._touched.clear()
+        del self._learner
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return self._ranks
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter of the models."""
+        return tensor in self._own
+
+    @contextmanager
+    def delayed(self) -> Iterator[None]:
+        """Backward passes inside leave gradients to the next one outside."""
+        before, self._delayed = self._delayed, True
+        try:
+            yield
+        finally:
+            self._delayed = before
+
+    def work_is_done(self, tell: Callable[[], None]) -> None:
+        """Calls ``tell`` where ranks are about to wait for each other."""
+        if not self._delayed:
+            tell()
+
+    # A pass
+
+    def going(self, run: Callable[[float], None], root: float, tolerance: float) -> None:
+        """A pass from ``root``, which each rank has; what it leaves is this rank's part.
+
+        Raises:
+            ConfigurationError: For a hook on a parameter's gradient where the sum is put off.
+        """
+        self.check_all_summed("a backward pass")
+        self._put_hooks_off()
+        present = [p for p in self._own if p.grad is not None]
+        for parameter in present:
+            self._become_part(parameter)
+        before = {p: (p.grad, version(p.grad)) for p in present if p.grad is not None}
+        try:
+            run(1 / self._ranks)
+        except BaseException:
+            self._restore_hooks()
+            raise
+        self._root, self._tolerance = self._root + root, max(self._tolerance, tolerance)
+        for parameter in self._own:
+            gradient, (older, number) = parameter.grad, before.get(parameter, (None, 0))
+            if gradient is not None and (gradient is not older or version(gradient) != number):
+                self._touched.add(parameter)
+                _mark(parameter, _PART)
+
+    def _become_part(self, parameter: nn.Parameter) -> None:
+        if _mark_of(parameter) != _PART and parameter.grad is not None:
+            with torch.no_grad():
+                parameter.grad.mul_(1 / self._ranks)
+            _mark(parameter, _PART)
+
+    def _become_whole(self, parameter: nn.Parameter) -> None:
+        if _mark_of(parameter) == _PART and parameter.grad is not None:
+            with torch.no_grad():
+                parameter.grad.mul_(self._ranks)
+            _mark(parameter, _WHOLE)
+
+    def _put_hooks_off(self) -> None:
+        for model in self._models:
+            for parameter in model:
+                hooks = hooks_of(parameter)
+                if hooks is not None and self._delayed:
+                    raise ConfigurationError(
+                        f"{self._name(parameter)} has a hook on its gradient, which wants the gradient of the whole "
+                        "batch, and evener.no_sync puts that off: leave one of them out"
+                    )
+                if hooks is not None and parameter not in self._kept:
+                    self._kept[parameter] = hooks, parameter.grad
+                    give_hooks(parameter, (None, {}))
+                    parameter.grad = None
+
+    def _restore_hooks(self) -> None:
+        """A pass has failed."""
+        for parameter, (hooks, gradient) in self._kept.items():
+            give_hooks(parameter, hooks)
+            parameter.grad = gradient
+        self._kept.clear()
+
+    @torch.no_grad()
+    def _call_hooks(self) -> None:
+        """Those that were put off, with the gradient of all ranks."""
+        kept, self._kept = self._kept, {}
+        for parameter, (hooks, _) in kept.items():
+            give_hooks(parameter, hooks)
+        for parameter, ((before, after), older) in kept.items():
+            found = parameter.grad
+            if found is None:
+                parameter.grad = older
+                continue
+            for hook in list((before or {}).values()):
+                changed = hook(found)
+                found = found if changed is None else changed
+            parameter.grad = found if older is None else older.add_(found)
+            _mark(parameter, _WHOLE)
+            for hook in list((after or {}).values()):
+                with torch.enable_grad():
+                    hook(parameter)
+
+    # The sum
+
+    def __call__(self) -> None:
+        """After a backward pass. A collective call, unless it is delayed.
+
+        Raises:
+            ConfigurationError: On all ranks alike, if they went backward from different numbers.
+        """
+        if self._delayed:
+            return
+        try:
+            if self._all_reduce is not None:
+                for parameters in self._chosen():
+                    self._sum_of(parameters, self._all_reduce)
+            for parameter in self._own:
+                self._become_whole(parameter)
+        except BaseException:
+            self._restore_hooks()
+            raise
+        self._touched.clear()
+        self._call_hooks()
+
+    def _told(self, mask: int, absent: int) -> list[list[float]]:
+        """What all ranks say of their passes since the last sum.
+
+        Raises:
+            ConfigurationError: If these are of different numbers.
+        """
+        trained = zlib.crc32(bytes(p.requires_grad for model in self._models for p in model))
+        own = float(mask), float(absent), float(trained), self._root, self.incoming
+        tolerance, self._root, self.incoming, self._tolerance = self._tolerance, 0.0, 0.0, 0.0
+        rows = self._exchange("the sum of gradients", *own)
+        tolerance = max(tolerance, UNLIKE) if self._learner.session.mixed else tolerance
+        check_roots([row[3] for row in rows], tolerance)
+        check_factors([row[4] * self._ranks for row in rows], tolerance)
+        check_trained([row[2] for row in rows])
+        return rows
+
+    def _chosen(self) -> list[list[nn.Parameter]]:
+        """The parameters of the models that a rank has been backward through, which have a gradient on any."""
+        mask = sum(2**n for n, model in enumerate(self._models) if not self._touched.isdisjoint(model))
+        absent = sum(p.grad is None for model in self._models for p in model if p.requires_grad)
+        rows = self._told(mask, absent)
+        chosen = [model for n, model in enumerate(self._models) if any(int(row[0]) >> n & 1 for row in rows)]
+        if not any(row[1] for row in rows):
+            return [[p for p in model if p.requires_grad] for model in chosen]
+        own = [[p.requires_grad and p.grad is not None for p in model] for model in chosen]
+        return [
+            [p for p, found in zip(model, flags, strict=True) if found]
+            for model, flags in zip(chosen, self._anywhere(own), strict=True)
+        ]
+
+    def _anywhere(self, own: list[list[bool]]) -> list[list[bool]]:
+        said = self._learner.session.control.gather_objects(own)
+        return [[any(flags) for flags in zip(*each, strict=True)] for each in zip(*said, strict=True)]
+
+    @torch.no_grad()
+    def _sum_of(self, parameters: Iterable[nn.Parameter], all_reduce: AllReduce) -> None:
+        present = [p for p in parameters if p.numel()]
+        for parameter in present:
+            if parameter.grad is None:
+                parameter.grad = zeros_of(parameter, parameter in self._sparse)
+        for bucket in in_buckets(present, self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES):
+            self._add_up([p.grad for p in bucket if p.grad is not None], all_reduce)
+        for parameter in present:
+            _mark(parameter, _WHOLE)
+
+    def _add_up(self, found: Sequence[Tensor], all_reduce: AllReduce) -> None:
+        if found[0].is_sparse:
+            for gradient in found:
+                all_reduce(gradient).wait()
+        else:
+            sent_as_one(found, lambda flat: all_reduce(flat).wait())
+
+    @torch.no_grad()
+    def returned(
+        self, found: Sequence[Tensor | None], inputs: Sequence[Tensor], root: float, tolerance: float
+    ) -> None:
+        """Sums what ``torch.autograd.grad`` has found of parameters. A collective call."""
+        self._root, self._tolerance = self._root + root, max(self._tolerance, tolerance)
+        own = [each for each, tensor in zip(found, inputs, strict=True) if self.owns(tensor)]
+        self._told(0, 0)
+        said = self._anywhere([[each is not None for each in own]])[0] if own else []
+        if any(each is None and present for each, present in zip(own, said, strict=True)):
+            raise ConfigurationError(
+                "torch.autograd.grad found no gradient of a parameter on this rank, and one on another: let all "
+                "samples go through it, or call backward()"
+            )
+        for each in own:
+            if each is not None and self._all_reduce is not None:
+                self._add_up([each], self._all_reduce)
+                setattr(each, _MARK, _WHOLE)
+
+    # Before an update
+
+    def _strange(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those whose gradient is there, and of which nobody here knows."""
+        if self._ranks == 1:
+            return []
+        found = {p for p in parameters if p.grad is not None and _mark_of(p) is None}
+        return [p for model in self._models for p in model if p in found]
+
+    def check_all_summed(self, where: str, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """A collective call if there are gradients that a loop has set itself.
+
+        Raises:
+            ConfigurationError: On all ranks alike, if such are not the same on all of them.
+        """
+        strange = self._strange(self._own if parameters is None else self._own.intersection(parameters))
+        if strange:
+            self._compare(strange, where)
+
+    def _compare(self, strange: Sequence[nn.Parameter], where: str) -> None:
+        digests = {self._name(p): digest(p.grad).item() for p in strange if p.grad is not None}
+        rows = self._exchange("the comparison of gradients that were not summed", together(digests))
+        if len({row[0] for row in rows}) > 1:
+            raise ConfigurationError(
+                f"the gradient of {self._name(strange[0])}, one of {len(strange)}, is of rank "
+                f"{self._learner.session.rank}'s samples alone at {where}: it came by no backward pass of all ranks. "
+                f"{WAY_OUT}"
+            )
+        for parameter in strange:
+            _mark(parameter, _WHOLE)
+
+    def check_alike(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """A collective call if something was found.
+
+        Raises:
+            ConfigurationError: On all ranks alike, if gradients of parameters are not the same on all of them.
+        """
+        if not found or self._learner.session.mixed:
+            return
+        digests = {str(number): digest(each.detach()).item() for number, (_, each) in enumerate(found)}
+        rows = self._exchange("the comparison of gradients that were not summed", together(digests))
+        if len({row[0] for row in rows}) > 1:
+            raise ConfigurationError(
+                f"torch.autograd.grad was asked for the gradient of {self._name(found[0][0])} by a number that went "
+                f"through no prepared loss, and found another one on each rank, of its own samples. {WAY_OUT}. For an "
+                "inner step take samples that all ranks have. To look at this rank's gradients alone, take them of a "
+                "copy of the model (copy.deepcopy)"
+            )
+
+    def check_none_put_off(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises:
+        ConfigurationError: If the gradients of ``parameters`` wait for a backward pass that sums them.
+        """
+        left = [p for p in parameters if p.grad is not None and _mark_of(p) == _PART]
+        if left and self._ranks > 1:
+            raise ConfigurationError(
+                f"optimizer.step() with gradients of rank {self._learner.session.rank}'s samples alone, the first that "
+                f"of {self._name(left[0])}: they were put off by evener.no_sync, which the last backward pass before a "
+                "step must be outside of"
+            )
+
+    def _name(self, parameter: Any) -> str:
+        return self._learner.names.get(parameter, "a parameter")
+
+    def check_sound(self, parameters: Iterable[nn.Parameter], step: int) -> None:
+        """Raises:
+        DivergenceError: If a gradient is not finite, on all ranks alike, before the update.
+        """
+        self._learner.look_at(p for p in parameters if p in self._learner.names)
+        name = self._learner.unsound.name()
+        if name is not None:
+            raise DivergenceError(
+                f"the gradient of {name} is not finite before the update of step {step}: the run stops here. Try a "
+                "lower learning rate or clip the gradients"
+            )
+
+    def close(self) -> None:
+        """Gives back what sums."""
+        all_reduce, self._all_reduce = self._all_reduce, None
+        if all_reduce is not None:
+            all_reduce.close()
+
+
+def _mark(parameter: nn.Parameter, mark: str) -> None:
+    if parameter.grad is not None:
+        setattr(parameter.grad, _MARK, mark)
+
+
+def _mark_of(parameter: nn.Parameter) -> str | None:
+    return getattr(parameter.grad, _MARK, None)

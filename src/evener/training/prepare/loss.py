@@ -1,0 +1,243 @@
+"""A loss whose value is that of the whole batch on every rank, and whose gradient is this rank's part of it.
+
+So what a loop prints is what one device would print, and what it back-propagates adds up to that device's gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evener.core.losses import Loss, exact
+from evener.core.losses.torch_losses import is_torch_loss
+from evener.data.batch import map_leaves
+from evener.data.fingerprint import digest_of
+from evener.errors import DivergenceError, LossError
+from evener.training.prepare.gather import gathered
+from evener.training.prepare.global_loss import AllRanks, Parted, agreed, joined, over_of_all
+from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loss_kind import Way, rows_in, way_of
+from evener.training.prepare.rank_checks import check_marks
+from evener.training.prepare.sample_tensor import WITH_REDUCTION, NotSums, Own, leaves_of, own_of, plain_of
+from evener.training.step.step import not_finite
+
+
+class OverAll:
+    """``loss(outputs, targets)``, or of any other arguments, over the samples of all ranks. A collective call.
+
+    Args:
+        function: As `evener.core.losses.exact` takes it; another loss of PyTorch's; or one of the user's, whose kind is
+            tried on the first batch, and again when it takes another course.
+    """
+
+    def __init__(self, function: Any, place: Place) -> None:
+        self.function, self._place = function, place
+        self._exact = _exact_or_none(function)
+        self._way = Way.SUMS if is_torchs_own(function) else None
+        self._is_trusted = self._way is not None
+        self._courses: set[int] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the whole batch, a tensor without dimensions; what the function returns, if that is several.
+
+        With ``reduction="none"`` the losses of this rank's samples, whose sums and means are those of all.
+
+        Raises:
+            LossError: If ranks come to different values, or have different batches that cannot be joined.
+            DivergenceError: If the loss of a rank is not finite, in training; on all ranks alike.
+            ConfigurationError: Outside of a prepared loader's batch.
+        """
+        turn = self._place.turn("the loss was called", (args, kwargs))
+        if self._exact is not None and len(args) == 2 and not kwargs and not self._is_by_samples():
+            return self._of_known(self._exact, *args)
+        if self._exact is not None and not self._is_trusted:
+            raise LossError(
+                f"{_name(self.function)} is a loss of outputs and targets, and was called with {len(args)} arguments "
+                f"and {', '.join(kwargs) or 'no names'}: put what belongs to the targets into one tuple or dict"
+            )
+        if self._place.world_size == 1:
+            made = self.function(*args, **kwargs)
+            self._check_finite(_first_number(made))
+            return made
+        made = self._of_any(args, kwargs)
+        turn.is_counted |= self._way is not Way.SUMS
+        return made
+
+    def _of_known(self, loss: Loss, outputs: Any, targets: Any) -> Tensor:
+        total, count = loss.total(outputs, targets), loss.count(targets)
+        sizes = [leaf.numel() for leaf in leaves_of((outputs, targets)) if isinstance(leaf, Tensor)]
+        own = sizes if is_torch_loss(self.function) else []
+        return joined(self._place, total, count, loss.divisor, own=own)
+
+    def _is_by_samples(self) -> bool:
+        return self._is_trusted and _option(self.function, "reduction") == "none"
+
+    def _of_any(self, args: Any, kwargs: Any) -> Any:
+        if self._way is None:
+            way = agreed(self._place, way_of(self.function, args, kwargs))
+            if way is Way.UNKNOWN:
+                return self._of_rows(args, kwargs)
+            self._way = way
+        made = self._of_sums(args, kwargs, self._way) if self._way < Way.WHOLE else _PARTED
+        if made is _PARTED:
+            self._way = Way.WHOLE
+            return self._of_rows(args, kwargs)
+        return made
+
+    def _of_sums(self, args: Any, kwargs: Any, way: Way) -> Any:
+        joint, stays = AllRanks(self._place, way is Way.SUMS), True
+        made: Any = None
+        try:
+            made = self.function(*own_of(args, joint), **own_of(kwargs, joint))
+        except Parted:
+            return _PARTED
+        except NotSums:
+            stays = False
+        if self._is_trusted:
+            return self._of_torchs_own(made)
+        course = zlib.crc32(" ".join(joint.names).encode())
+        if stays and course not in self._courses:
+            stays = way_of(self.function, args, kwargs) is way
+            self._courses |= {course} if stays else set()
+        rows, number = rows_in((args, kwargs)) if way is Way.PER_ROW else 0, _first_number(made)
+        if way is Way.PER_ROW:
+            stays &= self._are_samples(rows)
+        try:
+            over = over_of_all(self._place, stays, number, rows)
+        except Parted:
+            return _PARTED
+        return _unmarked(made) if way is Way.SUMS else plain_of(made) * (rows / over)
+
+    def _are_samples(self, rows: int) -> bool:
+        """Whether rows are samples, or as many for each of them."""
+        turn = self._place.turn("")
+        return bool(rows) and not turn.dim and not rows % len(turn.micro.samples)
+
+    def _of_torchs_own(self, made: Any) -> Any:
+        if isinstance(made, Own) and not made.dim():
+            return _PARTED  # outputs and targets of other shapes, which PyTorch broadcasts
+        return own_of(plain_of(made), AllRanks(self._place), True) if isinstance(made, Own) else made
+
+    def _of_rows(self, args: Any, kwargs: Any) -> Any:
+        """What each rank computes from the rows of all."""
+        place, turn, rows = self._place, self._place.turn(""), rows_in((args, kwargs))
+        shares = self._rows_of_ranks((args, kwargs), rows)
+
+        def whole(leaf: Any) -> Any:
+            return gathered(leaf, shares, place) if _has_rows(leaf, rows) else leaf
+
+        of_all = map_leaves(whole, (args, kwargs))
+        with place.random.drawn():
+            made = self.function(*of_all[0], **of_all[1])
+        number = _first_number(made)
+        over_of_all(place, True, number, 0)
+        self._check_finite(number)
+        end = sum(shares[: place.rank + 1])
+        own = slice(end - shares[place.rank], end) if turn.samples else slice(0, 1)
+        return map_leaves(lambda leaf: leaf[own] if _has_rows(leaf, sum(shares)) else leaf, made)
+
+    def _check_finite(self, number: Tensor | None) -> None:
+        """Raises:
+        DivergenceError: If a loss to go backward from, which is everybody's, is not finite.
+        """
+        if number is not None and number.requires_grad and not math.isfinite(value := float(number.detach())):
+            raise DivergenceError(not_finite(f"the loss is {value} in step {self._place.steps}"))
+
+    def _rows_of_ranks(self, given: Any, rows: int) -> list[int]:
+        """Raises:
+        LossError: On all ranks, if their rows do not make one batch.
+        """
+        place, turn = self._place, self._place.turn("")
+        kinds = [
+            (str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves_of(given) if _has_rows(leaf, rows)
+        ]
+        others = digest_of([plain_of(leaf) for leaf in leaves_of(given) if not _has_rows(leaf, rows)])
+        fits = bool(rows) and not turn.dim and not rows % len(turn.micro.samples)
+        said = place.session.control.gather_objects(
+            (kinds, others, fits, rows * turn.micro.weight, turn.mark)
+        )
+        check_marks([each[4] for each in said])
+        name = _name(self.function)
+        if not all(each[2] for each in said):
+            raise LossError(_NO_ROWS.format(name=name))
+        if any(each[0] != said[0][0] for each in said):
+            raise LossError(_OTHER_SHAPES.format(name=name, shapes=[each[0] for each in said]))
+        if any(each[1] != said[0][1] for each in said):
+            raise LossError(_OTHER_VALUES.format(name=name))
+        return [each[3] for each in said]
+
+    def __repr__(self) -> str:
+        return f"OverAll({self.function!r})"
+
+
+_PARTED: Any = object()
+"""In place of a result that is computed from the rows of all ranks instead."""
+
+_NO_ROWS = (
+    "{name} is no sum or mean over samples, and what it was called with has no row for each of a rank's samples along "
+    "the first dimension, so that it cannot be computed from those of all ranks: pass all that belongs to samples as "
+    "tensors with the samples first, or give an evener.loss that says its sum and its count"
+)
+_OTHER_SHAPES = (
+    "{name} is no sum or mean over samples, and is computed from the rows of all ranks, which are not of one shape: "
+    "{shapes}. Let all ranks fill up to one length, or give an evener.loss that says its sum and its count"
+)
+_OTHER_VALUES = (
+    "{name} was called with something that is no row of samples and differs between ranks, such as a number counted "
+    "from a rank's own samples: let the function count it from its arguments"
+)
+
+
+def is_torchs_own(function: Any) -> bool:
+    """Whether it is one of PyTorch's losses, which need no try."""
+    if isinstance(function, functools.partial):
+        return not function.args and is_torchs_own(function.func)
+    if isinstance(function, nn.Module):
+        return type(function).__module__ == nn.CrossEntropyLoss.__module__
+    return any(function is getattr(F, name) for name in WITH_REDUCTION)
+
+
+def _option(function: Any, name: str) -> Any:
+    if isinstance(function, functools.partial):
+        return function.keywords.get(name)
+    return getattr(function, name, None)
+
+
+def _exact_or_none(function: Any) -> Loss | None:
+    try:
+        return exact(function)
+    except LossError:
+        if is_torch_loss(function) or not callable(function):
+            raise
+        return None
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+
+
+def _first_number(made: Any) -> Tensor | None:
+    found = (leaf for leaf in leaves_of(made) if isinstance(leaf, Tensor) and not leaf.dim())
+    return next(found, None)
+
+
+def _unmarked(made: Any) -> Any:
+    """Rows of samples as they are, beside the numbers of all ranks."""
+    return map_leaves(lambda leaf: leaf.plain if isinstance(leaf, Own) else leaf, made)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def global_mean(place: Place, value: Tensor, count: float | Tensor) -> Tensor:
+    """From this rank's mean over ``count`` terms the mean over those of all."""
+    if value.dim():
+        return joined(place, value.sum(), count)
+    number = float(count)
+    return joined(place, value * number, number)

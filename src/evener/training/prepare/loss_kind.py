@@ -1,0 +1,302 @@
+"""What kind of loss a function is, tried on unequal parts of a batch as ranks would have them.
+
+Nothing tells what a function computes, so it is asked. Two parts of a batch, with outputs that are drawn (those of a
+fresh model are nearly alike, and would hide what they weigh), stand for two ranks: what these come to, and the
+gradients that they get, are compared with those of the whole. Inside of a try neither random generators nor the
+function's own buffers change.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from evener.data.batch import map_leaves
+from evener.data.fingerprint import generators_kept
+from evener.training.prepare.sample_tensor import Joint, Kind, NotSums, leaves_of, own_of, plain_of
+
+T = TypeVar("T")
+_Found: TypeAlias = tuple[list[float], list[Tensor], list[Tensor]]
+"""Numbers, their gradients, and buffers."""
+
+_MOST_SUMS = 40
+"""In a function; one with more of them is computed over the rows of all ranks."""
+_LEAST_ROWS = 12
+_CUTS = (4, 3, 2)
+"""Into how many parts, of which the first is one. With one draw alone, the larger half of all numbers may be made of
+the larger halves of two parts by chance; and parts of odd numbers of rows have no halves."""
+
+
+class Way(IntEnum):
+    """How a function of all ranks' samples is computed, from the cheapest on."""
+
+    SUMS = 0
+    """Each rank computes its part, and its sums are those of all."""
+    PER_ROW = 1
+    """The same, divided by the number of rows that a rank has, in place of that of all."""
+    WHOLE = 2
+    """Each rank computes it from the rows of all."""
+    UNKNOWN = 3
+    """As WHOLE; with other numbers it may be told."""
+
+
+def rows_in(tree: Any) -> int:
+    """The rows of the first tensor that has any, by which all is divided; 0 if there is none."""
+    return next((len(leaf) for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def way_of(function: Callable[..., Any], args: Any, kwargs: Any) -> Way:
+    """The cheapest way that is right."""
+    tried = _found(function, (args, kwargs), _cheapest)
+    return next((max(ways) for ways in tried if ways), Way.UNKNOWN)
+
+
+def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -> Iterator[list[T]]:
+    """Answers from the most telling numbers on; none from such as the function cannot be computed of."""
+    cards = [leaf.device for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    for drawn, precise in ((True, True), (True, False), (False, True), (False, False)):
+        # fork_rng() of no device would leave the card's generator where the function took it to
+        with generators_kept(), torch.random.fork_rng(sorted({card.index or 0 for card in cards})):
+            answers: list[T] = []
+            with suppress(Exception, NotSums):
+                answers = [ask(_Try(function, given, drawn, precise, cut)) for cut in _CUTS]
+        yield answers
+
+
+def _cheapest(tried: _Try) -> Way:
+    with suppress(Exception, NotSums):
+        return tried.way()
+    return Way.WHOLE
+
+
+class _Try:
+    """A function and numbers to try it on.
+
+    Args:
+        given: Arguments by place and by name.
+        drawn: Whether outputs are drawn, not those that there are.
+        precise: Whether all is in double precision.
+        parts: Into how many equal parts the rows would go, of which one is against the others.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], given: Any, drawn: bool, precise: bool, parts: int
+    ) -> None:
+        self._function, self._precise = function, precise
+        self._rows = rows_in(given)
+        self._size = max(self._rows + self._rows % 2, _LEAST_ROWS)
+        self._cut = (self._size // parts - 1) | 1
+        index = torch.arange(self._size) % max(1, self._rows)
+        index[self._rows :] = torch.randint(max(1, self._rows), (max(0, self._size - self._rows),))
+        index = index[torch.randperm(self._size)]
+        outputs = _outputs_of(given)
+        self._whole = map_leaves(lambda leaf: self._made(leaf, index, drawn, id(leaf) in outputs), given)
+        self._value, self._gradients, self._state = self._computed(self._whole, None)
+        if not self._value or not all(map(math.isfinite, self._value)):
+            raise ArithmeticError("nothing can be compared with what is not finite")
+
+    def _made(self, leaf: Any, index: Tensor, drawn: bool, is_output: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = plain_of(leaf).detach()
+        if self._precise and leaf.is_floating_point():
+            leaf = leaf.double()
+        if not self._has_rows(leaf):
+            return leaf
+        leaf = leaf[index.to(leaf.device)]
+        if is_output:
+            leaf = (_drawn_like(leaf) if drawn else leaf.clone()).requires_grad_()
+        return leaf
+
+    def _has_rows(self, leaf: Any, rows: int | None = None) -> bool:
+        expected = self._rows if rows is None else rows
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == expected
+
+    def _parts(self) -> list[Any]:
+        cuts = slice(0, self._cut), slice(self._cut, self._size)
+        return [map_leaves(partial(self._part, cut), self._whole) for cut in cuts]
+
+    def _part(self, rows: slice, leaf: Any) -> Any:
+        if not self._has_rows(leaf, self._size):
+            return leaf
+        return leaf.detach()[rows].requires_grad_(leaf.requires_grad)
+
+    def _computed(self, given: Any, joint: Joint | None) -> _Found:
+        """Numbers, their gradients, and the buffers that the function has afterwards."""
+        function = self._function
+        if isinstance(function, nn.Module):
+            function = copy.deepcopy(function)
+            function = function.double() if self._precise else function
+        args, kwargs = given if joint is None else own_of(given, joint)
+        with torch.enable_grad():
+            made = [leaf for leaf in leaves_of(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        numbers = [plain_of(leaf) for leaf in made if not leaf.dim()]
+        wanted = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        sources = [number for number in numbers if number.requires_grad]
+        found = torch.autograd.grad(sources, wanted, allow_unused=True) if sources and wanted else ()
+        gradients = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(wanted, found, strict=bool(found))
+        ]
+        state = [buffer.detach() for buffer in function.buffers()] if isinstance(function, nn.Module) else []
+        return [float(number.detach()) for number in numbers], gradients, state
+
+    def way(self) -> Way:
+        """What two ranks that tell each other their sums come to, beside one device."""
+        found, shares = self._of_parts(), [self._cut / self._size, 1 - self._cut / self._size]
+        if found is None:
+            return Way.WHOLE
+        if self._agrees(found, [1.0, 1.0]):
+            return Way.SUMS
+        return Way.PER_ROW if len(self._value) == 1 and self._agrees(found, shares) else Way.WHOLE
+
+    def _of_parts(self) -> list[_Found] | None:
+        """None if there are no sums, or others for each part."""
+        parts, known = self._parts(), list[_Said]()
+        for _ in range(_MOST_SUMS):
+            told = [_Telling(known) for _ in parts]
+            found = [self._computed(part, each) for part, each in zip(parts, told, strict=True)]
+            if told[0].names != told[1].names or len({len(each.said) for each in told}) > 1:
+                return None
+            if len(told[0].said) == len(known):
+                return found if known else None
+            known.append(told[0].said[len(known)].with_that_of(told[1].said[len(known)]))
+        return None
+
+    def _agrees(self, found: list[_Found], weights: list[float]) -> bool:
+        """Whether each part comes to the value of the whole, and both together to its gradients."""
+        scaled = list(zip(found, weights, strict=True))
+        values = [torch.tensor(each[0], dtype=torch.float64) * weight for each, weight in scaled]
+        parts = zip(*([gradient * weight for gradient in each[1]] for each, weight in scaled), strict=True)
+        whole = torch.tensor(self._value, dtype=torch.float64)
+        pairs = [
+            *((value, whole) for value in values),
+            *zip(map(torch.cat, parts), self._gradients, strict=True),
+            *(pair for each in found for pair in zip(each[2], self._state, strict=True)),
+        ]
+        return all(_alike(own, expected, self._bound) for own, expected in pairs)
+
+    @property
+    def _bound(self) -> float:
+        """Relative: far more than rounding, and far less than what a sample weighs."""
+        kinds = [
+            leaf.dtype
+            for leaf in leaves_of(self._whole)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
+        return 3 * math.sqrt(max((float(torch.finfo(kind).eps) for kind in kinds), default=1e-16))
+
+
+def _outputs_of(given: Any) -> set[int]:
+    """The tensors that have a gradient; within ``no_grad`` those of the first argument."""
+    leaves = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    args, kwargs = given
+    first = leaves_of([*args, *kwargs.values()][:1])
+    return {id(leaf) for leaf in leaves if leaf.requires_grad} or {
+        id(leaf) for leaf in leaves if any(leaf is each for each in first)
+    }
+
+
+def _alike(one: Tensor, other: Tensor, bound: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.numel():
+        return True
+    apart = (one.double() - other.double()).abs().max()
+    return bool(apart <= bound * other.double().abs().max() + 1e-30)
+
+
+def _drawn_like(leaf: Tensor) -> Tensor:
+    """Numbers of the same kind: probabilities, logarithms of such, positive ones, or any."""
+    spread = torch.linspace(3.0, 0.3, len(leaf), dtype=torch.float64)  # unlike parts: the largest are in one
+    drawn = torch.randn(leaf.shape, dtype=torch.float64) * spread.view(-1, *[1] * (leaf.dim() - 1))
+    drawn = drawn.to(leaf.device, leaf.dtype)
+    if leaf.dim() > 1 and bool((leaf >= 0).all()) and bool(((leaf.sum(-1) - 1).abs() < 1e-3).all()):
+        return drawn.softmax(-1)
+    if bool((leaf <= 0).all()) and leaf.dim() > 1:
+        return drawn.log_softmax(-1)
+    if bool((leaf >= 0).all()):
+        return drawn.sigmoid() if bool((leaf <= 1).all()) else drawn.exp()
+    return drawn
+
+
+class _Said:
+    """A sum that a part came to, or both together."""
+
+    def __init__(self, value: float, count: float, finish: Callable[[list[_Said]], float], over: Any) -> None:
+        self.value, self.count = value, count
+        self._finish, self._over = finish, over
+        self.parts = [self]
+
+    def with_that_of(self, other: _Said) -> _Said:
+        both = _Said(0.0, self.count + other.count, self._finish, self._over)
+        both.parts = [self, other]
+        return both
+
+    @property
+    def number(self) -> float:
+        return self._finish(self.parts)
+
+    @property
+    def over(self) -> float:
+        return float(self._over(self.count)) or 1.0
+
+
+class _Telling(Joint):
+    """Of one part, what it is told of both where that is known already, and what it came to itself."""
+
+    def __init__(self, known: Sequence[_Said]) -> None:
+        super().__init__()
+        self._known, self.said = known, list[_Said]()
+
+    def join(
+        self, total: Tensor, count: Any, divisor: Callable[[float], float], sizes: Sequence[int] = ()
+    ) -> Tensor:
+        def finish(parts: list[_Said]) -> float:
+            over = divisor(sum(part.count for part in parts))
+            return sum(part.value for part in parts) / over if over else math.nan
+
+        own = _Said(float(total.detach()), float(count), finish, divisor)
+        known = self._next(own)
+        if not total.requires_grad:
+            return total.detach().new_tensor(known.number)
+        return valued(total, known.number, 1.0 / known.over)
+
+    def extreme(self, value: Tensor, count: int, kind: Kind) -> Tensor:
+        def finish(parts: list[_Said]) -> float:
+            found = [part.value for part in parts if part.count]
+            return (max if kind == "max" else min)(found or [part.value for part in parts])
+
+        return value.detach().new_tensor(self._next(_Said(float(value), count, finish, float)).number)
+
+    def _next(self, own: _Said) -> _Said:
+        self.said.append(own)
+        index = len(self.said) - 1
+        return self._known[index] if index < len(self._known) else own
+
+
+class _Valued(torch.autograd.Function):
+    """A number with another's gradient, ``factor`` times."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, value: float, factor: float) -> Tensor:
+        ctx.factor = factor
+        return total.new_tensor(value).reshape(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None, None
+
+
+def valued(total: Tensor, value: float, factor: float) -> Tensor:
+    """``value``, whose gradient is ``factor`` times that of ``total``."""
+    made: Tensor = _Valued.apply(total, value, factor)  # type: ignore[no-untyped-call]
+    return made

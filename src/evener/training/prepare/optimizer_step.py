@@ -1,0 +1,76 @@
+"""Updates of a prepared loop: every optimizer of the process is looked at before it steps, prepared or not.
+
+An optimizer that was made after ``evener.prepare``, or was never given to it, updates the same weights as any other.
+What it is given, learning rates among it, is compared when the ranks next tell each other something.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from evener.components.sharded_tensor.local import is_divided
+from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.errors import ConfigurationError
+from evener.training.consistency.replicas import digest, together
+from evener.training.prepare.loop_state import Place
+from evener.training.prepare.rank_checks import folded
+
+
+class Updates:
+    """Those of a preparation, until it is closed."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+
+    def close(self) -> None:
+        """Looks at none any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Every optimizer of the process comes here, prepared or not."""
+        closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
+        if self._place.is_over or closure is not None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = [p for p in parameters if self._place.mean.owns(p)]
+        if own and self._place.is_in_pass:
+            raise ConfigurationError(
+                "an optimizer stepped in the middle of a backward pass, before gradients were summed over the ranks: "
+                "step when backward() has returned, or in a hook of register_post_accumulate_grad_hook"
+            )
+        self._place.mean.check_none_put_off(own)
+        self._place.mean.check_all_summed("optimizer.step()", own)
+        self._place.mean.check_sound(own, self._place.steps)
+        if self._place.world_size > 1:
+            strangers = [p for p in parameters if not self._place.mean.owns(p)]
+            told = _gradients([p for p in strangers if not is_divided(p) and slice_of(p) is None])
+            rates = _rates(optimizer) if own and not self._place.session.mixed else 0
+            self._place.strangers = folded(self._place.strangers, told, rates)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._place.is_over and any(
+            self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]
+        ):
+            self._place.took_step()
+
+
+def _gradients(tensors: list[Tensor]) -> int:
+    """A number of those of tensors that are in no model; 0 if there are none."""
+    found = {str(n): digest(p.grad).item() for n, p in enumerate(tensors) if p.grad is not None}
+    return int(together(found)) if found else 0
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> int:
+    """A number of the groups' learning rates, of which devices are not asked."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return crc32(" ".join(f"{rate:.9g}" for rate in rates if isinstance(rate, int | float)).encode()) or 1

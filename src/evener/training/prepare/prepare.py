@@ -1,0 +1,331 @@
+"""``evener.prepare``: which object is what, and what becomes of it."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar, Unpack, overload
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from evener.core.config.kwargs import LoopSettings
+from evener.core.config.run_config import RunConfig
+from evener.core.did_you_mean import did_you_mean
+from evener.core.losses.torch_losses import is_sum, is_torch_loss
+from evener.core.plugins import kind_of
+from evener.core.task.task import Task
+from evener.distributed.loop_watch import loop_watch
+from evener.distributed.session import Session
+from evener.errors import ConfigurationError
+from evener.nn.fqn import clean_name
+from evener.strategies.base import set_up
+from evener.strategies.learner import Learner
+from evener.training.batches.device_mix import why_by_speed
+from evener.training.consistency.startup import agree_on_functions, agree_on_optimizer, agreement
+from evener.training.factory import balance_of, settings_of, strategy_of
+from evener.training.prepare.backward import Passes
+from evener.training.prepare.dataloader import PreparedLoader
+from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loss import OverAll
+from evener.training.prepare.optimizer_step import Updates
+from evener.training.prepare.rng import CommonRandom
+
+SETTINGS = (
+    *(
+        "allreduce",
+        "balance",
+        "batch_norm",
+        "bucket_mb",
+        "caps",
+        "check_data",
+        "compress",
+        "device",
+        "quantum",
+    ),
+    *("seed", "throttle", "throttle_at", "timeout_seconds"),
+)
+"""Of a run, those that go with a loop of the user's own."""
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
+_D = TypeVar("_D")
+_E = TypeVar("_E")
+
+
+class _Current:
+    """The preparation of this process."""
+
+    place: Place | None = None
+    given: RunConfig = RunConfig()
+    config: RunConfig = RunConfig()
+    opened: ExitStack | None = None
+
+
+@overload
+def prepare(a: _A, /, **settings: Unpack[LoopSettings]) -> _A: ...
+@overload
+def prepare(a: _A, b: _B, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B]: ...
+@overload
+def prepare(a: _A, b: _B, c: _C, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B, _C]: ...
+@overload
+def prepare(a: _A, b: _B, c: _C, d: _D, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B, _C, _D]: ...
+@overload
+def prepare(
+    a: _A, b: _B, c: _C, d: _D, e: _E, /, **settings: Unpack[LoopSettings]
+) -> tuple[_A, _B, _C, _D, _E]: ...
+@overload
+def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any: ...
+def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
+    """Makes a training loop of one device that of all ranks: the same training, at the sum of their speeds.
+
+    ::
+
+        model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)
+        for inputs, targets in loader:                      # this rank's share of each batch, on its device
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()         # gradients are those of the whole batch then
+            optimizer.step()
+
+    All ranks call it with the same things. Models get the weights of rank 0, and a BatchNorm that normalizes by the
+    samples of all; a `DataLoader` keeps its data, order and workers, and its batch size is that of all ranks together;
+    a loss gives the mean over all; optimizers and schedulers stay what they are.
+
+    Args:
+        objects: Models, optimizers, DataLoaders, schedulers and losses in any order: a loss is a module of PyTorch's,
+            one of its functions, an :class:`evener.Loss`, or a function of outputs and targets that gives the mean
+            over its samples. A later call adds to this one; one with other settings, or with a model that was given
+            before, begins anew.
+        settings: Of the run, such as ``balance="auto"``, ``device="cpu"``, ``allreduce`` or ``seed``.
+
+    Returns:
+        The objects in the order in which they were given; one by itself if it was alone.
+
+    Raises:
+        ConfigurationError: For what it does not know or cannot divide, for settings that do not go with a loop of
+            one's own, and on all ranks if they do not train the same.
+    """
+    if not objects:
+        raise ConfigurationError(
+            "evener.prepare got nothing: give it a model, an optimizer, a DataLoader and a loss"
+        )
+    given = [_as_given(thing) for thing in objects]
+    kinds = [_kind(thing) for thing in given]
+    models = [thing for thing, kind in zip(given, kinds, strict=True) if kind == "model"]
+    optimizers = [thing for thing, kind in zip(given, kinds, strict=True) if kind == "optimizer"]
+    place = _place_of(models, given, dict(settings))
+    _check_optimizers(optimizers, models, place)
+    functions = [thing for thing, kind in zip(given, kinds, strict=True) if kind in ("loss", "scheduler")]
+    agree_on_functions(functions, place.session)
+    made = iter(place.models[len(place.models) - len(models) :])
+    found = [
+        loop_watch().prepared(kind, thing, next(made) if kind == "model" else _prepared(thing, kind, place))
+        for thing, kind in zip(given, kinds, strict=True)
+    ]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def current(what: str) -> Place:
+    """The preparation of this process.
+
+    Raises:
+        ConfigurationError: If there is none, for ``what``.
+    """
+    if _Current.place is None:
+        raise ConfigurationError(f"{what} goes with evener.prepare, which was not called yet with a model")
+    return _Current.place
+
+
+def settings() -> RunConfig:
+    """Of the preparation of this process."""
+    return _Current.config
+
+
+def place_or_none() -> Place | None:
+    """The preparation of this process, if there is one."""
+    return _Current.place
+
+
+def end() -> None:
+    """Ends the preparation of this process, if there is one, and gives everything back."""
+    opened, _Current.opened, _Current.place = _Current.opened, None, None
+    if opened is not None:
+        error = getattr(sys, "last_value", None)  # of a script that ends with it
+        opened.__exit__(
+            None if error is None else type(error), error, None if error is None else error.__traceback__
+        )
+
+
+atexit.register(end)
+
+
+def _as_given(thing: Any) -> Any:
+    """What an earlier call made something of is taken as it was given to that."""
+    if isinstance(thing, PreparedLoader):
+        return thing.given
+    return thing.function if isinstance(thing, OverAll) else thing
+
+
+def _kind(thing: Any) -> str:
+    if isinstance(thing, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(thing, Scheduler):
+        return "scheduler"
+    if isinstance(thing, DataLoader):
+        return "loader"
+    if is_torch_loss(thing) or is_sum(thing):
+        return "loss"
+    if isinstance(thing, nn.DataParallel | DistributedDataParallel):
+        raise ConfigurationError(
+            f"a model in {type(thing).__name__} is divided already: give evener.prepare the model itself"
+        )
+    if isinstance(thing, nn.Module):
+        return "model" if any(True for _ in thing.parameters()) else "loss"
+    if callable(thing) and not isinstance(thing, type):
+        return "loss"
+    if isinstance(thing, Iterator):
+        raise ConfigurationError(
+            f"evener.prepare cannot divide something {kind_of(thing)}, which has no numbers of samples and is read "
+            "once: give it the DataLoader itself, or make one of what it yields"
+        )
+    raise ConfigurationError(
+        f"evener.prepare does not know what to do with {kind_of(thing)}: it takes models, optimizers, DataLoaders, "
+        "schedulers and losses"
+    )
+
+
+def config_of(settings: dict[str, Any]) -> RunConfig:
+    for name in settings:
+        if name not in SETTINGS:
+            known = name in {field.name for field in fields(RunConfig)}
+            hint = "is a setting of evener.fit and evener.Engine" if known else did_you_mean(name, SETTINGS)
+            raise ConfigurationError(
+                f"evener.prepare takes no {name}; {hint or 'it takes ' + ', '.join(SETTINGS)}"
+                + (
+                    f", and a loop of your own does that itself; prepare takes {', '.join(SETTINGS)}"
+                    if known
+                    else ""
+                )
+            )
+    return RunConfig(**settings)
+
+
+def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, Any]) -> Place:
+    """The preparation that a call is for: the one at hand, or a new one."""
+    place, make = _Current.place, partial(_learner, objects)
+    if not models:
+        if settings:
+            raise ConfigurationError(
+                f"{', '.join(settings)} goes with the call of evener.prepare that has the model: say it there"
+            )
+        return current("preparing what has no model, as a DataLoader before its model,")
+    config = config_of(loop_watch().settings(settings))
+    is_given_again = place is not None and any(model is other for model in models for other in place.models)
+    if place is None or is_given_again or (settings and config != _Current.given):
+        return _begin(models, make, config)
+    try:
+        place.add(models, partial(make, _Current.config))
+    except BaseException:
+        end()
+        raise
+    return place
+
+
+def _begin(models: list[nn.Module], make: Callable[..., Learner], given: RunConfig) -> Place:
+    end()
+    watch = loop_watch()
+    watch.opened(end)
+    with ExitStack() as opened:
+        session = opened.enter_context(
+            Session(given.device, given.timeout_seconds, environment=watch.environment)
+        )
+        random = CommonRandom(session.control.broadcast_object(torch.get_rng_state()), session.rank)
+        opened.callback(random.close)
+        config = _settled(given, session)
+        place = Place(session, partial(make, config), models, random)
+        random.watch()
+        opened.callback(place.close)
+        opened.callback(Passes(place).close)
+        opened.callback(Updates(place).close)
+        _Current.opened, _Current.place = opened.pop_all(), place
+        _Current.config, _Current.given = config, given
+    return place
+
+
+def _settled(config: RunConfig, session: Session) -> RunConfig:
+    """The settings with what divides a batch. A collective call where they leave it open."""
+    if config.balance is not None:
+        return config
+    by_speed = balance_of(config, session.world_size, unlike=True) == "auto"
+    why = why_by_speed(config, session) if by_speed else ""
+    if why and session.rank == 0:
+        print(why, file=sys.stderr, flush=True)
+    return config.replace(balance="auto" if why else "equal")
+
+
+def _learner(
+    objects: Sequence[Any], config: RunConfig, models: Sequence[nn.Module], session: Session
+) -> Learner:
+    whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+    task = Task(
+        model=lambda: whole,
+        loss=nn.CrossEntropyLoss(),  # not asked for: the loop has its own
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # neither
+        train=_data_of([thing for thing in objects if isinstance(thing, DataLoader)]),
+    )
+    strategy = strategy_of(config, session.world_size)
+    settings = settings_of(config, strategy, session.world_size)
+    return set_up(strategy, task, session, settings, agreement(task, config, session))
+
+
+def _data_of(loaders: Sequence[DataLoader[Any]]) -> Any:
+    """What the ranks compare a few samples of; an iterable data set is refused later, in its own words."""
+    return next((each.dataset for each in loaders if hasattr(each.dataset, "__getitem__")), [0])
+
+
+def _check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], place: Place
+) -> None:
+    """Raises:
+    ConfigurationError: If an optimizer has parameters of no model, or is not the same on all ranks.
+
+    Warns:
+        UserWarning: With the name of the first parameter that no optimizer has.
+    """
+    held = set(chain.from_iterable(group["params"] for o in optimizers for group in o.param_groups))
+    strangers = [p for p in held if not place.mean.owns(p)]
+    if strangers:
+        raise ConfigurationError(
+            f"an optimizer has {len(strangers)} parameters, the first of shape {tuple(strangers[0].shape)}, of no "
+            "model that was given: give evener.prepare the model before, or in the same call"
+        )
+    own = {p: clean_name(name) for model in models for name, p in model.named_parameters()}
+    left = [name for p, name in own.items() if p.requires_grad and p not in held]
+    if optimizers and left:
+        warnings.warn(
+            f"{left[0]}, one of {len(left)} parameters, is in no optimizer, and stays as it is; set "
+            "requires_grad=False where that is meant",
+            stacklevel=3,
+        )
+    for optimizer in optimizers:
+        agree_on_optimizer(optimizer, None, place.learner.names, place.session)
+
+
+def _prepared(thing: Any, kind: str, place: Place) -> Any:
+    if kind == "loader":
+        return PreparedLoader(thing, _Current.config, place)
+    if kind == "loss":
+        return OverAll(thing, place)
+    return thing

@@ -1,0 +1,80 @@
+"""Whether ranks of a prepared loop hold the same weights and buffers, as :mod:`evener.training.consistency.replicas`
+asks in a run.
+
+A number of all of them goes with the row that ends a batch, after the first update and then so rarely that it takes no
+more of the time than there. Only where it differs do ranks tell each other that of every tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from evener.distributed.session import Session
+from evener.errors import DivergenceError
+from evener.strategies.learner import Learner
+from evener.training.consistency.replicas import digests_of, parts_of, steps_between, together
+
+Told = tuple[float, float, float]
+
+
+class Replicas:
+    """Those of one preparation."""
+
+    def __init__(self) -> None:
+        self._batches, self._next, self._last = 0, 1, 0
+        self._last_steps = 0
+        """Updates before the last comparison."""
+        self._last_time = time.perf_counter()
+        self._own: dict[str, float] = {}
+
+    def told(self, learner: Learner, steps: int) -> Told:
+        """At the end of a batch, after so many updates, for all ranks: a number of what this one holds, and seconds
+        that it took and that a batch takes; zeros where it is not time for it."""
+        session = learner.session
+        self._batches += 1
+        is_due = self._batches >= self._next or (steps > 0 and not self._last_steps)
+        if not is_due or session.mixed or session.world_size == 1:
+            return 0.0, 0.0, 0.0
+        began = time.perf_counter()
+        self._own = _held(learner)
+        now = time.perf_counter()
+        usual = (began - self._last_time) / (self._batches - self._last)
+        self._last_time = now
+        return together(self._own), now - began, usual
+
+    def check(self, told: Sequence[Sequence[float]], session: Session, steps: int) -> None:
+        """Raises:
+        DivergenceError: On all ranks alike, if they hold different numbers.
+        """
+        if not any(row[0] for row in told):
+            return
+        if len({row[0] for row in told}) > 1:
+            everyone = session.control.gather_objects(self._own)
+            raise DivergenceError(_difference(everyone, steps, self._last_steps))
+        self._last, self._last_steps = self._batches, steps
+        self._next = self._batches + steps_between(max(row[1] for row in told), min(row[2] for row in told))
+
+
+def _held(learner: Learner) -> dict[str, float]:
+    """A number of each tensor, by name, without buffers that all get from one rank when the batch has ended."""
+    loose = {buffer.data_ptr() for buffer in learner.loose_buffers()}
+    parts = [part for part in parts_of(learner, False) if not part.axes]
+    found = digests_of(
+        [part for part in parts if part.numbers.data_ptr() not in loose], learner.session.device
+    )
+    return found.get((), {})
+
+
+def _difference(everyone: Sequence[dict[str, float]], steps: int, last: int) -> str:
+    names = dict.fromkeys(name for held in everyone for name in held)
+    found = [name for name in names if len({held.get(name) for held in everyone}) > 1]
+    first, own = found[0], everyone[0].get(found[0])
+    others = ", ".join(str(rank) for rank, held in enumerate(everyone) if held.get(first) != own)
+    more = f", one of {len(found)} that differ," if len(found) > 1 else ""
+    return (
+        f"after {steps} updates {first}{more} is not on rank {others} what it is on rank 0, and must be the same on "
+        f"all; ranks were last seen equal after {last}. What can do it: a weight that is written on one rank alone, an "
+        "update by hand with a gradient of a rank's own samples, as of a loss that evener.prepare did not get; random "
+        "numbers that are not the same on all ranks; memory or a device at fault"
+    )

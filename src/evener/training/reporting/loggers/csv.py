@@ -1,0 +1,57 @@
+"""A run's numbers as a table for any program that reads CSV."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TextIO
+
+from evener.core.observer import Observer
+from evener.core.os_errors import in_words
+from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.training.reporting.loggers import scalars as numbers
+
+
+class CsvFile(Observer):
+    """One number a line: ``steps,name,value``, where ``steps`` says after how many it was so.
+
+    Args:
+        path: The file; a run that goes on adds to it, and leaves out what it held of later steps.
+
+    Raises:
+        StorageError: At the start, if it cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: TextIO | None = None
+
+    def start(self, run: RunStart) -> None:
+        with in_words(f"the numbers cannot be written to {self._path}"):
+            kept = _until(self._path, run.steps_done) if run.steps_done and self._path.exists() else []
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w", newline="")
+            self._writer = csv.writer(self._file)
+            self._writer.writerows([["steps", "name", "value"], *kept])
+
+    def step(self, record: StepRecord) -> None:
+        self._write(record.step + 1, numbers.of_step(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write(record.step, numbers.of_evaluation(record))
+
+    def end(self, summary: RunSummary | None) -> None:
+        if self._file is not None:
+            with in_words(f"the numbers cannot be written to {self._path}"):
+                self._file.close()
+            self._file = None
+
+    def _write(self, steps: int, values: dict[str, float]) -> None:
+        with in_words(f"the numbers cannot be written to {self._path}"):
+            self._writer.writerows([steps, name, repr(value)] for name, value in values.items())
+
+
+def _until(path: Path, steps_done: int) -> list[list[str]]:
+    with path.open(newline="") as file:
+        rows = [row for row in csv.reader(file) if len(row) == 3 and row[0].isdigit()]
+    return [row for row in rows if int(row[0]) <= steps_done]

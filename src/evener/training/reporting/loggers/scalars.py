@@ -1,0 +1,44 @@
+"""The numbers of a record by name, the same for every program that they are handed to."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from typing import Any
+
+from evener.core.records import EvaluationRecord, StepRecord
+from evener.errors import ConfigurationError
+
+
+def of_step(record: StepRecord) -> dict[str, float]:
+    """``train/loss`` and what goes with it; of a run of several ranks also each rank's share."""
+    shares = {f"share/rank_{rank}": share / sum(record.shares) for rank, share in enumerate(record.shares)}
+    numbers = {"train/loss": record.loss, "train/lr": record.lr, "train/step_seconds": record.seconds}
+    return numbers | (shares if len(shares) > 1 else {})
+
+
+def of_evaluation(record: EvaluationRecord) -> dict[str, float]:
+    """``evaluation/loss`` and each metric."""
+    return {f"evaluation/{name}": value for name, value in record.metrics.items()}
+
+
+def flat(settings: dict[str, Any]) -> dict[str, str | float | int | bool]:
+    """Settings as programs take them that know no lists and no None: those are text."""
+    plain = (str, float, int, bool)
+    return {
+        name: value if isinstance(value, plain) else json.dumps(value, default=str)
+        for name, value in settings.items()
+    }
+
+
+def needed(module: str) -> Any:
+    """Imports and returns the module.
+
+    Raises:
+        ConfigurationError: If it is not installed.
+    """
+    root = module.partition(".")[0]
+    if importlib.util.find_spec(root) is None:
+        raise ConfigurationError(f"this observer needs {root}, which is not installed: pip install {root}")
+    return importlib.import_module(module)

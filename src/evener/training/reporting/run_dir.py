@@ -1,0 +1,327 @@
+"""The directory that a run leaves: of one run at a time, and an earlier one's until the new one has begun.
+
+What a finished run left is replaced only where that was asked for. A run that was cut short may be begun anew in its
+directory, or gone on with. A directory that is not a run, as far as its mark says, is left as it is if a file of the
+run would replace one that is there.
+
+::
+
+    evener.json     the mark: this directory is Evener's; which run has it, and which launcher started that
+    config.json     the settings, resolved
+    records.jsonl   a line for each step, evaluation and event, as it happens
+    summary.json    the result
+    checkpoints/    what the run can go on from
+    .lock           held while a run writes here
+    .evener-owner   the process that does, for the error that another one gets
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from evener.checkpoint.layout import CHECKPOINTS, Saved, clear, refuse_foreign, refuse_unwritable, saved_in
+from evener.checkpoint.run_mark import MARK, Identity, mark_in, write_mark
+from evener.core.observer import Observer
+from evener.core.os_errors import FULL, in_words, words
+from evener.core.records import (
+    RECORDS,
+    EvaluationRecord,
+    RecordFile,
+    RunStart,
+    RunSummary,
+    StepRecord,
+    as_json,
+)
+from evener.core.stdio import unheard
+from evener.core.text import few, from_here, printable
+from evener.distributed.session import RUN_DIR
+from evener.errors import ConfigurationError, StorageError
+from evener.files import read_json, read_text, write_json
+
+_LOCK = ".lock"
+_OWNER = ".evener-owner"
+_OWNED = "process "
+"""How the file begins that tells the owner."""
+_LONGEST_OWNER = 1000
+_SUMMARY = "summary.json"
+_WRITTEN = ("config.json", "task.json", RECORDS, _SUMMARY, MARK, CHECKPOINTS)
+"""What a run leaves."""
+
+
+def goes_on_in(run_dir: Path, resume: Path | None) -> bool:
+    """Whether a run that goes on from ``resume`` is the one whose directory this is."""
+    return resume is not None and (
+        str(resume) == "auto" or resume.resolve().is_relative_to(run_dir.resolve())
+    )
+
+
+def refuse_taken(path: Path, goes_on: bool) -> None:
+    """Refuses a directory of which a run would replace what is not its own.
+
+    Args:
+        goes_on: Whether the run goes on in the directory.
+
+    Raises:
+        ConfigurationError: If a finished run is there, or if it is no run and holds files named like a run's.
+    """
+    if mark_in(path) is not None:
+        if not goes_on:
+            refuse_finished(path)
+        return
+    taken = [name for name in _WRITTEN if _is_taken(path / name)]
+    if taken and not (goes_on and saved_in(path / CHECKPOINTS)):
+        raise ConfigurationError(
+            f"{path} is not the directory of a run that Evener marked as its own, and has {few(taken)}, which the run "
+            "would replace: name another directory with --run-dir, or have them replaced with --overwrite"
+        )
+
+
+def _is_taken(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path) and path.name != CHECKPOINTS
+
+
+def refuse_finished(path: Path) -> None:
+    """Raises:
+    ConfigurationError: If a run that was not cut short has left its summary there.
+    """
+    if _is_finished(path / _SUMMARY):
+        raise ConfigurationError(
+            f"{path} holds a finished run: name another directory with --run-dir, go on with that run with "
+            f"--resume {path}, or replace it with --overwrite"
+        )
+
+
+def _is_finished(summary: Path) -> bool:
+    try:
+        return not read_json(summary).get("interrupted", False)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):  # of a run of an unknown kind, which is not ours to replace
+        return True
+
+
+class RunDirectory:
+    """Holds a directory for one run, from ``__enter__`` to ``__exit__``.
+
+    Args:
+        replaces: Whether what is there may be replaced.
+        goes_on: Whether the run goes on with the one that is there.
+
+    Raises:
+        ConfigurationError: When entered, if another run writes there or has finished there, or it is no directory.
+    """
+
+    def __init__(self, path: Path, replaces: bool = False, goes_on: bool = False) -> None:
+        self.path, self._replaces, self._goes_on = path, replaces, goes_on
+        self._lock = FileLock(path / _LOCK, timeout=0)
+        self._tells_owner = False
+
+    def __enter__(self) -> RunDirectory:
+        self._check()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        except Timeout:
+            raise ConfigurationError(
+                f"another run writes to {self.path} ({self._owner()}): name another directory with --run-dir, or wait "
+                "for its end"
+            ) from None
+        except OSError as error:
+            raise ConfigurationError(f"{self.path} cannot hold a run: {words(error)}") from error
+        try:
+            self._claim()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def _check(self) -> None:
+        if not self._replaces:
+            refuse_taken(self.path, self._goes_on)
+        refuse_unwritable(self.path / CHECKPOINTS)
+        if not self._goes_on:
+            refuse_foreign(self.path / CHECKPOINTS)
+
+    def _claim(self) -> None:
+        """Now that no other run can finish here."""
+        self._check()
+        torn = (
+            [path for name in _WRITTEN for path in self.path.glob(f".{name}.*")] if mark_in(self.path) else []
+        )
+        for path in torn:  # of a writer that was killed
+            if path.suffix[1:].isdecimal():
+                path.unlink(missing_ok=True)
+        with in_words(f"{self.path} cannot hold a run"):
+            self._tell_owner()
+
+    def _tell_owner(self) -> None:
+        """Replaces the file of an earlier run, be it a link or a pipe by now; one that is not of Evener stays."""
+        path = self.path / _OWNER
+        if mark_in(self.path) is not None or self._owner().startswith(_OWNED):
+            path.unlink(missing_ok=True)
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(f"{_OWNED}{os.getpid()} on {socket.gethostname()}\n")
+            self._tells_owner = True
+
+    def _owner(self) -> str:
+        try:
+            return printable(read_text(self.path / _OWNER, _LONGEST_OWNER)).strip()
+        except (OSError, ValueError):
+            return "of an unknown process"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tells_owner:
+            (self.path / _OWNER).unlink(missing_ok=True)
+        self._lock.release()
+
+
+def _say(text: str) -> None:
+    print(f"evener: {text}", file=unheard(sys.stderr), flush=True)
+
+
+class Records(Observer):
+    """Writes settings, records and summary into a directory that the run holds.
+
+    Args:
+        goes_on: Whether the run goes on with the one whose directory it is; else its records are replaced.
+        replaces: Whether the checkpoints of an earlier run go at once; else they go when this one has its own.
+        run: Gives the run, and those that it continues.
+        is_evaluated: Says whether an evaluation after the last step of before is over; else it will be done once more.
+        stops: Whether a full disk, or a directory that was removed, ends the run; else it goes on without the records
+            for which there is no room, and writes again when there is.
+        say: Told of that, once.
+
+    Raises:
+        StorageError: While the run is told of, if something cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        goes_on: bool = False,
+        stops: bool = True,
+        say: Callable[[str], None] = _say,
+        *,
+        replaces: bool = False,
+        run: Callable[[], Identity] = Identity,
+        is_evaluated: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._path, self._goes_on, self._stops, self._say = path, goes_on, stops, say
+        self._replaces, self._run, self._is_evaluated = replaces, run, is_evaluated
+        self._file: RecordFile | None = None
+        self._lost = 0
+
+    def start(self, run: RunStart) -> None:
+        with in_words(f"no run can begin in {self._path}"):
+            (self._path / _SUMMARY).unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
+            if self._replaces and not self._goes_on:
+                clear(self._path / CHECKPOINTS)
+            write_mark(self._path, {**self._run().as_plain(), "launch": launch_name()})
+            write_json(self._path / "config.json", run.settings)
+            self._file = RecordFile(
+                self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated()
+            )
+
+    def catch_up(self, told: Iterable[StepRecord]) -> None:
+        """Writes the steps that the file lacks: the rank that was to write them has died."""
+        known = self._file.steps_done if self._file is not None else 0
+        for record in told:
+            if record.step >= known:
+                self._write(record)
+
+    def step(self, record: StepRecord) -> None:
+        self._write(record)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write(record)
+
+    def event(self, record: Any) -> None:
+        self._write(record)
+
+    def end(self, summary: RunSummary | None) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+        if self._lost:
+            self._say(
+                f"{self._lost:,} records of this run are not in {self._path}, where they could not be written"
+            )
+        if summary is not None:
+            self._do(lambda: write_json(self._path / _SUMMARY, as_json(summary)))
+
+    def _write(self, record: Any) -> None:
+        file = self._file
+        assert file is not None, "the run has not begun"
+        self._do(lambda: file.write(record))
+
+    def _do(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            said = f"the records cannot be written to {from_here(self._path)}: {words(error)}"
+            if self._stops or error.errno not in (*FULL, errno.ENOENT):
+                raise StorageError(f"{said}. To train on without them give --on-full-disk go-on") from error
+            if not self._lost:
+                self._say(f"{said}. The run goes on without them")
+            self._lost += 1
+
+
+def launch_name() -> str:
+    """Names the launch that this process is of, also after its ranks were started again."""
+    private = os.environ.get(RUN_DIR)
+    if private:
+        return private
+    parent = os.getppid()
+    try:
+        begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        begun = ""
+    return f"{socket.gethostname()} {parent} {begun}"
+
+
+def words_of_earlier(saved: Sequence[Saved]) -> str:
+    """What becomes of checkpoints of an earlier run in the directory; empty if there are none."""
+    names = [each.path.name for each in saved]
+    if not names:
+        return ""
+    return (
+        f"begins anew: {few(names)} in {saved[0].path.parent} are of an earlier run, and go when this one has saved as "
+        f"many as --keep says. To go on from them instead, stop this run and give --resume {saved[0].path}"
+    )
+
+
+def is_of_this_launch(path: Path) -> bool:
+    """Whether the run in a directory was begun by the launcher of this process, which has started its ranks again."""
+    mark = mark_in(path)
+    return mark is not None and mark.get("launch") == launch_name()
+
+
+def new_run_dir(task_name: str, now: float, home: Path) -> Path:
+    """A directory that no other run has, made now: ``home/TASK-TIME``, with a number where that is taken."""
+    label = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in task_name)
+    stem = f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+    number = 1
+    while True:
+        path = home / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigurationError(f"{home} cannot hold a run: {words(error)}") from error
+        else:
+            return path

@@ -1,0 +1,161 @@
+"""Which task a run directory is of, so that a later command can build it again: ``task.json`` beside the settings.
+
+A run directory may be a stranger's, and a name in it may be that of any function: importing and calling it would run
+whatever the stranger chose. So a command builds a task that comes with Evener or an installed package without a word,
+and any other only where its user has named it too, or said that the directory is to be trusted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evener.core.config.run_config import RunConfig
+from evener.core.observer import Observer
+from evener.core.os_errors import in_words
+from evener.core.plugins import installed
+from evener.core.records import RunStart
+from evener.core.task.task import TaskLike
+from evener.errors import ConfigurationError, DataError
+from evener.files import read_json, write_json
+from evener.training.builtin_tasks import BUILT_IN
+
+_FILE = "task.json"
+CARRIED = ("batch_size", "dtype", "precision", "precision_of", "seed", "workers", "on_bad_sample")
+"""Settings of a run by which its model computes and its samples are read; where it runs is decided anew, and so there
+are no more workers than cores."""
+
+
+class OriginNote(Observer):
+    """Writes down, at the start of a run, what its task is called and what its function was given."""
+
+    def __init__(self, directory: Path, task: TaskLike, options: Mapping[str, Any]) -> None:
+        self._directory, self._name, self._options = directory, name_of(task), dict(options)
+
+    def start(self, run: RunStart) -> None:
+        paths = [name for name, value in self._options.items() if isinstance(value, Path)]
+        options = {
+            name: str(value.absolute()) if name in paths else value for name, value in self._options.items()
+        }
+        known = {"task": self._name if _is_plain(options) else None, "options": options, "paths": paths}
+        with in_words(f"no run can begin in {self._directory}"):
+            write_json(self._directory / _FILE, known if known["task"] else {"task": None})
+
+
+def name_of(task: TaskLike) -> str | None:
+    """The name by which another process finds the task; None if it has none, as a function of a script."""
+    if isinstance(task, str):
+        return task
+    module, name = getattr(task, "__module__", "__main__"), getattr(task, "__qualname__", "<none>")
+    return None if module == "__main__" or "<" in name or not inspect.isfunction(task) else f"{module}:{name}"
+
+
+def _is_plain(options: Mapping[str, Any]) -> bool:
+    """Whether JSON gives them back as they are."""
+    try:
+        return bool(json.loads(json.dumps(options)) == options)
+    except (TypeError, ValueError):
+        return False
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run trained, as far as its directory says."""
+
+    task: str | None
+    options: dict[str, Any]
+    settings: dict[str, Any]
+    """Those of `CARRIED`."""
+
+    def chosen(self, run: Path, named: TaskLike | None, trust: bool) -> tuple[TaskLike, dict[str, Any]]:
+        """The task to build, and what its function was given.
+
+        Args:
+            run: What errors call the run.
+            named: The task that the user has named; one that is not the run's own has none of its arguments.
+            trust: Whether the run's own is built whatever it is.
+
+        Raises:
+            ConfigurationError: If nobody says which task it is, or only the run does.
+        """
+        if named is not None:
+            return named, self.options if named == self.task else {}
+        if self.task is None:
+            raise ConfigurationError(
+                f"{run} does not say which task it is of, which was none that has a name: give --task "
+                "package.module:function"
+            )
+        if not trust and not is_known(self.task):
+            raise ConfigurationError(
+                f"{run} says that its task is {self.task!r}, a function which is not Evener's and would be run as it "
+                f"is: name it yourself with --task {self.task}, or give --trust where the directory is your own"
+            )
+        return self.task, self.options
+
+
+def is_known(task: str) -> bool:
+    """Whether a task comes with Evener, or with a package that is installed and says so."""
+    return task in BUILT_IN or task in BUILT_IN.values() or task in installed("task")
+
+
+def origin(run: Path) -> Origin:
+    """Of a run directory, or of one of its checkpoints.
+
+    Raises:
+        ConfigurationError: If it is no run directory.
+        DataError: If its files cannot be read.
+    """
+    directory = next(
+        (place for place in (run, *run.absolute().parents[:2]) if (place / "config.json").is_file()), None
+    )
+    if directory is None:
+        raise ConfigurationError(
+            f"{run} is no run directory: it has no config.json; name the directory that `evener train` has left"
+        )
+    settings, task = _read(directory / "config.json"), {}
+    if (directory / _FILE).is_file():
+        task = _read(directory / _FILE)
+    return Origin(*_task(directory / _FILE, task), _carried(directory / "config.json", settings))
+
+
+def _task(path: Path, found: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Its name, and what its function was given."""
+    name, options, paths = found.get("task"), found.get("options", {}), found.get("paths", [])
+    texts = (
+        isinstance(options, dict) and isinstance(paths, list) and all(isinstance(each, str) for each in paths)
+    )
+    if (
+        not isinstance(name, str | None)
+        or not texts
+        or not all(isinstance(options.get(each), str) and "\0" not in options[each] for each in paths)
+    ):
+        raise DataError(f"{path} does not say which task the run is of, as Evener writes it")
+    return name, options | {each: Path(options[each]) for each in paths}
+
+
+def _carried(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `CARRIED`, as they must be."""
+    found = {name: settings[name] for name in CARRIED if name in settings}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    try:
+        workers = RunConfig(**found).workers
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} does not hold the settings of a run: {error}") from error
+    if "workers" in found and isinstance(workers, int):
+        found["workers"] = min(workers, os.cpu_count() or 1)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is no record of a run: it holds a {type(found).__name__}")
+    return found

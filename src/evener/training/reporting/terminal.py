@@ -1,0 +1,333 @@
+"""What a person sees of a run: one live line on a terminal, plain lines elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from evener.core.config.sizes import size_words
+from evener.core.observer import Observer
+from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.core.stdio import unheard
+from evener.core.text import from_here
+from evener.distributed.watchdog.watchdog import current_watchdog
+from evener.training.reporting.ranks import RecentSteps
+from evener.training.reporting.width import fitted
+
+PLAIN_SECONDS = ((60.0, 5.0), (1800.0, 30.0), (math.inf, 300.0))
+"""Time between two plain lines, until so many seconds after the start."""
+LIVE_SECONDS = 0.5
+"""Time between two live lines about the ranks."""
+_SHARES_IN_A_LINE = 8
+_SAME_SHARES = 0.02
+_WORTH_A_WORD = 1.15
+_MOST_TOLD = 10
+"""Times as fast; an estimate of more is far from what was measured."""
+_RECENT_STEPS = 20
+"""Steps of which the speed is told."""
+
+
+class Terminal(Observer):
+    """Follows a run on ``stream``; a live line if that is a terminal.
+
+    Args:
+        stream: Standard error if None.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._given = stream
+
+    def start(self, run: RunStart) -> None:
+        self._stream = unheard(self._given or sys.stderr)  # that nobody looks on is no reason to stop
+        self._total = run.total_steps
+        self._batch_size = run.batch_size
+        self._first = run.steps_done
+        self._began = self._last_line = time.monotonic()
+        self._times = deque([(self._began, self._first)], maxlen=_RECENT_STEPS + 1)
+        self._losses = _Mean()
+        self._lr = math.nan
+        live = _is_live(self._stream, os.environ)
+        self._bar = tqdm(
+            total=run.total_steps,
+            initial=run.steps_done,
+            file=self._stream,
+            disable=not live,
+            unit="step",
+            dynamic_ncols=True,
+            bar_format=_bar_format(run.total_steps),
+            colour="green" if _is_coloured(os.environ) else None,
+        )
+        self._ranks = tqdm(
+            file=self._stream,
+            disable=not live,
+            position=1,
+            leave=False,
+            dynamic_ncols=True,
+            bar_format="{desc}",
+        )
+        self._recent = RecentSteps(run.parts)
+        self._live = live
+        self._hear_of_waits(self._waits if live else None)
+        for line in header_lines(run):
+            self._print(line)
+
+    def step(self, record: StepRecord) -> None:
+        done = record.step + 1
+        self._recent.add(record)
+        self._times.append((time.monotonic(), done))
+        self._losses.add(record.loss, record.samples)
+        self._lr = record.lr
+        if self._live:
+            self._bar.set_description_str(f", epoch {record.epoch + 1}", refresh=False)
+            self._bar.set_postfix_str(self._state(record), refresh=False)
+            self._bar.update(done - self._bar.n)
+            if self._recent.several and self._due(LIVE_SECONDS):
+                self._ranks.set_description_str(self._recent.each())
+        elif self._due(self._plain_seconds()):
+            slowest = f", {self._recent.slowest()}" if self._recent.several else ""
+            self._print(f"{self.where(record)}, {self._state(record)}{self._left(done)}{slowest}")
+
+    def _plain_seconds(self) -> float:
+        """The longer a run takes, the fewer lines a minute."""
+        elapsed = time.monotonic() - self._began
+        return next(period for until, period in PLAIN_SECONDS if elapsed <= until)
+
+    def _due(self, period_seconds: float) -> bool:
+        """Whether it is time for the next line."""
+        now = time.monotonic()
+        if now - self._last_line < period_seconds:
+            return False
+        self._last_line = now
+        return True
+
+    def _state(self, record: StepRecord) -> str:
+        return f"train loss {record.loss:.4f}, {self._speed() * self._batch_size:,.0f} samples/s"
+
+    def event(self, record: Any) -> None:
+        self._print(record.words)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+        trained = f" train loss {self._losses.value:.4f}, lr {self._lr:g};" if self._losses.weight else ""
+        self._print(f"epoch {record.epoch + 1}:{trained} evaluation: {values}")
+        self._losses = _Mean()
+        self._times = deque([(time.monotonic(), record.step)], maxlen=_RECENT_STEPS + 1)
+
+    def where(self, record: StepRecord) -> str:
+        """Where the run stands, in words."""
+        of = f" of {self._total}" if self._total else ""
+        return f"step {record.step + 1}{of}, epoch {record.epoch + 1}"
+
+    def _waits(self, words: str) -> None:
+        """Shows who waits for whom, while nothing moves, in place of the ranks' times."""
+        self._bar.refresh()  # with the steps that were taken since it was last drawn
+        self._ranks.set_description_str(words)
+
+    @staticmethod
+    def _hear_of_waits(line: Callable[[str], None] | None) -> None:
+        watchdog = current_watchdog()
+        if watchdog is not None:
+            watchdog.show(line)
+
+    def end(self, summary: RunSummary | None) -> None:
+        self._hear_of_waits(None)
+        self._ranks.close()
+        self._bar.close()
+
+    def _print(self, line: str) -> None:
+        tqdm.write(fitted(line, self._stream), file=self._stream)
+        self._stream.flush()
+
+    def _speed(self) -> float:
+        """Steps a second, of the last ones since an evaluation."""
+        (began, first), (now, done) = self._times[0], self._times[-1]
+        return (done - first) / max(1e-9, now - began)
+
+    def _left(self, done: int) -> str:
+        speed = self._speed()
+        if self._total is None or not speed:
+            return ""
+        return f", {tqdm.format_interval((self._total - done) / speed)} left"
+
+
+def _is_live(stream: Any, environment: Mapping[str, str]) -> bool:
+    """Whether lines can be written over; a CI that gives its jobs a terminal keeps every line all the same."""
+    return bool(stream.isatty()) and environment.get("TERM") != "dumb" and not environment.get("CI")
+
+
+def _is_coloured(environment: Mapping[str, str]) -> bool:
+    """As no-color.org has it: not if NO_COLOR is something."""
+    return not environment.get("NO_COLOR")
+
+
+def _bar_format(total_steps: int | None) -> str:
+    """What matters most comes first: a narrow terminal cuts the end off."""
+    if total_steps is None:
+        return "{n_fmt} steps{desc}{postfix}"
+    return "{remaining} left |{bar:10}| {n_fmt}/{total_fmt} steps{desc}{postfix}"
+
+
+def header_lines(run: RunStart) -> list[str]:
+    """What the run is, each line for a terminal of 60 columns as far as names allow; nothing that is not known."""
+    kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
+    ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
+    summed = [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
+    kept = (
+        f"records, weights and checkpoints in {from_here(run.run_dir)}"
+        if run.run_dir
+        else "nothing is kept on disk"
+    )
+    lines = [f"{run.task}: {run.parameters:,} parameters, {run.strategy}", f"  {ranks}: {kinds}"]
+    lines += [f"  batches of {run.batch_size}{_steps_words(run)}", *_shares_line(run), *summed, f"  {kept}"]
+    return lines if run.devices else []
+
+
+def _shares_line(run: RunStart) -> list[str]:
+    """How the first batch is divided; of many parts the ends alone."""
+    if len(run.shares) < 2:
+        return []
+    least, most = min(run.shares), max(run.shares)
+    several = f"from {least} to {most}" if least < most else f"{len(run.shares)} × {most}"
+    each = " + ".join(map(str, run.shares)) if len(run.shares) <= _SHARES_IN_A_LINE else several
+    return [f"  shares {each}{', then by speed' if run.learns else ''}"]
+
+
+def _steps_words(run: RunStart) -> str:
+    if run.total_steps is not None and run.steps_done >= run.total_steps:
+        return f", nothing is left to train: {run.steps_done:,} steps are done, of {run.total_steps:,}"
+    if run.steps_done:
+        of = f" of {run.total_steps:,}" if run.total_steps else ""
+        return f", goes on after step {run.steps_done}{of}"
+    return f", {run.total_steps:,} steps" if run.total_steps else ""
+
+
+class _Mean:
+    """A weighted mean of what was added."""
+
+    def __init__(self) -> None:
+        self.total = self.weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """Adds one value."""
+        self.total, self.weight = self.total + value * weight, self.weight + weight
+
+    @property
+    def value(self) -> float:
+        """The mean so far."""
+        return self.total / self.weight
+
+
+def summary_text(summary: RunSummary) -> str:
+    """The closing lines of a run."""
+    devices = ", ".join(sorted(set(summary.devices)))
+    skipped = f"; {summary.skipped_steps:,} steps were left out" if summary.skipped_steps else ""
+    metrics = "".join(f"\n  {name:<9} {value:.4f}" for name, value in summary.metrics.items())
+    trained = not _took_no_step(summary)
+    lines = [
+        f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
+        f"on {summary.world_size} rank{'s' * (summary.world_size > 1)} ({devices})",
+    ]
+    if trained:
+        lines += [
+            f"  {summary.steps:,} steps, {summary.epochs} epochs, {_samples_words(summary)} "
+            f"in {summary.seconds:.1f} s: {summary.samples_per_second:,.0f} samples/s",
+            f"  last loss {summary.final_loss:.4f}{skipped}{metrics}",
+        ]
+    else:
+        why = "none was taken" if summary.interrupted else "none was left to take"
+        lines += [f"  {summary.steps:,} steps, {summary.epochs} epochs were done before; {why}{metrics}"]
+    if summary.world_size > 1 and trained:
+        lines += ["  rank   share   compute      wait     input"]
+        lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
+        lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
+    lines += [f"  {summary.reading}"] if summary.reading else []
+    lines += [_memory_line(summary)] if summary.memory else []
+    if summary.skipped:
+        lines += [f"  {summary.skipped:,} samples could not be read and count for nothing"]
+    lines += [f"  computed in {summary.precision}"] if summary.precision else []
+    lines += [f"  {summary.recompute}"] if summary.recompute else []
+    lines += [f"  {summary.offload}"] if summary.offload else []
+    lines += [f"  {summary.optimizer}"] if summary.optimizer else []
+    lines += [f"  {summary.optimizer_state}"] if summary.optimizer_state else []
+    lines += [f"  {summary.batch_norm}"] if summary.batch_norm else []
+    lines += [f"  {summary.updates}"] if summary.updates else []
+    lines += [_graphs_line(summary)] if summary.graphs else []
+    if summary.emulation:
+        lines += [f"  {summary.emulation}"]
+    if summary.run_dir:
+        lines += [f"  records, summary and weights in {from_here(summary.run_dir)}"]
+    gained = balance_words(summary)
+    return "\n".join([*lines, *([f"  {gained}"] if gained else [])])
+
+
+def _took_no_step(summary: RunSummary) -> bool:
+    """Whether the run went on from where nothing was left, or was stopped at once."""
+    return not summary.samples_in_seconds and math.isnan(summary.final_loss)
+
+
+def _samples_words(summary: RunSummary) -> str:
+    """Samples of the time that is told: after a resume those since then, of all."""
+    if summary.samples_in_seconds in (0, summary.samples):
+        return f"{summary.samples:,} samples"
+    return f"{summary.samples_in_seconds:,} of {summary.samples:,} samples"
+
+
+def balance_words(summary: RunSummary) -> str:
+    """The gain of unequal shares over equal ones, or what shares by speed would gain; empty where it is small.
+
+    A rank with t seconds for a sample has s t for its part s of all. Equal shares of W ranks end when the slowest has
+    done 1 / W, shares by speed when all together have done the whole. What a step costs without any sample is left
+    out, so the numbers are estimates.
+    """
+    each, shares = summary.sample_seconds, summary.shares
+    divided = len(each) == len(shares) > 1 and math.isclose(sum(shares), 1.0)
+    if not divided or not all((*each, *shares)):
+        return ""
+    work = [share * seconds for share, seconds in zip(shares, each, strict=True)]
+    equal, taken, best = max(each) / len(each), max(work), 1 / sum(1 / seconds for seconds in each)
+    unequal = max(shares) - min(shares) > _SAME_SHARES
+    if unequal and equal / taken >= _WORTH_A_WORD:
+        return f"these shares: {_times_words(equal / taken)} of equal shares"
+    if not unequal and taken / best >= _WORTH_A_WORD:
+        return f"ranks waited for rank {work.index(taken)}: with --balance auto {_times_words(taken / best)}"
+    return ""
+
+
+def _times_words(gain: float) -> str:
+    return f"about {gain:.1f}x" if gain <= _MOST_TOLD else f"more than {_MOST_TOLD}x"
+
+
+def _memory_line(summary: RunSummary) -> str:
+    rank, most = max(enumerate(summary.memory), key=lambda pair: pair[1]["peak"])
+    kinds = ", ".join(
+        f"{name} {size_words(nbytes)}" for name, nbytes in most.items() if nbytes and name != "peak"
+    )
+    where = f" on rank {rank}" if len(summary.memory) > 1 else ""
+    return f"  memory at most {size_words(most['peak'])}{where}: {kinds}"
+
+
+def _graphs_line(summary: RunSummary) -> str:
+    made = sorted(set(summary.graphs))
+    number = f"{made[0]}" if len(made) == 1 else f"{made[0]} to {made[-1]}"
+    breaks = f", with {summary.graph_breaks:,} breaks" if summary.graph_breaks else ""
+    shown = ", ".join(summary.uncompiled[:4]) + (", ..." if len(summary.uncompiled) > 4 else "")
+    wrong = f"; uncompiled, for compiled code computed something else: {shown}" if shown else ""
+    return f"  compiled {number} graphs on each rank{breaks}{wrong}"
+
+
+def _by_rank(summary: RunSummary) -> list[tuple[int, tuple[float, dict[str, float]]]]:
+    return list(enumerate(zip(summary.shares, summary.ranks, strict=True)))
+
+
+def _rank_line(rank: int, share: float, times: dict[str, float]) -> str:
+    return (
+        f"  {rank:>4} {share:>6.1%} {times['compute_seconds']:>8.2f} s {times['wait_seconds']:>7.2f} s "
+        f"{times['input_seconds']:>7.2f} s"
+    )

@@ -1,0 +1,393 @@
+"""One run of a task, on one of its ranks: train, evaluate, save, and tell what happened."""
+
+from __future__ import annotations
+
+import math
+import platform
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evener import checkpoint
+from evener.checkpoint.layout import CHECKPOINTS, Saved, saved_in
+from evener.components.model_init import named_tensors, whole_size
+from evener.components.optim import fused
+from evener.components.optim.eight_bit import words_of
+from evener.core.config.run_config import RunConfig
+from evener.core.observer import Observer
+from evener.core.records import Note, RunStart, RunSummary
+from evener.core.task.task import Task
+from evener.data.batch import Batch
+from evener.distributed.recovery.deferred_free import bury
+from evener.distributed.session import Session
+from evener.distributed.signals import Deferral, asked, check, deferring, last_words
+from evener.errors import InterruptedRunError
+from evener.hardware import accelerators
+from evener.nn.fqn import clean_name
+from evener.strategies.steppers.optimizer_in_backward import updates_of
+from evener.strategies.sync_batch_norm import words_of_normalization
+from evener.training.batches.worker_processes import waiting_words
+from evener.training.engine import Engine
+from evener.training.lifecycle.attendant import Attendant
+from evener.training.lifecycle.early_stop import Stopping
+from evener.training.lifecycle.handover import HandedOnError, Heir, succession
+from evener.training.lifecycle.rollback import falling_back
+from evener.training.lifecycle.save_schedule import Best, Saving
+from evener.training.reporting.run_dir import Records, RunDirectory, goes_on_in, words_of_earlier
+from evener.training.reporting.summary_counters import Clock, Tally
+from evener.training.reporting.terminal import Terminal
+from evener.training.survey import head_line
+from evener.version import evener_version
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What :func:`fit` gives: the summary of the run, and the weights as ``model.load_state_dict`` takes them."""
+
+    summary: RunSummary
+    """How the run ended."""
+    weights: dict[str, Tensor]
+    """Parameters and buffers by name, whole, on the CPU."""
+    rank: int = 0
+    """The rank that it comes from: 0, and on further machines that of their first process."""
+    attended: Any = None
+    """What the attendant of that rank gave at the end."""
+
+    def __repr__(self) -> str:
+        return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
+
+
+class Run:
+    """One run of one task, on one of its ranks."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: RunConfig,
+        session: Session,
+        show: bool,
+        observers: Sequence[Observer] = (),
+        heir: Heir | None = None,
+        attendant: Attendant | None = None,
+    ) -> None:
+        self._task, self._config, self._session = task, config, session
+        self._attendant = attendant or Attendant()
+        self._clock = Clock()
+        self._batches: Generator[Batch] | None = None
+        self._ending = threading.Lock()
+        self._held = ExitStack()
+        self._records: Records | None = None
+        with ExitStack() as undo:
+            told, earlier = list(observers), list[Saved]()
+            if config.run_dir is not None and session.rank == 0:
+                goes_on = heir is not None or goes_on_in(config.run_dir, config.resume)
+                undo.enter_context(self._held)
+                self._held.enter_context(RunDirectory(config.run_dir, config.overwrite, goes_on))
+                self._records = Records(
+                    config.run_dir,
+                    goes_on,
+                    config.on_full_disk == "stop",
+                    replaces=config.overwrite,
+                    run=lambda: self._engine.state.identity,
+                    is_evaluated=self._is_evaluated,
+                )
+                told.insert(0, self._records)
+                earlier = [] if goes_on or config.overwrite else saved_in(config.run_dir / CHECKPOINTS)
+            if show:
+                told.append(Terminal())
+            self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
+            self._engine.learner.synchronizer.alone()
+            self._tally = Tally(self._engine.learner.data.degree, task.metrics)
+            self._engine.observers.add(self._tally)
+            self._best = Best(config.keep_best)
+            self._engine.state.kept |= {"attendant": self._attendant, "best": self._best}
+            self._engine.state.kept["guard"] = self._engine.guard
+            self._notes = list(filter(None, [head_line(session, config), words_of_earlier(earlier)]))
+            self._succession = succession(self._engine)
+            self._heir = self._taken_up(heir)
+            if config.resume is not None and self._heir.steps < 0:
+                self._engine.load(config.resume, self._notes.append)
+                if config.run_dir is not None and not goes_on_in(config.run_dir, config.resume):
+                    self._engine.state.branch()
+                ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
+                self._notes.append(
+                    f"goes on after step {self._engine.steps_done} of {config.resume}, on {ranks}"
+                )
+            self._engine.state.agree_on_identity()
+            self._notes += filter(None, [self._best.words])
+            throttle = self._engine.learner.settings.throttle
+            self._emulation = throttle.words if throttle else ""
+            self._owned = undo.pop_all()
+
+    def _taken_up(self, heir: Heir | None) -> Heir:
+        """The state of a rank that stayed when others were replaced, if there is one."""
+        if self._succession is None or heir is None:
+            return Heir()
+        found, words = self._succession.inherit(heir)
+        self._notes += [words] if words else []
+        return found
+
+    def execute(self) -> Trained:
+        """Trains to the end.
+
+        Raises:
+            InterruptedRunError: If a signal ends the run, after the records of what was done are written.
+            HandedOnError: If another rank has died, and this one is to go on in another start.
+        """
+        engine, summary = self._engine, None
+        with self._owned, last_words(lambda: self._end(self._interrupted())):
+            try:
+                engine.observers.start(self._start())
+                if self._records is not None:
+                    self._records.catch_up(self._heir.told)
+                for words in filter(None, (*self._header(), *self._notes)):
+                    engine.observers.event(Note(engine.steps_done, words))
+                with self._staying():
+                    with self._deferring() as stop:
+                        if self._config.non_finite == "restore":
+                            falling_back(lambda: self._train(stop), engine, self._config.run_dir)
+                        else:
+                            self._train(stop)
+                        attended = self._attendant.end()
+                    engine.guard.check_terms(engine.steps_done)
+                    tensors = engine.learner.tensors()
+                    engine.learner.check_weights(engine.steps_done)
+                    parts = self._session.control.gather_objects(self._own_part())
+                summary = self._summary(parts, tensors)
+            except HandedOnError:
+                self._end(None)
+                self._held.close()
+                bury(self._owned.pop_all())
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                if asked() is not None or isinstance(error, InterruptedRunError | KeyboardInterrupt):
+                    summary = self._interrupted()
+                raise
+            finally:
+                self._end(summary)
+            return Trained(summary, self._saved(tensors), self._session.rank, attended)
+
+    def _header(self) -> tuple[str, ...]:
+        """What the user must know of this run before its first step; empty words say nothing."""
+        precision, asked = self._engine.learner.settings.precision.words, self._config.precision
+        chosen = (
+            f"precision {precision}{', chosen by the devices' if asked == 'auto' else ''}"
+            if precision
+            else ""
+        )
+        learner = self._engine.learner
+        limits, offloaded = learner.settings.limits, learner.offloaded.words
+        return (
+            chosen,
+            limits.words if limits else "",
+            self._engine.recomputing.words,
+            offloaded,
+            fused.words_of(learner.optimizer),
+            words_of(learner.optimizer),
+            words_of_normalization(learner),
+            updates_of(learner),
+            self._emulation,
+        )
+
+    def _staying(self) -> AbstractContextManager[None]:
+        """Where this rank goes on in another start if others die."""
+        if self._succession is None:
+            return nullcontext()
+        return self._succession.staying(self._let_go)
+
+    def _let_go(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+
+    def _end(self, summary: RunSummary | None) -> None:
+        """Tells the observers, once."""
+        if self._ending.acquire(blocking=False):
+            self._engine.observers.end(summary)
+
+    def _interrupted(self) -> RunSummary:
+        """What one rank alone knows, for the others may be gone."""
+        parts = [self._own_part()] * self._session.world_size
+        return self._summary(parts, named_tensors(self._engine.model), interrupted=True)
+
+    def _start(self) -> RunStart:
+        engine, world_size = self._engine, self._session.world_size
+        resolved = {"task": self._task.name, **self._config.as_dict()}
+        resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
+        devices = self._session.control.gather_objects(accelerators.words_of(self._session.device))
+        shares, learns = engine.feed.first_shares(engine.progress)
+        return RunStart(
+            devices=tuple(devices),
+            shares=shares,
+            learns=learns,
+            parameters=whole_size(engine.model),
+            strategy=engine.learner.name,
+            allreduce=engine.learner.synchronizer.words,
+            run_dir=str(self._config.run_dir) if self._config.run_dir else None,
+            task=self._task.name,
+            settings=resolved,
+            world_size=world_size,
+            batch_size=engine.batch_size,
+            total_steps=engine.total_steps,
+            steps_done=engine.steps_done,
+            parts=tuple(engine.learner.data.owners(range(engine.learner.data.degree))),
+        )
+
+    def _deferring(self) -> AbstractContextManager[Deferral]:
+        """Signals, for a run that can save; another ends at once."""
+        if self._config.run_dir is None:
+            return nullcontext(Deferral(0.0))
+        return deferring(self._config.grace_seconds, lambda: self._session.watchdog.progress_text)
+
+    def _train(self, stop: Deferral) -> None:
+        engine, run_dir, last = self._engine, self._config.run_dir, None
+        saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best) if run_dir else None
+        stopping, progress = Stopping(engine), engine.progress
+        if progress.epoch and not progress.position and not self._is_evaluated():
+            self._evaluate(saving, progress.epoch - 1)  # the run ended before it, or in its midst
+            stopping.evaluated()
+            if saving is not None:
+                saving.followed()
+        self._attendant.begin(engine)
+        self._clock.start()
+        self._batches = engine.batches()
+        for batch in self._batches:
+            check()
+            engine.ledger.wish = stopping.wish(saving.wish() if saving else 0.0)
+            step = engine.step(batch)
+            last = step.batch  # without its samples
+            if batch.last:
+                engine.settle()
+                self._clock.stop()
+                self._tell_skipped(batch.epoch)
+            if saving is not None:
+                saving.stepped(batch)
+            if batch.last:
+                self._evaluate(saving, batch.epoch)
+                self._clock.start()
+            stopping.stepped(batch)
+            self._clock.stop()
+            self._attendant.stepped(step)
+            if saving is not None:
+                saving.followed()
+            self._clock.start()
+        self._clock.stop()
+        if last is not None and not last.last:
+            self._tell_skipped(last.epoch)
+        if saving is not None:
+            saving.end()
+        if not self._is_evaluated():
+            self._evaluate(saving)
+        if saving is not None:
+            saving.followed()
+
+    def _evaluate(self, saving: Saving | None, epoch: int | None = None) -> None:
+        """After an epoch if that is its turn, and at the end."""
+        every = self._config.evaluate_every
+        if self._task.evaluate is None or (epoch is not None and (not every or (epoch + 1) % every)):
+            return
+        metrics = self._engine.evaluate()
+        if math.isnan(metrics.get("loss", 0.0)):
+            words = "the loss of the evaluation is not a number: no target of it counts, or outputs are not finite"
+            self._engine.observers.event(Note(self._engine.steps_done, words))
+        if saving is not None:
+            saving.evaluated(metrics)
+
+    def _tell_skipped(self, epoch: int) -> None:
+        engine = self._engine
+        for record in engine.skips.record(engine.steps_done, epoch) if engine.skips else ():
+            engine.observers.event(record)
+
+    def _is_evaluated(self) -> bool:
+        record = self._tally.evaluation_record
+        return record is not None and record.step == self._engine.steps_done
+
+    def _own_part(self) -> dict[str, Any]:
+        engine, times = self._engine, self._engine.times
+        return {
+            "device": accelerators.words_of(self._session.device),
+            "offloaded": engine.learner.offloaded.peaks,
+            "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
+            "workers": engine.feed.readers.count,
+            "why_waits": engine.feed.readers.why_waits,
+            "times": {
+                "compute_seconds": times.compute,
+                "wait_seconds": times.wait,
+                "input_seconds": times.input,
+            },
+        }
+
+    def _summary(
+        self, parts: list[dict[str, Any]], weights: Mapping[str, Tensor], interrupted: bool = False
+    ) -> RunSummary:
+        engine, tally, seconds = self._engine, self._tally, self._clock.seconds
+        return RunSummary(
+            task=self._task.name,
+            strategy=engine.learner.name,
+            world_size=self._session.world_size,
+            devices=[part["device"] for part in parts],
+            steps=engine.steps_done,
+            epochs=engine.progress.epochs_begun,
+            samples=engine.samples_done,
+            seconds=seconds,
+            samples_per_second=tally.samples / seconds if seconds else 0.0,
+            samples_in_seconds=tally.samples,
+            final_loss=tally.last.loss if tally.last else float("nan"),
+            metrics=tally.evaluation_record.metrics if tally.evaluation_record else {},
+            shares=self._shares(),
+            weights_digest=checkpoint.weights_digest(weights),
+            versions=versions(),
+            batch_size=engine.batch_size,
+            seed=self._config.seed,
+            ranks=[part["times"] for part in parts],
+            sample_seconds=tally.sample_seconds(),
+            interrupted=interrupted,
+            run_dir=str(self._config.run_dir) if self._config.run_dir else None,
+            emulation=self._emulation,
+            allreduce=engine.learner.synchronizer.words,
+            precision=engine.learner.settings.precision.words,
+            memory=tally.memory,
+            recompute=engine.recomputing.words,
+            offload=engine.learner.offloaded.said([part["offloaded"] for part in parts]),
+            optimizer=fused.words_of(engine.learner.optimizer),
+            optimizer_state=words_of(engine.learner.optimizer),
+            batch_norm=words_of_normalization(engine.learner),
+            updates=updates_of(engine.learner),
+            graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
+            uncompiled=engine.learner.graphs.uncompiled,
+            graph_breaks=sum(part["graphs"][1] for part in parts),
+            skipped_steps=engine.guard.skipped,
+            skipped=tally.skipped,
+            workers=[part["workers"] for part in parts],
+            reading=waiting_words(parts, seconds),
+        )
+
+    def _shares(self) -> list[float]:
+        """The part of all samples that each rank computed; of ranks that compute the same ones, each had them all."""
+        tally = self._tally
+        parts = [count / tally.samples if tally.samples else 0.0 for count in tally.taken]
+        return self._engine.learner.data.owners(parts)
+
+    def _saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the tensors that ``model.load_state_dict`` takes, on the CPU, as copies."""
+        own = self._engine.model.state_dict()
+        return {
+            name: tensors.get(clean_name(name), value).detach().cpu().clone()
+            for name, value in own.items()
+            if isinstance(value, Tensor)
+        }
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on."""
+    return {
+        "evener": evener_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": version("numpy"),
+    }

@@ -1,0 +1,224 @@
+"""All that a run goes on from: model and optimizer, random generators, scheduler, balancer, the place in the data."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from evener import checkpoint
+from evener.checkpoint import evaluation as evaluated
+from evener.checkpoint.rng_state import draw_on
+from evener.checkpoint.run_mark import Identity
+from evener.components import state_dict as state
+from evener.core.config.run_config import RunConfig
+from evener.data.fingerprint import Fingerprint, difference, fingerprint
+from evener.errors import CheckpointError, ConfigurationError
+from evener.strategies.learner import Learner
+from evener.training.batches.feed import Feed
+from evener.training.batches.progress import Progress
+from evener.training.state.overrides import Terms
+
+_SAID = (
+    *("dtype", "precision", "precision_of", "optimizer_state", "fused_optimizer", "batch_norm"),
+    *("clip_norm", "compress", "micro_batch"),
+)
+"""Settings that a run may go on with others of, but is not the same training then."""
+
+
+def _tell_nobody(words: str) -> None:
+    """On other ranks than the first, which tells."""
+
+
+class Kept(Protocol):
+    """Remembers something of a run that checkpoints keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RunState:
+    """The state of one run, kept in memory or in checkpoints.
+
+    Args:
+        scheduler: Of the learning rate; None if there is none.
+        observers: Remember something of the run.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        feed: Feed,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        config: RunConfig,
+        observers: Kept,
+    ) -> None:
+        self._learner, self._feed, self._scheduler, self._config = learner, feed, scheduler, config
+        self._terms = Terms(learner.task, learner.model, learner.optimizer, scheduler, config.override)
+        self.progress = Progress()
+        self.saver = checkpoint.Saver(learner.session, learner.mesh)
+        self.kept: dict[str, Kept] = {"observers": observers}
+        """What else a run remembers: observers, the best evaluation."""
+        self._known_data: list[Fingerprint] = []
+        self.identity = Identity()
+        """The run that checkpoints are of, on rank 0; on all after :meth:`agree_on_identity`."""
+        self._continues: tuple[Path, int] | None = None
+        """The directory whose run is continued, and the step from which on."""
+
+    # In memory
+
+    def whole(self) -> dict[str, Any]:
+        """Of all ranks together, in copies on the CPU."""
+        self._learner.check_weights(self.progress.steps)
+        return self.own()
+
+    def own(self) -> dict[str, Any]:
+        """As :meth:`whole` and alike, where each rank holds all: what this one has, and nobody else is asked."""
+        self._check_between_steps()
+        return {**self._learner.state_dict(), **self._rest()}
+
+    def _check_between_steps(self) -> None:
+        learner, steps = self._learner, self.progress.steps
+        if learner.updated_early and learner.updating == steps:
+            raise CheckpointError(
+                f"step {steps} ended in the midst of its backward pass, in which {len(learner.updated_early)} "
+                "parameters were updated, and others were not: this is no state to go on from. Load the last checkpoint"
+            )
+
+    def take(self, found: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`whole` gave."""
+        state.check_form(found)
+        progress = self._feed.sample_order().resumed(found["progress"])
+        state.check_kind(self._learner.optimizer, found["optimizer"])
+        over = self._terms.chosen(found.get("said"), warnings.warn)
+        self._learner.load_state_dict(
+            {**found, "optimizer": self._terms.overridden(found["optimizer"], over)}
+        )
+        self._go_on(progress, found, over)
+
+    def _rest(self) -> dict[str, Any]:
+        return {
+            "balancer": self._feed.state_dict(),
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            "progress": self._feed.sample_order().saved(self.progress),
+            "identity": self.identity.as_plain(),
+            "kept": self.kept_text(),
+            "said": self._terms.said,
+            "loss_scale": self._learner.scale.state_dict() if self._learner.scale else None,
+        }
+
+    def kept_text(self) -> str:
+        """What else the run remembers, in JSON.
+
+        Raises:
+            ConfigurationError: If something of it is nothing that JSON holds.
+        """
+        found = {name: kept.state_dict() for name, kept in self.kept.items()}
+        try:
+            return json.dumps(found)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the state_dict of an observer or attendant must hold numbers, text, lists and dictionaries: {error}"
+            ) from error
+
+    def _take_kept(self, text: str) -> None:
+        found = json.loads(text)
+        for name, kept in self.kept.items():
+            if name in found:
+                kept.load_state_dict(found[name])
+
+    def _go_on(self, progress: Progress, rest: Mapping[str, Any], over: Collection[str]) -> None:
+        if "scheduler" in over:
+            by_step = self._learner.task.scheduler_interval == "step"
+            self._terms.replay(progress.steps if by_step else progress.epoch)
+        elif self._scheduler is not None and rest["scheduler"] is not None:
+            self._scheduler.load_state_dict(state.rates_as_in(self._learner.optimizer, rest["scheduler"]))
+        if self._learner.scale is not None and rest.get("loss_scale") is not None:
+            self._learner.scale.load_state_dict(rest["loss_scale"])
+        self.progress = progress
+        self._take_kept(rest.get("kept", "{}"))
+        if "identity" in rest:
+            self.identity = Identity.from_plain(rest["identity"])
+        self._learner.updated_early.clear()
+        self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
+
+    # In checkpoints
+
+    def save(self, directory: Path, keep: checkpoint.Keep, wait: bool) -> Path:
+        """Writes a checkpoint. A collective call."""
+        learner, steps = self._learner, self.progress.steps
+        self._check_between_steps()
+        learner.check_weights(steps)
+        held = state.held(learner.model, learner.optimizer)
+        more = {"data": self._data(), "settings": self._config.as_dict()}
+        if self._continues is not None and self._continues[0] != directory.resolve():
+            self.branch()
+        return self.saver.save(held, self._rest() | more, steps, directory, keep, wait, self.identity)
+
+    def branch(self) -> None:
+        """What is saved from now on is of a run of its own, which continues the one that it goes on from."""
+        if self._continues is not None:
+            self.identity, self._continues = self.identity.branch(self._continues[1]), None
+
+    def agree_on_identity(self) -> None:
+        """Has all ranks take rank 0's, which one that takes its place goes on with. A collective call."""
+        self.identity = self._learner.session.control.broadcast_object(self.identity)
+
+    def load(self, path: Path, tell: Callable[[str], object]) -> None:
+        """Goes on from a checkpoint. A collective call."""
+        self.saver.finish()
+        session, learner = self._learner.session, self._learner
+        found = checkpoint.agreed(path, session.control, session.rank, session.world_size, tell)
+        progress = self._feed.sample_order().resumed(found.rest["progress"])
+        self._check_data(found)
+        pieces = found.read(state.held(learner.model, learner.optimizer))
+        state.check_kind(learner.optimizer, pieces["optimizer"])
+        over = self._terms.chosen(found.rest.get("said"), tell if session.rank == 0 else _tell_nobody)
+        pieces["optimizer"] = self._terms.overridden(pieces["optimizer"], over)
+        state.take(learner.model, learner.optimizer, pieces, None, learner.offloaded.load)
+        self._go_on(progress, {**found.rest, **self._after(found)}, over)
+        self.identity, self._continues = found.identity, (found.path.parent.resolve(), progress.steps)
+        if not found.newest or not found.identity.run:
+            self.branch()
+        if self._feed.rewind():
+            learner.start_afresh()
+        drawn = found.random(session.rank) if found.rest["ranks"] == session.world_size else None
+        if drawn is not None:
+            draw_on(drawn, session.device)
+        if session.rank == 0:
+            self._tell_of_settings(found.rest["settings"], tell)
+
+    def _after(self, found: checkpoint.Found) -> dict[str, Any]:
+        """What is remembered after the evaluation of a checkpoint's weights; empty if there was none."""
+        control, first = self._learner.session.control, self._learner.session.rank == 0
+        kept = control.broadcast_object(evaluated.evaluation_of(found.path) if first else None)
+        return {} if kept is None else {"kept": kept}
+
+    def _data(self) -> Fingerprint:
+        """Of the training set on rank 0, read once."""
+        if not self._known_data and self._learner.session.rank == 0:
+            task = self._learner.task
+            self._known_data.append({} if task.partition == "sample" else fingerprint(task.train))
+        return self._known_data[0] if self._known_data else {}
+
+    def _check_data(self, found: checkpoint.Found) -> None:
+        """On rank 0, whose data are those of all; where each rank has its own, their numbers alone are known."""
+        words = difference(found.rest["data"], self._data()) if self._learner.session.rank == 0 else ""
+        words = self._learner.session.control.broadcast_object(words)
+        if words:
+            raise ConfigurationError(
+                f"the checkpoint {found.path} was made with other data: {words}. Go on with the same data, or begin a "
+                "new run"
+            )
+
+    def _tell_of_settings(self, saved: Mapping[str, Any], tell: Callable[[str], object]) -> None:
+        here = self._config.as_dict()
+        for name in _SAID:
+            before = saved.get(name, getattr(RunConfig, name))
+            if before != here[name]:
+                tell(f"the run goes on with {name} {here[name]}, and was begun with {before}")

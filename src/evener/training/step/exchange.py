@@ -1,0 +1,297 @@
+"""How the ranks tell each other of a step: each a row that all gather, or of many ranks the sums of what they say.
+
+Up to :data:`~evener.collectives.hierarchical_sum.MOST_ROWS` ranks every rank gets the row of every other with each
+step. Of more only what all have to know is added up over them, and the rows follow now and then: in every
+:data:`ROWS_EVERY`-th step, and in the step after one in which a rank had something to say that is its own::
+
+    step        0           1        2        3           ...   16
+    sums        sums        sums     sums     sums              sums
+    rows        rows                          rows              rows       rank 7 ran out of memory in step 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from evener.balance.by_speed_large import Voice
+from evener.collectives.hierarchical_sum import MOST_ROWS, Levels, Summing
+from evener.collectives.registry import SUBSTITUTES
+from evener.distributed.control_channel import Pending
+from evener.distributed.mesh import DIVIDING_TERMS, Mesh
+from evener.distributed.session import Session
+from evener.hardware.async_read import read
+from evener.hardware.memory.step_usage import MemoryUse
+from evener.hardware.timers import waiting
+from evener.training.step.step import Columns, Results, Signal, Signals, Step, of, read_columns, row_of
+
+ROWS_EVERY = 16
+_KINDS = (math.nan, math.inf, -math.inf)
+_PLACES = 2**21
+"""More than a model has parameters."""
+
+
+class Exchange(Protocol):
+    """What tells all ranks a few numbers."""
+
+    def exchange(self, values: Sequence[float]) -> Pending:
+        """Starts telling all ranks ``values``, as many on every rank."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What all ranks told with a step, as each of them knows it."""
+
+    next_count: float
+    skipped: float
+    wish: float
+    buffers_changed: bool
+    missing: Sequence[float]
+    """Codes of the parameters without a gradient, of the ranks that hold the same parameters; of them at least the
+    least and the greatest."""
+    divisions: Sequence[float]
+    """Codes of how batches are divided; at least the least and the greatest of them."""
+    results: Results
+    differing: bool = False
+    """Whether a rank has found something of compiled code."""
+    rows: Signals | None = None
+    """Of each rank, where rows were told."""
+    memory: Columns = ()
+    speeds: Voice | None = None
+    """Of all ranks, where each knows its own times alone."""
+    lines: Sequence[Sequence[float]] = ()
+    """Of each rank, if they were asked for."""
+
+
+Hearing = Callable[[], Heard]
+"""Waits for what all ranks tell, and is called once."""
+
+
+class Speech(Protocol):
+    """What depends on who divides the batches; the same on all ranks."""
+
+    def voice(self, step: Step | None) -> Voice | None:
+        """What this rank tells of the time of its work in a step, if each knows its own alone."""
+
+    def line(self) -> Sequence[float]:
+        """What this rank tells of its line, if all are asked for theirs; else nothing."""
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether the times of all ranks have to be known of every step."""
+
+
+class Telling(Protocol):
+    """A way to tell each other."""
+
+    def start(self, step: int, signal: Signal, memory: MemoryUse, measured: Step | None) -> Hearing:
+        """Starts to tell all ranks of a step, and of the times of the one that is ``measured``, if one is."""
+
+    def results(self, row: torch.Tensor) -> Callable[[], Results]:
+        """Tells total, soundness and the place of a parameter that is not finite from device to device.
+
+        Args:
+            row: Three numbers in float64, on the device of every rank.
+        """
+
+
+class ByRows:
+    """All rows of all ranks; of thousands each sum is one call, and nothing goes from rank to rank in Python."""
+
+    def __init__(self, control: Exchange, mesh: Mesh) -> None:
+        self._control, self._mesh = control, mesh
+
+    def start(self, step: int, signal: Signal, memory: MemoryUse, measured: Step | None) -> Hearing:
+        pending = self._control.exchange(row_of(signal, memory))
+        return lambda: self._heard(*read_columns(pending.wait()))
+
+    def _heard(self, rows: Signals, memory: Columns) -> Heard:
+        contributors, missing = self._mesh.data.contributors, [0.0]
+        if any(rows.missing):
+            missing = [rows.missing[rank] for rank in self._mesh.ranks(*DIVIDING_TERMS)]
+        return Heard(
+            sum(of(contributors, rows.next_count)),
+            sum(of(contributors, rows.skipped)),
+            max(rows.wish),
+            any(rows.buffers_changed),
+            missing,
+            rows.division,
+            Results.of(list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors),
+            any(rows.differing),
+            rows,
+            memory,
+        )
+
+    def results(self, row: torch.Tensor) -> Callable[[], Results]:
+        rows = row.new_empty(self._mesh.layout.world_size, 3)
+        if self._mesh.world is None:
+            rows.copy_(row)
+        else:
+            with waiting():
+                dist.all_gather(list(rows.unbind()), row, group=self._mesh.world)
+        found, contributors = read(rows), self._mesh.data.contributors
+        return lambda: Results.of(_in_threes(found.values()), contributors)
+
+
+class BySums:
+    """Sums over all ranks, and rows now and then.
+
+    Args:
+        control: For rows.
+        mesh: Who contributes what.
+        sums: Over all ranks.
+        speech: Gives who speaks of this rank's speed.
+    """
+
+    def __init__(self, control: Exchange, mesh: Mesh, sums: Summing, speech: Callable[[], Speech]) -> None:
+        self._control, self._mesh, self._sums, self._speech = control, mesh, sums, speech
+        self._counts = mesh.rank in set(mesh.data.contributors)
+        alike = mesh.layout.slices(DIVIDING_TERMS)
+        self._group = next(at for at, ranks in enumerate(alike) if mesh.rank in ranks)
+        self._groups, self._above = len(alike), mesh.layout.world_size - mesh.rank
+        self._rows_asked = False
+        self._retries = 0.0
+        self._kept: MemoryUse | None = None
+        """What this rank used in a step in which it noticed something, until it is told."""
+
+    def start(self, step: int, signal: Signal, memory: MemoryUse, measured: Step | None) -> Hearing:
+        counts, voice = float(self._counts), self._speech().voice(measured)
+        self._retries += signal.retries
+        self._kept = memory if any(memory.news) else self._kept
+        rows = self._rows(signal, memory) if self._is_time(step) else None
+        own = float(bool(self._retries or self._kept))
+        spoken = voice or Voice((), ())
+        # A total that is not finite stays what it is in the sum.
+        total = signal.total if self._counts else 0.0
+        added = (counts * signal.next_count, counts * signal.skipped, total, *spoken.added)
+        loss, gradient = loss_code(signal.total, self._above), gradient_code(signal, self._above)
+        divisions = signal.division, -signal.division
+        flags = (signal.wish, signal.buffers_changed, signal.differing, loss, gradient, own, *divisions)
+        sums = self._sums.start(added, (*flags, *self._missing(signal.missing), *spoken.greatest))
+        row = self._speech().line()
+        lines = self._control.exchange(row) if row else None
+        return lambda: self._heard(*sums.wait(), rows, lines, voice is not None)
+
+    def _is_time(self, step: int) -> bool:
+        return step % ROWS_EVERY == 0 or self._rows_asked or self._speech().wants_rows
+
+    def _rows(self, signal: Signal, memory: MemoryUse) -> Pending:
+        row = row_of(signal._replace(retries=self._retries), self._kept or memory)
+        self._retries, self._kept = 0.0, None
+        return self._control.exchange(row)
+
+    def _missing(self, code: float) -> list[float]:
+        """For every set of ranks that hold the same, the greatest and the least of what they miss."""
+        codes = [-math.inf] * (2 * self._groups)
+        codes[2 * self._group : 2 * self._group + 2] = code, -code
+        return codes
+
+    def _heard(
+        self,
+        added: list[float],
+        greatest: list[float],
+        rows: Pending | None,
+        lines: Pending | None,
+        spoken: bool,
+    ) -> Heard:
+        next_count, skipped, total, *heard = added
+        wish, buffers_changed, differing, loss, gradient, own, division, least_division, *rest = greatest
+        missing, speeds = rest[: 2 * self._groups], rest[2 * self._groups :]
+        most, least = missing[2 * self._group : 2 * self._group + 2]
+        self._rows_asked = bool(own)
+        world_size = self._mesh.layout.world_size
+        found = Heard(
+            next_count,
+            skipped,
+            wish,
+            bool(buffers_changed),
+            (-least, most),
+            (-least_division, division),
+            results_of(total, loss, gradient, world_size),
+            bool(differing),
+            speeds=Voice(tuple(heard), tuple(speeds)) if spoken else None,
+            lines=lines.wait() if lines else (),
+        )
+        if rows is None:
+            return found
+        told, memory = read_columns(rows.wait())
+        return replace(found, rows=told, memory=memory)
+
+    def results(self, row: torch.Tensor) -> Callable[[], Results]:
+        """By two sums of the devices' own backend."""
+        total, soundness, place = row.unbind()
+        zero, above = torch.zeros_like(total), self._above
+        kind = torch.where(total.isnan(), 1.0, torch.where(total > 0, 2.0, 3.0))
+        codes = torch.stack(
+            [
+                torch.where(total.isfinite(), zero, above * 4.0 + kind),
+                torch.where(soundness.isfinite(), zero, above * float(_PLACES) + place),
+            ]
+        )
+        sums = (total if self._counts else zero).reshape(1).clone()
+        assert self._mesh.world is not None
+        with waiting():
+            dist.all_reduce(sums, group=self._mesh.world)
+            dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self._mesh.world)
+        found, world_size = read(torch.cat([sums, codes])), self._mesh.layout.world_size
+
+        def wait() -> Results:
+            total, loss, gradient = found.values()
+            return results_of(total, loss, gradient, world_size)
+
+        return wait
+
+
+def adds_up(session: Session) -> bool:
+    """Whether its ranks are too many for rows; not where they are not really there."""
+    if session.world is None or dist.get_backend(session.world) in SUBSTITUTES:
+        return False
+    return session.world_size > MOST_ROWS
+
+
+@contextmanager
+def way_to_tell(
+    session: Session, mesh: Mesh, control: Exchange, speech: Callable[[], Speech]
+) -> Iterator[Telling]:
+    """By rows up to so many ranks, beyond that by sums; a collective call."""
+    if session.world is None or not adds_up(session):
+        yield ByRows(control, mesh)
+        return
+    with session.watchdog.wait("start of the sums over all ranks"):
+        sums = Levels(session.world, session.timeout_seconds, session.watchdog)
+    with closing(sums):
+        yield BySums(control, mesh, sums, speech)
+
+
+def loss_code(total: float, above: int) -> float:
+    """0 if it is finite; else a number that says what it is, and is the greater the lower the rank.
+
+    Args:
+        above: Ranks from this one on, itself among them.
+    """
+    if math.isfinite(total):
+        return 0.0
+    return above * 4.0 + (1 if math.isnan(total) else 2 if total > 0 else 3)
+
+
+def gradient_code(signal: Signal, above: int) -> float:
+    """Likewise of a rank's gradients, with the place of the parameter."""
+    return 0.0 if math.isfinite(signal.soundness) else above * float(_PLACES) + signal.unsound
+
+
+def results_of(total: float, loss: float, gradient: float, world_size: int) -> Results:
+    """From the sum of all totals, and the greatest codes."""
+    above, kind = divmod(int(loss), 4)
+    bad_loss = (world_size - above, _KINDS[kind - 1]) if loss else None
+    above, place = divmod(int(gradient), _PLACES)
+    return Results(total, bad_loss, (world_size - above, float(place)) if gradient else None)
+
+
+def _in_threes(flat: Sequence[float]) -> list[tuple[float, float, float]]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))

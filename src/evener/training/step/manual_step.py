@@ -1,0 +1,149 @@
+"""The step of a loop of the user's own: gradients are summed where the user says, and everything is known at once.
+
+To know at once is to wait. On a GPU the host stops in ``backward`` for the loss, in ``update`` for the answer whether
+the gradients are finite, and at the end of the step for its time; the steps that the engine takes itself do not stop.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from evener.data.batch import Batch
+from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware.timers import stopwatch, waiting
+from evener.nn.attention_dispatch import attending
+from evener.nn.context import Scope, divided
+from evener.strategies.learner import Learner
+from evener.strategies.timing import Pace
+from evener.training.step.exchange import Exchange
+from evener.training.step.step import not_finite
+
+
+class ByHand:
+    """What :meth:`Engine.backward` and :meth:`Engine.update` do."""
+
+    def __init__(self, learner: Learner, control: Exchange, non_finite: str) -> None:
+        self._learner, self._control, self._non_finite = learner, control, non_finite
+        self.pace = Pace(stopwatch(learner.session.device), learner.settings.throttle, learner.session.rank)
+
+    def backward(self, total: Tensor, count: float | Tensor, batch: Batch | None, step: int) -> float:
+        """Back-propagates ``total`` over the count of all ranks; returns the mean over the terms of all ranks.
+
+        Args:
+            batch: The batch at hand; None outside of ``batches()``.
+        """
+        if self._non_finite != "stop":
+            raise ConfigurationError(
+                f"non_finite={self._non_finite} goes with engine.step(batch), which makes the update that is left out; "
+                "in a loop of your own leave it out: backward() and update() raise DivergenceError on all ranks alike, "
+                "before weights change"
+            )
+        recompute = self._learner.settings.recompute
+        if recompute is not None and recompute.is_budget:
+            raise ConfigurationError(
+                f"recompute={recompute.text} is a budget, which is measured in engine.step(batch); in a loop of your "
+                "own compute all blocks again with recompute=blocks"
+            )
+        if self._learner.settings.update_in_backward:
+            raise ConfigurationError(
+                "update_in_backward goes with engine.step(batch), whose backward updates; in a loop of your own the "
+                "update is engine.update(): leave it out"
+            )
+        if self._learner.scale is not None:
+            raise ConfigurationError(
+                "precision fp16 goes with engine.step(batch), which scales the loss and leaves updates out whose "
+                "gradients overflow; in a loop of your own use bf16, which needs neither"
+            )
+        counts = _counts_for_something(batch)
+        own = [float(total.detach()) if counts else 0.0, float(count) if counts else 0.0]
+        with waiting():
+            rows = self._control.exchange(own).wait()
+        for rank, row in enumerate(rows):
+            if not math.isfinite(row[0]):
+                raise DivergenceError(not_finite(f"the loss is {row[0]} in step {step} on rank {rank}"))
+        added = self._learner.data.of_contributors(rows)
+        sums = [sum(column) for column in zip(*added, strict=True)]
+        with attending(divided()):
+            (total * (1.0 if counts else 0.0) / (sums[1] or 1.0)).backward()  # type: ignore[no-untyped-call]
+        self.pace.work_done()
+        return sums[0] / sums[1] if sums[1] else math.nan
+
+    def update(self, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+        """Sums the gradients of the optimizer's parameters over the ranks, clips, steps and clears them."""
+        learner = self._learner
+        chosen = learner.optimizer if optimizer is None else optimizer
+        parameters = [p for group in chosen.param_groups for p in group["params"]]
+        phase = learner.session.watchdog.phase("update", step=step)
+        with learner.session.watchdog.explained(), phase, waiting():
+            learner.synchronizer.sum_gradients(parameters)
+        if optimizer is None:
+            learner.update(step=step, passes=lambda: self._penalty_passes(step))
+            return
+        learner.clipping(parameters, learner.mesh)
+        chosen.step()
+        chosen.zero_grad(set_to_none=True)
+
+    def _penalty_passes(self, step: int) -> bool:
+        numbers = self._learner.penalty.value(), self._learner.penalty_soundness.value()
+        if not all(map(math.isfinite, numbers)):
+            raise DivergenceError(
+                not_finite(f"the penalty or its gradient is not finite in step {step} on all ranks")
+            )
+        return True
+
+    def over(self, batch: Batch) -> float:
+        """The time of this rank's own work in the step that is over; NaN if it is not known. A collective call where
+        each has normalized by its own samples: ranks get the same running statistics."""
+        if self._learner.settings.batch_norm == "local":
+            self._learner.synchronizer.share_buffers(self._learner.loose_buffers(), batch.first_part)
+        return self.pace.taken().value() or math.nan
+
+
+class AtHand:
+    """What a loop of the user's own computes in with a batch, and what measures it.
+
+    Of the engine, for close() to end it: an error by which a loop is left may keep the loop's frame.
+    """
+
+    def __init__(self, learner: Learner, pace: Pace) -> None:
+        self._learner, self._pace = learner, pace
+        self._scope: AbstractContextManager[Scope] | None = None
+
+    def of(self, batch: Batch, step: int) -> Self:
+        """Around the step of ``batch``; that of a loop which nobody goes on with is over."""
+        self.close()
+        self._pace.step(step).__enter__()
+        self._scope = self._learner.micro_scope(batch.micro_batches[0], step)
+        self._scope.__enter__()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it, if it was begun."""
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.__exit__(None, None, None)
+            self._pace.__exit__(None)
+
+
+def _counts_for_something(batch: Batch | None) -> bool:
+    """Whether the batch is one of samples and not a placeholder."""
+    if batch is None:
+        return True
+    micros = batch.micro_batches
+    if len(micros) > 1:
+        raise ConfigurationError(
+            f"backward() takes a whole batch, this one is cut into {len(micros)} micro-batches, whose counts it "
+            "cannot know ahead: leave micro_batch unset, or take steps with step()"
+        )
+    return micros[0].weight > 0

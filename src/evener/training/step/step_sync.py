@@ -1,0 +1,356 @@
+"""What the ranks tell each other of every step, and when it is known.
+
+Each step every rank posts one short row of numbers (:class:`~evener.training.step.step.Signal`) right after backward;
+it is read after the next forward pass, so that its travel costs no time. It brings the number of terms of the next
+batch, by which all have to divide, and the results of the step. Only a rank that has to know before it updates its
+weights, because its own numbers are not finite or some parameter got no gradient, waits for the row at once.
+
+On a device that runs behind the host, a GPU, no number of a step is at hand when its row is posted, and to wait for one
+would stop the host in every step. There the loss travels from device to device, to be read when somebody asks for it,
+and the times of a step go with the row of the next::
+
+    CPU    step n: forward, backward ─ post n: count of n + 1, results of n     ─ update ─ tell of step n - 1
+    GPU    step n: (queued)          ─ post n: count of n + 1, times of n - 1   ─ (queued) ─ tell of step n - 2
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from evener.balance.base import shares_in_words
+from evener.components.compile import Graphs
+from evener.components.trainable import check_trained_alike
+from evener.core.losses import Loss
+from evener.data.batch import Batch
+from evener.distributed.hosts import all_gather
+from evener.distributed.mesh import DIVIDING_TERMS, Mesh
+from evener.errors import ShareError
+from evener.hardware.async_read import Readout, is_late, read
+from evener.hardware.memory.step_usage import NOTHING
+from evener.hardware.timers import waiting
+from evener.strategies.interfaces import StepOutcome
+from evener.training.step.exchange import ByRows, Exchange, Heard, Hearing, Telling
+from evener.training.step.step import RankTimes, Results, Signal, Step
+
+Observe = Callable[[Step], None]
+
+
+class Ledger:
+    """Posts and reads the rows of one run.
+
+    Args:
+        control: Between all ranks.
+        mesh: Who contributes what.
+        device: On which this rank computes.
+        loss: Asked for the number of terms of a batch.
+        observe: Called with each step when the times of all ranks are known, in order and alike on every rank.
+        waits: Whether each row is waited for at once, and somebody else judges what it says.
+        graphs: What this rank has compiled, and found of it.
+        telling: How the ranks tell each other; by rows if None.
+        prompt: Whether a device that runs behind is waited for, because those of other ranks do not.
+    """
+
+    def __init__(
+        self,
+        control: Exchange,
+        mesh: Mesh,
+        device: torch.device,
+        loss: Callable[[], Loss],
+        observe: Observe,
+        waits: bool = False,
+        graphs: Graphs | None = None,
+        telling: Telling | None = None,
+        prompt: bool = False,
+    ) -> None:
+        self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
+        self._device, self._late = device, is_late(device) and not prompt
+        self._counts: dict[tuple[int, int], float] = {}
+        self._telling = telling or ByRows(control, mesh)
+        self._in_flight: tuple[Step, Batch | None, Hearing] | None = None
+        self._unread: Step | None = None
+        self._unmeasured: tuple[Readout, Readout] | None = None
+        self._measured: deque[Step] = deque()
+        self._before: Step | None = None
+        self._waits, self._begun, self._graphs, self._made = waits, False, graphs or Graphs(), 0
+        self.wish = 0.0
+        """What this rank tells the others with each step that it wants all to do."""
+        self._wishes: dict[int, float] = {}
+        self.buffers_changed = False
+        """Whether a forward pass of any rank was seen to write to buffers that nothing keeps equal."""
+
+    @property
+    def steps_late(self) -> int:
+        """How many steps after its own the times of a step are known."""
+        return 2 if self._late else 1
+
+    # Before backward
+
+    def divisor(self, step: Step) -> float:
+        """What the sum of all terms is divided by, which all ranks must know before any goes backward."""
+        with waiting():
+            self.settle()
+            place = (step.batch.epoch, step.batch.index)
+            if place not in self._counts:
+                rows = self.control.exchange([_sum(self.count(step.batch))]).wait()
+                self._counts = {place: sum(row[0] for row in self._mesh.data.of_contributors(rows))}
+        step.terms = self._counts[place]
+        step.count = self._loss().divisor(step.terms)
+        return step.count or 1.0
+
+    def count(self, batch: Batch | None) -> list[Readout]:
+        """Terms in each of this rank's micro-batches of the batch, counted on the host where it has the targets."""
+        if batch is None:
+            return []
+        micros = (batch.on_host or batch).micro_batches
+        return [read(self._loss().count(micro.targets)) for micro in micros if micro.weight]
+
+    # After backward
+
+    def post(
+        self,
+        step: Step,
+        outcome: StepOutcome,
+        upcoming: Batch | None,
+        next_count: list[Readout],
+        elapsed: Readout,
+        input_seconds: float,
+    ) -> Iterable[str]:
+        """Tells all ranks of the step; returns the parameters that have no gradient on any.
+
+        Raises:
+            DivergenceError: If a number of this rank is not finite and it is known already.
+        """
+        results = total, soundness, _ = (0.0, 0.0, 0.0)
+        if self._late:
+            step.results = self._telling.results(self._on_device(outcome))
+            measured, times = self._before, self._times()
+            self._unmeasured = outcome.compute_seconds, elapsed
+        else:
+            self._unmeasured = outcome.compute_seconds, elapsed
+            unsound = max((place.value() for place in outcome.unsound), default=0.0)
+            results = total, soundness, _ = _sum(outcome.totals), _sum(outcome.soundness), unsound
+            measured, times = step, self._times()
+        doubtful = not (math.isfinite(total) and math.isfinite(soundness))
+        graphs, differing = self._graphs.made, float(self._graphs.untold)
+        step.only_work, self._made = graphs == self._made and not outcome.retries, graphs
+        counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
+        asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
+        row = Signal(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
+        step.changes = outcome.changes
+        step.batch = step.batch.without_samples()  # the step is told when later ones are computed
+        if measured is not None:
+            measured.own_seconds = RankTimes(*times)
+        self._in_flight = step, upcoming, self._telling.start(step.number, row, outcome.memory, measured)
+        if outcome.missing or doubtful or outcome.has_changed or self._waits or not self._begun:
+            self._begun = True
+            return self._missing_everywhere(outcome, self.settle())
+        return ()
+
+    def _times(self) -> tuple[float, float]:
+        """Of work and of waiting, as far as they are measured."""
+        if self._unmeasured is None:
+            return math.nan, math.nan
+        compute, elapsed = self._unmeasured[0].value(), self._unmeasured[1].value()
+        return compute, max(0.0, elapsed - compute)
+
+    def _on_device(self, outcome: StepOutcome) -> Tensor:
+        """Total, soundness and place in one row on the device."""
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        own = [self._each(numbers) for numbers in (outcome.totals, outcome.soundness, outcome.unsound)]
+        added = [sum(numbers, start=zero) for numbers in own[:2]]
+        return torch.stack([*added, torch.stack([zero, *own[2]]).amax()])
+
+    def _each(self, numbers: Iterable[Readout]) -> list[Tensor]:
+        return [number.tensor.double().reshape(()).to(self._device, non_blocking=True) for number in numbers]
+
+    def _missing_everywhere(self, outcome: StepOutcome, heard: Heard | None) -> Iterable[str]:
+        """Among the ranks that hold the same parameters, for other samples."""
+        codes = set(heard.missing) if heard else {0.0}
+        if 0.0 in codes:
+            return ()
+        group = self._mesh.group(*DIVIDING_TERMS)
+        if len(codes) == 1 or group is None:
+            return outcome.missing
+        return set.intersection(*map(set, all_gather(outcome.missing, group)))
+
+    # Reading
+
+    def settle(self) -> Heard | None:
+        """Waits for what the ranks told with the last step; None if nothing is outstanding.
+
+        Raises:
+            DivergenceError: If the loss or a gradient of a rank was not finite, as far as that is known.
+            ShareError: If the ranks have divided the batch, or the next one, in different ways.
+        """
+        if self._in_flight is None:
+            return None
+        (step, upcoming, hearing), self._in_flight = self._in_flight, None
+        self._unread = step
+        heard = hearing()
+        self._unread = None
+        self._check_divisions(heard, step, upcoming)
+        if not self._late:
+            step.results = lambda: heard.results
+            if not self._waits:
+                step.check_finite()
+        self._counts = {}
+        if upcoming is not None:
+            self._counts[upcoming.epoch, upcoming.index] = heard.next_count
+        self.buffers_changed |= heard.buffers_changed
+        self._take_findings(step, heard)
+        _take_rows(step, heard)
+        self._wishes = {step.number - 1: self.wished(step.number - 1), step.number: heard.wish}
+        step.skipped = int(heard.skipped)
+        self._times_known(step, heard)
+        return heard
+
+    def _check_divisions(self, heard: Heard, step: Step, upcoming: Batch | None) -> None:
+        """Where ranks divide in different ways some samples count twice and others never."""
+        if len(set(heard.divisions)) == 1:
+            return
+        own = [batch.shares for batch in (step.batch, upcoming) if batch is not None]
+        said = [(own, step.changes)]
+        said = said if self._mesh.world is None else all_gather(said[0], self._mesh.world)
+        check_trained_alike([changes for _, changes in said], step.number)
+        of_all = [shares for shares, _ in said]
+        at = next((at for at in range(len(own)) if any(one[at] != own[at] for one in of_all)), 0)
+        ranks: dict[str, list[str]] = {}
+        for rank, one in enumerate(of_all):
+            ranks.setdefault(shares_in_words(one[at]), []).append(str(rank))
+        words = "; ".join(f"{shares} on rank {', '.join(those)}" for shares, those in ranks.items())
+        raise ShareError(
+            f"the ranks divide the batch of step {step.number + at} in different ways: {words}. A balancer has to come "
+            "to the same shares on every rank, by what it is given and observes alone: not by its rank, a clock, or "
+            "random numbers of its own. Checkpoints are from before"
+        )
+
+    def _take_findings(self, step: Step, heard: Heard) -> None:
+        if heard.differing:
+            self._graphs.heard(step.number)
+
+    def _times_known(self, step: Step, heard: Heard) -> None:
+        """The row of a step brings its times, or on a late device those of the step before."""
+        measured = self._before if self._late else step
+        self._before = step
+        if measured is not None:
+            _take_times(measured, heard)
+            self._observe(measured)
+            self._measured.append(measured)
+
+    def tell_times(self, step: Step, seconds: float) -> Step:
+        """Tells of a step that a loop of the user's own took, and returns it; a collective call that waits.
+
+        Args:
+            step: Gets the times of all ranks.
+            seconds: Of this rank's own work.
+        """
+        own = {"compute_seconds": seconds, "graphs": self._graphs.made, "differing": self._graphs.untold}
+        row = Signal(0.0, 0.0, 0.0, 0.0, division=_code_of(step.batch, None), **own)
+        step.own_seconds = RankTimes(seconds)
+        with waiting():
+            heard = self._telling.start(step.number, row, NOTHING, step)()
+        self._check_divisions(heard, step, None)
+        self._take_findings(step, heard)
+        _take_rows(step, heard)
+        _take_times(step, heard)
+        return step
+
+    def wished(self, number: int) -> float:
+        """The greatest wish that a rank told with step ``number``, one of the last two whose rows were read."""
+        return self._wishes.get(number, 0.0)
+
+    def check(self) -> None:
+        """Waits for the results of all steps so far, so that nothing is saved or reported that went wrong.
+
+        Raises:
+            DivergenceError: If the loss or a gradient of a rank was not finite, in the first step where one was.
+        """
+        self.settle()
+        for step in self._measured:
+            step.check_finite()
+        if self._late and self._before is not None:
+            self._before.check_finite()
+
+    def settle_before(self, step: int) -> None:
+        """Waits for the row of a step before ``step``, if one is outstanding; that of ``step`` itself is left.
+
+        A step that lacked only its end is told with the seconds until then.
+        """
+        if self._in_flight is not None and self._in_flight[0].number < step:
+            self.settle()
+        for known in self._measured:
+            if known.number < step and not known.seconds:
+                own = known.own_seconds.compute + known.own_seconds.wait
+                known.seconds = max(
+                    map(sum, zip(known.compute_seconds, known.wait_seconds, strict=True)), default=own
+                )
+
+    def lost_before(self, step: int) -> Step | None:
+        """The step before ``step`` whose row a rank has taken with it as it died: its loss will never be known."""
+        lost = self._unread
+        if lost is None or lost.number >= step:
+            return None
+        lost.results = lambda: Results(math.nan)
+        lost.seconds = lost.seconds or math.nan
+        return lost
+
+    def finish(self) -> None:
+        """No step follows at once: also the times of the last one are told. A collective call."""
+        self.check()
+        if self._late and self._before is not None:
+            own = self._before.own_seconds = RankTimes(*self._times())
+            row = Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=own.compute, wait_seconds=own.wait)
+            with waiting():
+                heard = self._telling.start(self._before.number + 1, row, NOTHING, self._before)()
+            self._times_known(self._before, heard)
+            self._before = self._unmeasured = None
+
+    def forget(self) -> None:
+        """The steps that nobody has been told of were for nothing."""
+        self._in_flight = self._unmeasured = self._before = None
+        self._measured.clear()
+        self._counts = {}
+
+    def told(self) -> Iterator[Step]:
+        """Steps that are over and known and have not been handed out yet."""
+        while self._measured and self._measured[0].seconds:
+            step = self._measured.popleft()
+            step.check_finite()
+            yield step
+
+
+def _code_of(batch: Batch, upcoming: Batch | None, changes: tuple[str, ...] = ()) -> float:
+    """Of how they are divided, and what is trained."""
+    code = zlib.crc32("".join(changes).encode(), zlib.crc32(array("q", batch.shares).tobytes()))
+    return float(code if upcoming is None else zlib.crc32(array("q", upcoming.shares).tobytes(), code))
+
+
+def _sum(numbers: Iterable[Readout]) -> float:
+    return sum([number.value() for number in numbers])
+
+
+def _take_rows(step: Step, heard: Heard) -> None:
+    """What each rank told of itself, where it did."""
+    if heard.rows is not None:
+        step.input_seconds = heard.rows.input_seconds
+        step.retries = tuple(map(int, heard.rows.retries))
+        step.pieces, step.graphs = _of_ranks(heard.rows.piece), _of_ranks(heard.rows.graphs)
+        step.memory_columns = heard.memory
+
+
+def _take_times(step: Step, heard: Heard) -> None:
+    if heard.rows is not None:
+        step.compute_seconds, step.wait_seconds = heard.rows.compute_seconds, heard.rows.wait_seconds
+    step.speeds, step.lines = heard.speeds, heard.lines
+
+
+def _of_ranks(numbers: Iterable[float]) -> tuple[int, ...]:
+    """Empty if all are 0."""
+    return tuple(map(int, numbers)) if any(numbers) else ()

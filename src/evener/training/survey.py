@@ -1,0 +1,173 @@
+"""``evener devices``: this machine surveyed and measured; and the line about it at the head of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from evener.collectives.tuning.measure import measure_links
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import check_processes, default_processes, kind_taken
+from evener.distributed.launch.launch import is_launched, launch
+from evener.distributed.session import Session, threads_per_rank
+from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
+from evener.hardware.diagnosis.diagnose import worst
+from evener.hardware.diagnosis.findings import LEVELS, Finding
+from evener.hardware.speed import measure
+from evener.hardware.survey.facts import Link, Plan, Speed, Survey
+from evener.hardware.survey.host import cores_allowed
+from evener.hardware.survey.nvml import ask_brakes, find_nvml
+from evener.hardware.survey.reading import glance, read_survey
+from evener.training.factory import balance_of
+from evener.version import evener_version
+
+SEE = "`evener devices` tells more"
+_ALL_PAIRS = 8
+"""Up to so many ranks every pair is measured, of more the neighbours on a ring."""
+_LEAST_BETA = 1e-14
+"""Seconds a byte, where a large message came no later than a small one."""
+
+
+def survey_devices(
+    processes: int | None = None,
+    device: str | None = None,
+    *,
+    measured: bool = True,
+    timeout_seconds: float = 300.0,
+) -> Survey:
+    """What this machine is and does.
+
+    Args:
+        processes: Ranks that it starts to measure the links between; by default as many as a run would have.
+        device: ``cpu`` or ``cuda``; cuda where there is any by default.
+        measured: Whether to measure: a second or two for each device, and some to start the ranks.
+        timeout_seconds: How long a rank waits for others.
+
+    Raises:
+        ConfigurationError: If there cannot be so many ranks, or this process is a rank of a launcher's.
+    """
+    if is_launched():
+        raise ConfigurationError(
+            "`evener devices` starts its ranks itself: run it by itself on each machine, without torchrun or srun"
+        )
+    kind = kind_taken(device)
+    ranks = processes if processes is not None else default_processes(kind)
+    check_processes(ranks, kind)
+    survey = read_survey(Plan(ranks, _threads(ranks), kind), evener_version())
+    if not measured:
+        return survey
+    # Ranks come first: a card that serves one process at a time would keep them out once this one has used it.
+    return with_speeds(with_links(survey, timeout_seconds) if ranks > 1 else survey)
+
+
+def _threads(ranks: int) -> int:
+    """Of each rank, as a session takes them: what ``OMP_NUM_THREADS`` told torch, else its part of the cores."""
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else threads_per_rank(ranks)
+
+
+def with_speeds(survey: Survey) -> Survey:
+    """The survey with the speed of the CPU and of every card that torch sees.
+
+    What slows a card down under load is asked for right after it was measured: an idle one has no reason to.
+    """
+    nvml, braked, speeds = find_nvml(), dict[str, tuple[str, ...]](), list[Speed]()
+    for name in ("cpu", *(card.device for card in survey.seen if card.device)):
+        speeds.append(measure(torch.device(name)))
+        if nvml is not None and name != "cpu":
+            braked |= {uuid: why for uuid, why in ask_brakes(nvml).items() if why}
+    cards = tuple(replace(card, brakes=braked.get(card.uuid, card.brakes)) for card in survey.cards)
+    return replace(survey, speeds=tuple(speeds), cards=cards)
+
+
+def with_links(survey: Survey, timeout_seconds: float) -> Survey:
+    """The survey with the links between ranks; that they cannot be had is a part of it too."""
+    plan = survey.plan
+    try:
+        links = launch(
+            _links_on_rank,
+            plan.device,
+            timeout_seconds,
+            processes=plan.ranks,
+            timeout_seconds=timeout_seconds,
+            device=plan.device,
+        )[0]
+    except InterruptedRunError:
+        raise
+    except EvenerError as error:
+        return replace(survey, links_error=_first_line(error))
+    return replace(survey, links=tuple(links))
+
+
+def _links_on_rank(device: str, timeout_seconds: float) -> list[Link]:
+    with Session(device=device, timeout_seconds=timeout_seconds) as session:
+        assert session.world is not None
+        pairs = pairs_of(session.world_size)
+        found = measure_links(pairs, session.world)
+        return [
+            Link(a, b, link.alpha_seconds, 1 / max(link.beta_seconds_per_byte, _LEAST_BETA))
+            for (a, b), link in zip(pairs, found, strict=True)
+        ]
+
+
+def pairs_of(ranks: int) -> list[tuple[int, int]]:
+    """Of ranks that are measured against each other."""
+    if ranks <= _ALL_PAIRS:
+        return [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    return [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def head_line(session: Session, config: RunConfig) -> str:
+    """What a run is told about its machines: the worst finding, with its remedy; empty if there is none.
+
+    A collective call. Each host looks at itself, for some milliseconds. Only what is known without measuring is told,
+    and no notes.
+    """
+    environment = session.environment
+    cores = cores_of(environment.host, session.control.gather_objects((environment.host, cores_allowed())))
+    mine = _glanced(session, config, len(cores)) if environment.local_rank == 0 else None
+    if session.world_size == environment.local_world_size:
+        return mine.words if mine else ""
+    return worst_of_hosts(session.control.gather_objects((environment.host, mine)))
+
+
+def cores_of(host: str, allowed: Sequence[tuple[str, frozenset[int]]]) -> frozenset[int]:
+    """Cores of the ranks of a host together: SLURM may give each rank cores of its own."""
+    return frozenset[int]().union(*(cores for name, cores in allowed if name == host))
+
+
+def worst_of_hosts(found: Sequence[tuple[str, Finding | None]]) -> str:
+    """The worst of the findings, of the first host that has it, and the number of the others that have it too."""
+    order = list(LEVELS)
+    each = [(host, finding) for host, finding in found if finding is not None]
+    if not each:
+        return ""
+    host, worst_one = min(each, key=lambda pair: order.index(pair[1].level))
+    others = {name for name, finding in each if finding.name == worst_one.name} - {host}
+    return f"host {host}{f' and {len(others)} more' if others else ''}: {worst_one.words}"
+
+
+def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:
+    plan = Plan(
+        ranks=session.environment.local_world_size,
+        threads=torch.get_num_threads(),
+        device=session.device.type,
+        workers=config.workers if isinstance(config.workers, int) else None,
+        balanced=balance_of(config, session.mesh.data.degree, unlike=True) != "equal"
+        or config.devices is not None,
+    )
+    try:
+        survey = glance(plan, evener_version(), accelerators=config.device != "cpu")
+        return worst(replace(survey, host=replace(survey.host, allowed_cores=cores)))
+    except (
+        RuntimeError,
+        OSError,
+        ValueError,
+    ) as error:  # a machine of a kind that nobody has seen is no reason to stop
+        return Finding("note", "unknown", f"this machine could not be surveyed: {_first_line(error)}", SEE)

@@ -1,0 +1,129 @@
+"""What a strategy says of the pieces that it makes, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from evener.components import gradients
+from evener.components.sharded_tensor.shard_spec import Box, Slice, mark
+from evener.distributed.mesh import Layout
+from evener.distributed.session import Session
+from evener.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [(range(1, 3),), (range(2), range(3, 5)), (range(2, 4), range(2)), (range(0, 4, 2),), ()],
+    ids=str,
+)
+def test_pieces_follow_each_other_without_gaps(pieces: tuple[range, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"axis 'tensor'"):
+        Slice("tensor", 0, pieces, 0)
+
+
+def test_a_rank_has_one_of_the_pieces() -> None:
+    with pytest.raises(ConfigurationError, match="piece 2 of axis 'tensor': there are 2"):
+        Slice("tensor", 0, (range(2), range(2, 2)), 2)
+
+
+@pytest.mark.parametrize("dim", [0, -1, 2])
+def test_what_is_marked_is_as_long_as_its_piece(dim: int) -> None:
+    piece = Slice("tensor", dim, (range(4), range(4, 7)), 1)
+    with pytest.raises(ConfigurationError, match=r"shape \(8, 3\) is not range\(4, 7\), 3 long"):
+        mark(nn.Parameter(torch.zeros(8, 3)), piece)
+
+
+def test_the_norm_of_no_gradients_is_where_the_parameters_are() -> None:
+    """Other ranks may have some, and a backend moves tensors of one kind of device."""
+    parameter = nn.Parameter(torch.empty(4, device="meta"))
+    assert gradients.norm([parameter]).is_meta
+    assert gradients.norm([]) == 0
+
+
+def of_an_axis_of_one_rank() -> tuple[float, torch.Tensor]:
+    """Each rank's replica of what is divided over an axis along which it is alone."""
+    with Session("cpu", 60) as session:
+        mesh = session.lay(Layout({"data": 2}))
+        parameter = mark(
+            nn.Parameter(torch.full((4,), float(session.rank))), Slice("tensor", 0, (range(4),), 0)
+        )
+        parameter.grad = torch.ones(4)
+        piece = Slice("tensor", 0, (range(4),), 0)
+        return float(gradients.norm_over([parameter], mesh)), piece.gather(parameter, mesh)
+
+
+def test_an_axis_of_one_rank_is_not_the_world(ranks: Any) -> None:
+    for rank, (norm, whole) in enumerate(ranks(2).run(of_an_axis_of_one_rank)):
+        assert norm == 2.0
+        assert whole.tolist() == [rank] * 4
+
+
+def nested(index: int, inner: int) -> Slice:
+    """Rows 3 to 8 of ten for index 1; of these five rows the last two for inner 1."""
+    outer = Slice("tensor", 0, (range(3), range(3, 8), range(8, 10)), index)
+    return Slice("shard", 0, (range(3), range(3, 5)), inner, within=outer)
+
+
+def test_a_piece_of_a_piece() -> None:
+    whole = torch.arange(20.0).view(10, 2)
+    piece = nested(1, 1)
+    part = piece.part(whole)
+    assert part.tolist() == whole[6:8].tolist()
+    assert piece.whole_shape(part.shape) == (10, 2)
+    assert piece.boxes(part.shape) == [Box((6, 0), (0, 0), (2, 2))]
+    assert piece.axes == ("shard", "tensor")
+    columns = Slice("data", 1, (range(1), range(1, 2)), 1, within=piece)
+    assert columns.part(whole).tolist() == whole[6:8, 1:].tolist()
+    assert columns.boxes((2, 1)) == [Box((6, 1), (0, 0), (2, 1))]
+
+
+@given(blocks=st.integers(1, 3), first=st.integers(0, 3), second=st.integers(0, 3), cut=st.integers(0, 9))
+def test_a_piece_of_blocks_and_what_is_cut_of_it(blocks: int, first: int, second: int, cut: int) -> None:
+    """Boxes say where everything is: they put the whole together from what all ranks hold."""
+    whole = torch.arange(float(blocks * (first + second) * 2)).view(-1, 2) + 1
+    put_together = torch.zeros_like(whole)
+    for index in range(2):
+        pieces = (range(first), range(first, first + second))
+        outer = Slice("tensor", 0, pieces, index, blocks=blocks)
+        middle = min(cut, outer.length)
+        for inner in range(2):
+            piece = Slice("shard", 0, (range(middle), range(middle, outer.length)), inner, within=outer)
+            part = piece.part(whole)
+            assert part.shape[0] == piece.length
+            assert piece.whole_shape(part.shape) == whole.shape
+            for box in piece.boxes(part.shape):
+                there, here = (
+                    tuple(slice(a, a + n) for a, n in zip(starts, box.shape, strict=True))
+                    for starts in (box.whole, box.held)
+                )
+                put_together[there] += part[here]
+    assert torch.equal(put_together, whole)
+
+
+def test_an_axis_cuts_once() -> None:
+    with pytest.raises(ConfigurationError, match="cut twice over axis 'tensor'"):
+        Slice("tensor", 1, (range(2),), 0, within=Slice("tensor", 0, (range(2),), 0))
+
+
+def of_two_axes() -> tuple[torch.Tensor, float]:
+    with Session("cpu", 60) as session:
+        mesh = session.lay(Layout({"shard": 2, "tensor": 2}))
+        outer = Slice("tensor", 0, (range(3), range(3, 8)), mesh.index("tensor"))
+        rows = len(outer.own)
+        piece = Slice("shard", 0, (range(1), range(1, rows)), mesh.index("shard"), within=outer)
+        whole = torch.arange(8.0)
+        parameter = mark(nn.Parameter(piece.part(whole)), piece)
+        parameter.grad = parameter.detach().clone()
+        return piece.gather(parameter, mesh), float(gradients.norm_over([parameter], mesh))
+
+
+def test_what_is_cut_over_two_axes_is_put_together(ranks: Any) -> None:
+    for whole, norm in ranks(4).run(of_two_axes):
+        assert whole.tolist() == list(range(8))
+        assert norm == pytest.approx(140**0.5)

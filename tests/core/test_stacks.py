@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from evener.core import stacks
+from evener.core.stacks import listen, stack_of, stacks_of
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="asks the kernel through /proc")
+
+
+@contextmanager
+def child(act: Callable[[], object]) -> Iterator[int]:
+    """A forked process that listens as this one does, in ``act``."""
+    listen()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    try:
+        time.sleep(0.2)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def hold() -> None:
+    while True:
+        ctypes.PyDLL(None).sleep(1000)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("act", [spin, hold])
+def test_a_process_shows_where_it_is_also_with_the_lock(act: Callable[[], None]) -> None:
+    with child(act) as pid:
+        for _ in range(2):
+            frames = stack_of(pid)
+            assert "test_stacks.py" in frames[0], frames
+            assert frames[0].endswith(f" in {act.__name__}")
+            assert any(" in child" in frame for frame in frames)
+
+
+def test_nothing_is_sent_to_who_does_not_listen() -> None:
+    program = subprocess.Popen(["sleep", "60"])
+    try:
+        assert stack_of(program.pid) == []
+        time.sleep(0.1)
+        assert program.poll() is None
+    finally:
+        program.kill()
+        program.wait()
+    assert stack_of(program.pid) == []
+    assert stacks_of(2**22 - 1) == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_stopped_process_is_not_waited_for() -> None:
+    with child(spin) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        began = time.monotonic()
+        assert stack_of(pid) == []
+        assert time.monotonic() - began < 1
+
+
+def test_of_a_deep_stack_the_innermost_frames_are_shown() -> None:
+    lines = stacks._lines([f'File "a.py", line {n} in f' for n in range(40)], "  ").splitlines()
+    assert lines[0] == '  File "a.py", line 0 in f'
+    assert len(lines) == 13
+    assert lines[-1] == "  ... and 28 more frames"
+
+
+def test_the_main_thread_is_the_oldest() -> None:
+    answer = 'Current thread 0x2 (most recent call first):\n  File "b.py", line 2 in g\n\n'
+    answer += 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n  File "a.py", line 9 in <module>\n'
+    assert stacks._main_thread(answer) == ['File "a.py", line 1 in f', 'File "a.py", line 9 in <module>']
+
+
+LOOP = 'File "torch/utils/data/_utils/worker.py", line 9 in _worker_loop'
+
+
+def test_a_worker_that_waits_for_work_is_idle() -> None:
+    waits = [
+        'File "/lib/selectors.py", line 1 in select',
+        'File "/lib/multiprocessing/queues.py", line 2 in get',
+        LOOP,
+    ]
+    assert stacks._is_idle(waits)
+    assert not stacks._is_idle(['File "/home/data.py", line 3 in __getitem__', *waits[2:]])

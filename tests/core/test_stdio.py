@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import errno
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from evener.core.stdio import Unheard, unheard
+
+
+class Broken(io.StringIO):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.tries = number, 0
+
+    def write(self, text: str) -> int:
+        self.tries += 1
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
+def test_what_nobody_reads_is_dropped(number: int) -> None:
+    stream = Broken(number)
+    print("one", "two", file=Unheard(stream), flush=True)
+    assert stream.tries == 1
+
+
+def test_a_full_disk_is_no_reader_that_left() -> None:
+    with pytest.raises(OSError, match="No space"):
+        print("one", file=Unheard(Broken(errno.ENOSPC)))
+    print("one", file=unheard(Broken(errno.ENOSPC)))
+    print("one", file=unheard(None))
+
+
+def test_the_rest_is_the_streams_own() -> None:
+    stream = io.StringIO()
+    guarded = Unheard(stream)
+    print("word", file=guarded, flush=True)
+    assert guarded.getvalue() == "word\n"
+    stream.close()
+    print("word", file=guarded, flush=True)
+
+
+def command(line: str) -> subprocess.CompletedProcess[str]:
+    evener = f"{sys.executable} -m evener.cli.main"
+    line = line.replace("evener ", f"{evener} ", 1)
+    return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True)
+
+
+def test_help_into_a_closed_pipe() -> None:
+    ended = command("evener train --help | true")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_without_any_standard_stream() -> None:
+    assert command("evener train --help <&- >&- 2>&-").returncode == 0
+
+
+def test_help_onto_a_full_disk_is_one_line() -> None:
+    ended = command("evener train --help > /dev/full")
+    assert ended.returncode in (0, 1)
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("\n") <= 1

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evener.distributed.launch.launch import launch
+from evener.distributed.session import Session
+from evener.errors import ConfigurationError, InterruptedRunError, RankError, RankTimeoutError
+from tests.distributed.processes import await_death, await_files, end, run, start
+
+BLOCKED = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from evener.errors import EvenerError
+from evener.distributed.launch.launch import launch
+from evener.distributed.session import Session
+
+def train(folder):
+    with Session(device="cpu") as session:
+        session.watchdog.progress("step 41 of 400")
+        (Path(folder) / f"pid-{session.rank}").write_text(str(os.getpid()))
+        if session.rank == 0:
+            dist.all_reduce(torch.ones(1))
+        while True:
+            time.sleep(0.01)
+
+try:
+    launch(train, sys.argv[1], processes=2)
+except EvenerError as error:
+    print(type(error).__name__, error, file=sys.stderr)
+    sys.exit(error.exit_status)
+"""
+
+
+@pytest.fixture
+def blocked(tmp_path: Path) -> Any:
+    """A running program and its ranks: 0 is inside a collective in C++, 1 in Python."""
+    script = tmp_path / "blocked.py"
+    script.write_text(BLOCKED)
+    files = [tmp_path / "pid-0", tmp_path / "pid-1"]
+    with start(script, tmp_path) as program:
+        await_files(*files)
+        yield program, [int(file.read_text()) for file in files]
+        program.kill()
+
+
+def test_closures_run_on_ranks_and_results_come_back_in_order() -> None:
+    scale, handlers = 10, signal.getsignal(signal.SIGTERM)
+
+    def work(shift: int, *, factor: int) -> tuple[int, float, str]:
+        with Session(device="cpu") as session:
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+            model(torch.ones(2, 3)).sum().backward()
+            total = torch.tensor([float(session.rank + 1)])
+            dist.all_reduce(total)
+            return session.rank * scale * factor + shift, total.item(), os.environ["OMP_NUM_THREADS"]
+
+    results = launch(work, 5, factor=2, processes=2, device="cpu")
+    assert [result[:2] for result in results] == [(5, 3.0), (25, 3.0)]
+    assert int(results[0][2]) >= 1
+    assert signal.getsignal(signal.SIGTERM) is handlers
+
+
+def test_one_process_runs_right_here() -> None:
+    assert launch(lambda: os.getpid(), processes=1, device="cpu") == [os.getpid()]
+    with pytest.raises(KeyError, match="as it is"):
+        launch(lambda: {}["as it is"], processes=1, device="cpu")
+
+
+def test_a_rank_calls_the_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launch(os.getpid, processes=7) == [os.getpid()]
+
+
+def test_a_signal_interrupts_the_function_right_here() -> None:
+    def work() -> None:
+        with Session(device="cpu") as session:
+            session.watchdog.progress("step 3 of 9")
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(InterruptedRunError, match="interrupted by SIGTERM at step 3 of 9") as caught:
+        launch(work, processes=1, device="cpu")
+    assert caught.value.exit_status == 143
+
+
+def test_an_exception_is_raised_once_with_its_rank_and_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        with Session(device="cpu") as session:
+            if session.rank == 1:
+                raise ZeroDivisionError("in the middle of it")
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankError, match="rank 1 raised ZeroDivisionError: in the middle of it") as caught:
+        launch(work, processes=2, device="cpu")
+    assert "test_launch.py" in str(caught.value)
+    assert "worker.py" not in str(caught.value)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_a_users_mistake_comes_back_as_what_it_is() -> None:
+    def work() -> None:
+        if os.environ["RANK"] == "1":
+            raise ConfigurationError("batch size is 0")
+        threading.Event().wait()
+
+    with pytest.raises(ConfigurationError) as caught:
+        launch(work, processes=2, device="cpu")
+    assert str(caught.value) == "rank 1: batch size is 0"
+
+
+def test_a_killed_rank_is_named_with_where_it_stood() -> None:
+    def work() -> None:
+        with Session(device="cpu") as session:
+            with session.watchdog.phase("forward", step=12):
+                if session.rank == 1:
+                    session.watchdog._publish(session.watchdog._beat())
+                    os.kill(os.getpid(), signal.SIGKILL)
+            session.control.barrier()
+
+    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL.*in forward of step 12"):
+        launch(work, processes=2, device="cpu")
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_run_and_is_named() -> None:
+    def work() -> None:
+        with Session(device="cpu", timeout_seconds=3) as session:
+            if session.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            with session.watchdog.wait("all-reduce", step=7):
+                dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankTimeoutError, match=r"rank 0 has waited \d s in all-reduce of step 7") as caught:
+        launch(work, processes=2, device="cpu")
+    late = str(caught.value).splitlines()[1]
+    assert "rank 1" in late
+    assert "is stopped" in late
+
+
+def test_what_cannot_be_sent_or_started_is_refused() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ConfigurationError, match="lock"):
+        launch(lambda: lock, processes=2, device="cpu")
+    with pytest.raises(ConfigurationError, match="asked for 0"):
+        launch(os.getpid, processes=0)
+    with pytest.raises(ConfigurationError, match="timeout_seconds is 0"):
+        launch(os.getpid, timeout_seconds=0)
+
+
+def test_ctrl_c_ends_all_ranks_and_says_where_the_run_stood(blocked: Any) -> None:
+    program, pids = blocked
+    os.killpg(program.pid, signal.SIGINT)
+    status, _, err = end(program, timeout=15)
+    assert (status, err.strip()) == (130, "InterruptedRunError interrupted by SIGINT at step 41 of 400")
+    await_death(pids, timeout=0.1)
+
+
+def test_sigterm_to_one_rank_ends_the_run(blocked: Any) -> None:
+    program, pids = blocked
+    os.kill(pids[1], signal.SIGTERM)
+    status, _, err = end(program, timeout=15)
+    assert (status, err.strip()) == (143, "InterruptedRunError interrupted by SIGTERM at step 41 of 400")
+    await_death(pids, timeout=0.1)
+
+
+def test_a_killed_launcher_leaves_no_orphans(blocked: Any) -> None:
+    program, pids = blocked
+    program.kill()
+    await_death(pids)
+
+
+def test_under_torchrun_every_rank_calls_the_function(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from evener.distributed.launch.launch import launch\n"
+        "from evener.distributed.session import Session\n"
+        "def work():\n"
+        "    with Session(device='cpu') as session:\n"
+        "        return session.control.gather_objects(session.rank)\n"
+        "print('result', launch(work, processes=9))\n"
+    )
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    ended = run(*arguments)
+    assert ended.status == 0, ended.err
+    assert ended.out.splitlines() == ["result [[0, 1]]"] * 2

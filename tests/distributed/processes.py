@@ -1,0 +1,81 @@
+"""Whole programs as a user starts them, with what they print and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+DRIVER = """
+import sys
+from evener.errors import EvenerError
+from evener.distributed.launch.script import run_script
+try:
+    run_script(sys.argv[2], sys.argv[3:], processes=2, timeout_seconds=float(sys.argv[1]), device="cpu")
+except EvenerError as error:
+    print(type(error).__name__, error, file=sys.stderr)
+    sys.exit(error.exit_status)
+"""
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """A Python program in a session of its own, with pipes."""
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str], timeout: float = 60) -> Ended:
+    """Waits for the program; kills it, with its process group, if it hangs."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return Ended(process.returncode, out, err)
+
+
+def run(*arguments: str | Path) -> Ended:
+    return end(start(*arguments))
+
+
+def drive(script: Path, *arguments: str, timeout_seconds: float = 60) -> Ended:
+    """``run_script`` on two CPU ranks, in a program that ends as the command would."""
+    return run("-c", DRIVER, str(timeout_seconds), script, *arguments)
+
+
+def await_files(*paths: Path, timeout: float = 180) -> None:
+    deadline = time.monotonic() + timeout
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < deadline, f"no {paths}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def await_death(pids: list[int], timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if is_alive(pid)]}"
+        time.sleep(0.05)

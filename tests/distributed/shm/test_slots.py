@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from evener.distributed.shm import futex
+from evener.distributed.shm import slots as slots_module
+from evener.distributed.shm.slots import ENTERED, REDUCED, Slots
+from evener.distributed.shm.spin_wait import Crowd
+
+ROUNDS = 3000
+
+
+def sleeps() -> int:
+    """How many there were in many rendezvous in which nobody spins.
+
+    Raises:
+        AssertionError: For the first that nobody ended.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    slots = Slots(group, 1, 64, 20)
+    chance, count = random.Random(dist.get_rank()), 0
+
+    def sleep(word: int, seen: int, seconds: float) -> None:
+        nonlocal count
+        count, began = count + 1, time.monotonic()
+        futex.sleep(word, seen, 5.0)
+        assert time.monotonic() - began < 4.0
+
+    quick = mock.patch.multiple(slots_module, sleep=sleep, _SPIN_SECONDS=0.0, _YIELD_SECONDS=0.0)
+    with quick, mock.patch.object(slots_module, "_LOOK_SECONDS", 10.0):
+        for number in range(1, ROUNDS + 1):
+            sum(range(chance.randrange(300)))
+            stage = (ENTERED, REDUCED)[number % 2]
+            slots.publish(stage, number)
+            slots.wait(stage, number)
+    return count
+
+
+def test_who_sleeps_is_woken(ranks: Any) -> None:
+    assert min(ranks(3).run(sleeps)) > ROUNDS / 100
+
+
+def seconds_of_cpu_while_rank_1_is_late(seconds: float) -> float:
+    group = dist.group.WORLD
+    assert group is not None
+    slots = Slots(group, 1, 64, 20)
+    dist.barrier()
+    began = time.thread_time()
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+    slots.publish(ENTERED, 1)
+    slots.wait(ENTERED, 1)
+    return time.thread_time() - began
+
+
+def test_a_long_wait_takes_no_core(ranks: Any) -> None:
+    waited = 1.0
+    assert max(ranks(2).run(seconds_of_cpu_while_rank_1_is_late, waited)) < 0.1 * waited
+
+
+def times_given_way(cores: int) -> int:
+    group = dist.group.WORLD
+    assert group is not None
+    with mock.patch.object(slots_module, "usable_cores", return_value=cores):
+        slots = Slots(group, 1, 64, 20)
+    dist.barrier()
+    with (
+        mock.patch.object(slots_module, "give_way") as given,
+        mock.patch.object(slots_module, "CROWD", Crowd()),
+    ):
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+        slots.publish(ENTERED, 1)
+        slots.wait(ENTERED, 1)
+    return given.call_count
+
+
+def test_ranks_give_way_only_where_each_may_have_a_core(ranks: Any) -> None:
+    assert ranks(2).run(times_given_way, 1)[0] == 0
+    assert ranks(2).run(times_given_way, 2)[0] > 0
+
+
+def test_giving_way_is_left_for_a_while_where_it_took_long() -> None:
+    crowd = Crowd()
+    assert crowd.may_give_way(100.0)
+    crowd.gave_way(100.0, 1e-6)
+    assert crowd.may_give_way(100.0)
+    crowd.gave_way(100.0, 3e-3)
+    assert not crowd.may_give_way(100.1)
+    assert crowd.may_give_way(100.3)
+
+
+def test_the_while_grows_with_every_long_one_in_a_row_and_is_forgotten_in_quiet() -> None:
+    crowd, now, pauses = Crowd(), 0.0, []
+    for _ in range(10):
+        crowd.gave_way(now, 3e-3)
+        began = now
+        while not crowd.may_give_way(now):
+            now += 0.05
+        pauses.append(round(now - began, 2))
+    assert pauses == sorted(pauses)
+    assert pauses[-1] <= 10.1
+    crowd.gave_way(now + 2.0, 1e-6)
+    crowd.gave_way(now + 2.0, 3e-3)
+    assert crowd.may_give_way(now + 2.3)

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from evener.distributed.control_channel import GroupChannel
+from evener.distributed.hosts import destroy
+from evener.distributed.watchdog.watchdog import Watchdog
+from evener.torch_internals.named_group import groups_open
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """One of a rank alone, beside the default group."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    made = dist.new_group([0])
+    assert isinstance(made, dist.ProcessGroup)
+    yield made
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_group_is_given_back_and_the_others_stay(group: dist.ProcessGroup) -> None:
+    destroy(group)
+    assert groups_open() == 1
+    destroy(None)
+    assert not dist.is_initialized()
+
+
+def test_who_has_shut_all_down_can_still_close_what_stood_on_a_group(group: dist.ProcessGroup) -> None:
+    channel = GroupChannel(group, Watchdog(0, 1, HashStore()))
+    dist.destroy_process_group()
+    channel.close()
+    destroy(None)

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evener.hardware.async_copy import SENDERS, send
+
+
+def test_what_is_there_already_stays() -> None:
+    samples = torch.arange(3)
+    assert send(samples, torch.device("cpu")) is samples
+
+
+def test_a_kind_of_device_is_sent_to_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert send(torch.arange(3), torch.device("meta")).is_meta
+    monkeypatch.setitem(SENDERS, "meta", lambda tensor, device: tensor + 1)
+    assert send(torch.arange(3), torch.device("meta")).tolist() == [1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_the_host_goes_on_before_a_gpu_has_come_so_far() -> None:
+    matrix = torch.rand(4096, 4096, device="cuda")
+    for _ in range(50):
+        matrix = matrix @ matrix
+    busy = torch.cuda.current_stream().record_event()
+    sent = send(torch.arange(1000), torch.device("cuda"))
+    assert not busy.query()
+    assert sent.tolist() == list(range(1000))

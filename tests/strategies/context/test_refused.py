@@ -1,0 +1,187 @@
+"""What strategy context cannot divide is found before the first step, and refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import evener
+from evener.core.task.task import Task
+from evener.errors import ConfigurationError, EvenerError, TaskError
+from evener.strategies.context.context import ContextParallel
+from tests.strategies.sentences import (
+    LONGEST,
+    WIDTH,
+    WORDS,
+    Model,
+    pad_all,
+    task,
+    total,
+    trajectory,
+)
+
+
+class Counting(Model):
+    """Positions counted from the start of the piece, for an embedding that begins as zeros."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words.clamp(min=0)) + self.place[: words.shape[1]]
+        for block in self.blocks:
+            x = block(x, words < 0)
+        return self.head(x)
+
+
+class Mixing(nn.Module):
+    """Positions brought together by a module, between two layers."""
+
+    def __init__(self, mix: Any) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(WORDS, WIDTH), mix(), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.mix(self.embed(words.clamp(min=0))))
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+class Convolving(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Fixed(nn.Module):
+    """Of a length that it was made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(LONGEST, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.place
+
+
+class Pooling(nn.Module):
+    """A second output, of the piece."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.mean(1)
+
+
+class PooledToo(Mixing):
+    def forward(self, words: Tensor) -> Any:
+        x = self.embed(words.clamp(min=0))
+        return self.head(x), self.mix(x)
+
+
+def counting() -> Task:
+    return task(Counting)
+
+
+def mixing(mix: Any) -> Task:
+    return task(lambda: Mixing(mix), collate=pad_all)
+
+
+def recurrent() -> Task:
+    return mixing(lambda: Recurrent(WIDTH, WIDTH, batch_first=True))
+
+
+def convolving() -> Task:
+    return mixing(lambda: Convolving(WIDTH, WIDTH, 3, padding=1))
+
+
+def attending_by_hand() -> Task:
+    return mixing(ByHand)
+
+
+def fixed() -> Task:
+    return mixing(Fixed)
+
+
+def pooling() -> Task:
+    return task(lambda: PooledToo(Pooling))
+
+
+def of_samples() -> Task:
+    """A loss that counts samples, and not their positions."""
+    return task(lambda: Mixing(nn.Identity), loss=evener.loss(total=total))
+
+
+def with_features() -> Task:
+    """Inputs of which one is no sequence."""
+    data = [((words, torch.ones(4)), targets) for words, targets in task().train]  # type: ignore[attr-defined]
+    return task(lambda: Mixing(nn.Identity), train=data, evaluate=None, collate=None, batch_size=1)
+
+
+def of_numbers() -> Task:
+    data = [(torch.ones(()), torch.ones(())) for _ in range(4)]
+    return task(lambda: Mixing(nn.Identity), train=data, evaluate=None, collate=None)
+
+
+def channels() -> Task:
+    return task(lambda: Mixing(lambda: Transposed()))
+
+
+class Transposed(nn.Module):
+    """Dropout of a tensor whose positions come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = evener.nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x.transpose(1, 2)).transpose(1, 2)
+
+
+def refused(name: str, **settings: Any) -> tuple[type[BaseException], str]:
+    with pytest.raises(EvenerError) as found:
+        trajectory(name, module=__name__, **settings)
+    return found.type, str(found.value)
+
+
+DIFFERS = "does not compute from pieces of sequences what it computes from whole ones"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("counting", {}, DIFFERS + ".*evener.nn.positions"),
+        ("recurrent", {}, DIFFERS + ".*mix .Recurrent"),
+        ("convolving", {}, DIFFERS + ".*mix .Convolving"),
+        ("attending_by_hand", {}, DIFFERS),
+        ("fixed", {}, "cannot run on a piece of the first sequences: RuntimeError"),
+        ("pooling", {}, "outputs.1, of shape .5, 6., has no dimension for positions"),
+        ("of_samples", {}, "have 5 terms, and their pieces 5 . 5"),
+        ("with_features", {}, "inputs.0 has .*, inputs.1 has 4.*cut="),
+        ("with_features", {"cut": "inputs.words"}, "cut names inputs.words.*inputs are inputs.0, inputs.1"),
+        ("of_numbers", {}, "no tensor of the inputs has one"),
+        ("channels", {}, "dropout mix.drop: .*dimension 1 must be"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    ranks: Any, name: str, options: dict[str, Any], words: str
+) -> None:
+    for kind, message in ranks(2).run(refused, name, strategy=ContextParallel(**options)):
+        assert issubclass(kind, TaskError | ConfigurationError), message
+        assert re.search(words, message), message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "star"}, {"order": "random"}, {"dim": 0}, {"output_dim": 0}, {"trial": -1}],
+    ids=str,
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        ContextParallel(**options)

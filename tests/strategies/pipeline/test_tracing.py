@@ -1,0 +1,65 @@
+"""What the reading of a model's outermost code must not miss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from evener.strategies.pipeline.tracing import read_both
+
+
+class Reversed(torch.autograd.Function):
+    """As for training against an adversary: what goes back is turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * grad, None
+
+
+reverse: Any = Reversed.apply
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def between(self, x: Tensor) -> Tensor:
+        found: Tensor = Reversed.apply(x, 0.5)  # type: ignore[no-untyped-call]
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.blocks[0](x))
+        found: Tensor = self.blocks[1](x)
+        return found
+
+
+class Bound(ByName):
+    def between(self, x: Tensor) -> Tensor:
+        found: Tensor = reverse(x, 0.5)
+        return found
+
+
+@pytest.mark.parametrize("kind", [ByName, Bound])
+def test_a_function_with_a_backward_of_its_own_keeps_it(kind: type[ByName]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 3)
+    graph = read_both(model, {"x": x}, ())[True]
+    assert [node.name for node in graph.nodes if node.op == "call_function"] == ["reversed_1"]
+    gradients = []
+    for run in (model, fx.GraphModule(model, graph)):
+        model.zero_grad()
+        run(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, read in zip(*gradients, strict=True):
+        assert plain is not None
+        assert read is not None
+        assert torch.equal(plain, read)

@@ -1,0 +1,534 @@
+"""Rows and their owners, equal and unequal, against one device, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.distributed.environment import Environment
+from evener.errors import ConfigurationError, EvenerError
+from evener.strategies import Settings
+from evener.strategies.sharded.zero import Zero
+from evener.testing import check_strategy
+from evener.tools.verify import Trajectory, record, relative_error
+from evener.training.engine import Engine
+from tests import tasks
+from tests.comparing import handed_on, worst
+from tests.strategies.seven import normalised, penalised, plain, step_by_hand  # noqa: F401 (some by name)
+
+WORDS, WIDTH, SAMPLES = 11, 6, 37
+
+
+class Recurrent(nn.Module):
+    """Tied ends, a recurrent layer, a number alone, a row alone, and steps that are computed twice."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.place = nn.Parameter(torch.randn(1, 5, WIDTH))
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.out = nn.Linear(WIDTH, WORDS)
+        self.out.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.out.bias.decays = False
+        self.reentrant = reentrant
+
+    def scores(self, words: Tensor) -> Tensor:
+        hidden, _ = self.layer(self.embed(words) + self.place)
+        mixed = checkpoint(self._mixed, hidden, use_reentrant=self.reentrant)
+        return self.out(mixed[:, -1] * self.frozen)
+
+    def _mixed(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.mix(hidden)) * self.scale
+
+    def forward(self, words: Tensor) -> Tensor:
+        if not self.reentrant:
+            return self.scores(words)
+        return self.scores(words) + self.scores(words.flip(1))
+
+
+def by_decay(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Groups by what the model says of its parameters."""
+    without = [p for p in parameters if not getattr(p, "decays", True)]
+    decayed = [p for p in parameters if getattr(p, "decays", True)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": without, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.03)
+
+
+def task(**parts: Any) -> Task:
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(WORDS, (SAMPLES, 5), generator=generator)
+    data = TensorDataset(words, words.sum(1) % WORDS)
+    usual: dict[str, Any] = {
+        "model": Recurrent,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": by_decay,
+        "train": data,
+        "evaluate": data,
+        "batch_size": 9,
+        "epochs": 3,
+    }
+    return Task(**(usual | parts))
+
+
+def recurrent() -> Task:
+    return task()
+
+
+def another_method() -> Task:
+    """What is called is not the model's forward."""
+    return task(forward=lambda model, words: model.scores(words))
+
+
+def behind_its_back() -> Task:
+    """An optimizer whose writes PyTorch does not count."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.data = p.data - group["lr"] * p.grad.data
+
+    return task(optimizer=lambda parameters: Plain(parameters, lr=0.3))
+
+
+class WithoutALength(nn.Linear):
+    """As what ``torch.compile`` makes of a layer: it says that it has a length, and raises when it is asked."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+def without_a_length() -> Task:
+    return tasks._task(model=lambda: WithoutALength(6, 3))
+
+
+def looked_up() -> Task:
+    """With sparse gradients."""
+    return tasks.sparse()
+
+
+def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
+    usual = {"dtype": "float64", "device": "cpu", "steps": 9, "strategy": Zero()}
+    return record(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
+
+
+def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None:
+    alike = {"balance": "equal", "strategy": "single", "mesh": None, "compress": None, "allreduce": None}
+    reference = trajectory(name, Environment(), **(settings | alike))
+    divided = ranks(size).run(trajectory, name, **settings)
+    assert worst(reference.weights, divided[0].weights) <= 1e-11
+    assert all(one.losses == pytest.approx(reference.losses, rel=1e-11) for one in divided)
+    assert len({one.digest for one in divided}) == 1, "replicas differ"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("recurrent", {"balance": "5,1,2", "clip_norm": 0.05, "bucket_mb": 1e-5}),
+        ("recurrent", {"strategy": Zero(owns="3,1,1"), "balance": "3,0,1", "micro_batch": 4}),
+        ("recurrent", {"strategy": Zero(stage=1, owns="1,0,2"), "micro_batch": 4, "bucket_mb": 1e-3}),
+        ("recurrent", {"allreduce": "native", "bucket_mb": 1e-4, "micro_batch": 5}),
+        ("recurrent", {"strategy": Zero(stage=1), "allreduce": "ring"}),
+        ("another_method", {"balance": "5,1,2"}),
+        ("looked_up", {"balance": "5,1,2"}),
+        ("without_a_length", {}),
+        ("behind_its_back", {"balance": "5,1,2"}),
+        ("penalised", {"strategy": Zero(owns="1,0,2"), "balance": "5,1,2", "clip_norm": 0.2}),
+        ("recurrent", {"strategy": Zero(in_common=True), "balance": "5,1,2", "bucket_mb": 1e-3}),
+        ("behind_its_back", {"strategy": Zero(1, "3,1,0", in_common=True), "micro_batch": 4}),
+        ("penalised", {"strategy": Zero(2, "1,0,2", in_common=True), "balance": "5,0,2", "clip_norm": 0.2}),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[str, Any]) -> None:
+    compared(ranks, 3, name, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("recurrent", {"strategy": Zero(owns="2,1"), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
+        ("recurrent", {"strategy": Zero(in_common=True), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
+        (
+            "recurrent",
+            {"strategy": Zero(stage=1), "mesh": "data=2,shard=2", "micro_batch": 4, "clip_norm": 0.05},
+        ),
+    ],
+    ids=str,
+)
+def test_rows_are_divided_over_one_axis_of_a_mesh(ranks: Any, name: str, settings: dict[str, Any]) -> None:
+    compared(ranks, 4, name, settings)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "strategy", [Zero(), Zero(stage=1, owns="2,1"), Zero(owns="3,1")], ids=["2", "1 unequal", "2 unequal"]
+)
+@pytest.mark.slow
+def test_the_promises_are_kept(ranks: Any, strategy: Zero, size: int) -> None:
+    owns = strategy.owns and f"{strategy.owns}{',0' * (size - 2)}"
+    ranks(size).run(check_strategy, Zero(strategy.stage, owns))
+
+
+@pytest.mark.slow
+def test_the_promises_are_kept_by_unequal_owners(ranks: Any) -> None:
+    ranks(3).run(check_strategy, Zero(owns="3,1,0"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Zero(owns="2,1"), Zero(stage=1)], ids=str)
+def test_the_promises_are_kept_on_a_mesh(ranks: Any, strategy: Zero) -> None:
+    ranks(4).run(check_strategy, strategy, mesh="data=2,shard=2")
+
+
+def shares(throttle: str) -> list[tuple[int, ...]]:
+    """Of each step, until they are unequal: how soon that is depends on what else the machine does."""
+    config = RunConfig(
+        strategy=Zero(owns="1,3"), device="cpu", steps=400, epochs=200, balance="auto", throttle=throttle
+    )
+    found: list[tuple[int, ...]] = []
+    with Engine(plain(), config) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+            found.append(batch.shares)
+            if batch.shares[0] > batch.shares[1] + 3:
+                break
+    return found
+
+
+def test_samples_go_by_speed_and_not_by_rows(ranks: Any) -> None:
+    found = ranks(2).run(shares, "1,0.1")[0]
+    assert abs(found[0][0] - found[0][1]) <= 1
+    assert found[-1][0] > found[-1][1] + 3
+
+
+# Memory
+
+
+def wide() -> Task:
+    layers = lambda: nn.Sequential(  # noqa: E731
+        nn.Embedding(2000, 64), nn.Flatten(), nn.Linear(320, 700), nn.Tanh(), nn.Linear(700, WORDS)
+    )
+    return task(model=layers)
+
+
+def held(strategy: Any, **settings: Any) -> tuple[int, int, int]:
+    """Bytes of gradients when they are summed, of the optimizer's state, and of the model's trained weights whole."""
+    nbytes = {"gradients": 0}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nbytes["gradients"] = sum(storages(p.grad for p in engine.model.parameters()))
+
+    config = RunConfig(strategy=strategy, device="cpu", steps=2, **settings)
+    with Engine(wide(), config) as engine:
+        engine.learner.optimizer.register_step_pre_hook(look)
+        for batch in engine.batches():
+            engine.step(batch)
+        state = [value for entries in engine.learner.optimizer.state.values() for value in entries.values()]
+        whole = sum(tensor.nbytes for tensor in engine.learner.tensors().values())
+        assert not list(gradients_of_wholes(engine)), "of whole weights no gradient is left"
+        return nbytes["gradients"], sum(storages(state)), whole
+
+
+def storages(tensors: Any) -> list[int]:
+    """Bytes of the memory that tensors lie in, each counted once, but for numbers alone."""
+    found = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t is not None and t.ndim
+    }
+    return list(found.values())
+
+
+def gradients_of_wholes(engine: Engine) -> Any:
+    with engine.learner.synchronizer.forward():
+        yield from (p.grad for p in engine.model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("size", "owns", "parts"),
+    [
+        (2, None, (0.5, 0.5)),
+        (2, "2,1", (2 / 3, 1 / 3)),
+        (3, "3,1,1", (0.6, 0.2, 0.2)),
+        (3, None, (1 / 3,) * 3),
+    ],
+    ids=str,
+)
+def test_each_rank_holds_the_part_that_was_asked_for(
+    ranks: Any, size: int, owns: str | None, parts: tuple[float, ...]
+) -> None:
+    for micro_batch in (None, 4):
+        found = ranks(size).run(held, Zero(owns=owns), bucket_mb=0.1, micro_batch=micro_batch)
+        for (gradients, state, whole), part in zip(found, parts, strict=True):
+            assert gradients == pytest.approx(part * whole, rel=0.05)
+            assert state == pytest.approx(2 * part * whole, rel=0.05), (
+                "AdamW keeps two numbers of each weight"
+            )
+
+
+def test_the_first_stage_divides_the_optimizer_alone(ranks: Any) -> None:
+    for gradients, state, whole in ranks(2).run(held, Zero(stage=1)):
+        assert gradients == pytest.approx(whole, rel=0.05)
+        assert state == pytest.approx(whole, rel=0.05)
+
+
+# Checkpoints
+
+
+ONE: dict[str, Any] = {"strategy": "single"}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param((({"strategy": Zero(owns="2,1")}, 2), (ONE, 1)), marks=pytest.mark.slow),
+        pytest.param(((ONE, 1), ({"strategy": Zero(stage=1, owns="1,5,0")}, 3)), marks=pytest.mark.slow),
+        (({"strategy": Zero(owns="3,1")}, 2), ({"strategy": Zero(owns="1,2,2")}, 3)),
+        (({"strategy": Zero(owns="1,0,4")}, 3), ({"strategy": "ddp"}, 2)),
+        (({"strategy": "ddp"}, 3), ({"strategy": Zero(owns="1,3"), "mesh": "data=2,shard=2"}, 4)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_taken_into_every_other_division(ranks: Any, places: Any) -> None:
+    reference = trajectory("recurrent", Environment(), strategy="single", steps=7)
+    found = handed_on(ranks, recurrent, [(size, settings) for settings, size in places], (4, 7))
+    for state in found:
+        assert worst(reference.weights, state["model"]) <= 1e-11
+
+
+# A loop of the user's own
+
+
+def by_hand(
+    strategy: Any, change: Callable[[Engine, int], None] | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    config = RunConfig(strategy=strategy, device="cpu", dtype="float64", epochs=1, clip_norm=0.1, **settings)
+    with Engine(plain(), config) as engine:
+        for number, batch in enumerate(engine.batches()):
+            if change is not None:
+                change(engine, number)
+            step_by_hand(engine, batch)
+        return {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
+
+
+def drop_one(engine: Engine, number: int) -> None:
+    """Gradients that are cleared before they are used."""
+    if number == 1:
+        micro = torch.ones(3, 7, dtype=torch.float64)
+        engine.backward(engine.model(micro).sum(), 3)
+        engine.learner.optimizer.zero_grad()
+
+
+def clamp_one(engine: Engine, number: int) -> None:
+    """Weights that are changed in place between steps."""
+    if number == 2:
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+def own_optimizer(engine: Engine, number: int) -> None:
+    """Two optimizers that each have some of the parameters."""
+    first, *others = engine.model.parameters()
+    micro = torch.ones(3, 7, dtype=torch.float64)
+    engine.backward(engine.model(micro).square().sum(), 3)
+    engine.update(torch.optim.SGD([first], lr=0.1))
+    engine.update(torch.optim.SGD(others, lr=0.2))
+
+
+@pytest.mark.parametrize("change", [None, drop_one, clamp_one, own_optimizer])
+def test_a_loop_of_the_users_own(ranks: Any, change: Any) -> None:
+    (weights,) = ranks(1).run(by_hand, "single", change)
+    for stage in (1, 2):
+        for found in ranks(3).run(by_hand, Zero(stage, "3,0,2"), change, balance="3,0,1"):
+            assert worst(weights, found) <= 1e-11
+
+
+def changed(how: str) -> str:
+    """A gradient that is changed where a rank sees some of its rows only."""
+    config = RunConfig(strategy=Zero(), device="cpu", epochs=1)
+    with Engine(plain(), config) as engine:
+        micro = next(engine.batches()).micro_batches[0]
+        engine.backward(engine.model(micro.inputs).sum(), micro.size)
+        for parameter in engine.model.parameters():
+            parameter.grad = parameter.grad.mul_(0.5) if how == "in place" else parameter.grad * 0.5
+        with pytest.raises(ConfigurationError) as caught:
+            engine.update()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_gradients_are_not_changed_before_they_are_summed(ranks: Any, how: str) -> None:
+    for message in ranks(2).run(changed, how):
+        assert "the gradient of 0.weight was changed before engine.update() summed it" in message
+
+
+# What a model is outside of its forward
+
+
+def looked_at(in_common: bool) -> None:
+    config = RunConfig(strategy=Zero(2, "1,2", in_common), device="cpu", dtype="float64", steps=3)
+    engine = Engine(recurrent(), config)
+    for batch in engine.batches():
+        engine.step(batch)
+    whole = {name: tensor.clone() for name, tensor in engine.learner.tensors().items()}
+    words = torch.zeros(2, 5, dtype=torch.int64)
+    pieces = dict(engine.model.named_parameters())
+    assert all(slice_of(p) for name, p in pieces.items() if name not in ("scale", "frozen"))
+    if dist.get_rank() == 0:  # no other rank need take part
+        outputs = engine.model(words)
+    assert {name: p.shape for name, p in engine.model.named_parameters()} == {
+        n: p.shape for n, p in pieces.items()
+    }
+    with pytest.raises(ConfigurationError, match="holds only the pieces that one rank owns"):
+        copy.deepcopy(engine.model)(words)
+    with pytest.raises(ConfigurationError, match="holds only the pieces that one rank owns"):
+        pickle.loads(pickle.dumps(engine.model))(words)
+    with pytest.raises(IndexError):
+        engine.model(words + WORDS)
+    assert engine.model.embed.weight is pieces["embed.weight"], "pieces again, also after an error"
+    engine.close()
+    left = dict(engine.model.named_parameters())
+    assert all(torch.equal(left[name], whole[name]) for name in left)
+    dist.barrier()
+    for parameter in left.values():  # its own now
+        parameter.data.add_(dist.get_rank())
+    dist.barrier()
+    assert all(torch.equal(left[name], whole[name] + dist.get_rank()) for name in left)
+    for parameter in left.values():
+        parameter.data.sub_(dist.get_rank())
+    if dist.get_rank() == 0:
+        assert torch.equal(engine.model(words), outputs)
+
+
+@pytest.mark.parametrize("in_common", [False, True])
+def test_pieces_are_seen_between_steps_and_wholes_when_all_is_over(ranks: Any, in_common: bool) -> None:
+    ranks(2).run(looked_at, in_common)
+
+
+def unequal_replicas(in_common: bool) -> bool:
+    """Whether rank 1 has rank 0's rows after a checkpoint was loaded that no step has followed."""
+    config = RunConfig(strategy=Zero(in_common=in_common), device="cpu", dtype="float64", steps=2)
+    with tempfile.TemporaryDirectory() as made, Engine(recurrent(), config) as engine:
+        state = engine.state_dict()
+        for batch in engine.batches():
+            engine.step(batch)
+        trained = engine.predict(engine.task.train, everywhere=True)
+        engine.load_state_dict(state)
+        found = engine.predict(engine.task.train, everywhere=True)
+        assert made
+        return relative_error(trained, found) > 1e-3
+
+
+@pytest.mark.parametrize("in_common", [False, True])
+def test_a_state_that_is_taken_up_is_seen_in_the_next_forward(ranks: Any, in_common: bool) -> None:
+    assert all(ranks(2).run(unequal_replicas, in_common))
+
+
+# What is refused
+
+
+def reentrant() -> Task:
+    return task(model=lambda: Recurrent(reentrant=True))
+
+
+def whole_weights() -> Task:
+    return task(optimizer=lambda parameters: torch.optim.Adafactor(parameters))
+
+
+def hooked() -> Task:
+    def model() -> nn.Module:
+        built = Recurrent()
+        built.mix.weight.register_hook(lambda gradient: gradient * 2)
+        return built
+
+    return task(model=model)
+
+
+def accumulating() -> Task:
+    def model() -> nn.Module:
+        built = Recurrent()
+        built.mix.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        return built
+
+    return task(model=model)
+
+
+def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], str]:
+    with pytest.raises(EvenerError) as caught:
+        trajectory(name, **settings)
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("reentrant", {}, "the gradient of .* came twice in one backward, .*use_reentrant=False"),
+        ("hooked", {}, "the model registers a hook on the gradient of mix.weight"),
+        ("accumulating", {}, "the model registers a hook on the gradient of mix.weight"),
+        ("hooked", {"strategy": "sharded"}, "the model registers a hook on the gradient of mix.weight"),
+        ("whole_weights", {}, "each rank of strategy 'sharded' holds a slice"),
+        ("recurrent", {"compress": "fp16"}, "strategy 'sharded' with zero=2 cannot compress with 'fp16'"),
+        ("recurrent", {"allreduce": "ring"}, "all-reduce 'ring' brings the sum to all ranks; to the owners"),
+        ("recurrent", {"strategy": Zero(owns="1,2,3")}, "3 weights .* for 2 ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks: Any, name: str, settings: dict[str, Any], words: str) -> None:
+    for kind, message in ranks(2).run(refused, name, settings):
+        assert issubclass(kind, ConfigurationError), message
+        assert re.search(words, message), message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 3}, "there is no stage 3"),
+        ({"owns": "2,much"}, "owns='2,much' .* write one number for each rank"),
+        ({"owns": "0,0"}, "some rank must have work"),
+        ({"owns": "1,-1"}, "the weight of rank 1 is -1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Zero(**options)
+
+
+def test_powersgd_is_of_ddp_alone() -> None:
+    with pytest.raises(
+        ConfigurationError, match="strategy 'sharded' with zero=1 cannot compress with 'powersgd'"
+    ):
+        Zero(stage=1).layout(2, Settings(compression="powersgd"))
+    assert Zero(stage=1).layout(2, Settings(compression="fp16")).degree("shard") == 2
+
+
+def compressed() -> list[float]:
+    config = RunConfig(strategy=Zero(stage=1), device="cpu", steps=5, compress="bf16")
+    with Engine(recurrent(), config) as engine:
+        return [engine.step(batch).loss for batch in engine.batches()]
+
+
+def test_the_first_stage_may_compress(ranks: Any) -> None:
+    losses = ranks(2).run(compressed)
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(
+        trajectory("recurrent", Environment(), strategy="single", steps=5).losses, rel=0.05
+    )

@@ -1,0 +1,542 @@
+"""Losses of every kind, on uneven shares: that of one device, or a refusal in words."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evener
+from evener.errors import DivergenceError, EvenerError
+from evener.training.prepare import prepare as preparing
+from evener.training.prepare.loss_kind import Way, way_of
+from tests.ids import placeless
+from tests.training.prepare.running import with_settings
+
+WORDS, LENGTH, CLASSES = 5, 4, 3
+Step = Callable[[nn.Module, Any, Any], Tensor]
+"""From the model, the prepared loss and a batch to what is back-propagated."""
+
+
+class Model(nn.Module):
+    """A representation of rows of numbers, in pieces of a sequence, with BatchNorm as a wait in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(LENGTH, 6), nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, LENGTH * CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.norm(self.first(x)).tanh())
+        return made.view(len(x), LENGTH, CLASSES)
+
+
+def data() -> TensorDataset:
+    """Rows of numbers, words of which later batches are padded, and weights."""
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(20, LENGTH, generator=drawn, dtype=torch.float64)
+    y = torch.randint(CLASSES, (20, LENGTH), generator=drawn)
+    padded = torch.arange(LENGTH) >= torch.randint(1, LENGTH + 1, (20, 1), generator=drawn)
+    padded[:6] = False
+    return TensorDataset(x, y.masked_fill(padded, -100), torch.rand(20, generator=drawn, dtype=torch.float64))
+
+
+# Functions, each as people write it
+
+
+def words(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+def masked(o: Tensor, y: Tensor) -> Tensor:
+    mask = (y != -100).flatten()
+    each = F.cross_entropy(o.reshape(-1, CLASSES), y.reshape(-1), ignore_index=-100, reduction="none")
+    return (each * mask).sum() / mask.sum()
+
+
+def selected(o: Tensor, y: Tensor) -> Tensor:
+    each = o.logsumexp(-1) - o.gather(-1, y.clamp(min=0)[..., None])[..., 0]
+    return each[y != -100].mean()
+
+
+def over_half_the_words(o: Tensor, y: Tensor) -> Tensor:
+    """Of all ranks as many as one rank has in all, where it has half of the samples."""
+    first = torch.zeros_like(o[..., 0])
+    first[:, : LENGTH // 2] = 1
+    each = o.logsumexp(-1) - o.gather(-1, y.clamp(min=0)[..., None])[..., 0]
+    return (each * first).sum() / first.sum().clamp(min=1) + (each * first).sum() / first.sum().item()
+
+
+def over_the_batch(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o.transpose(1, 2), y, reduction="sum") / len(o)
+
+
+def over_the_words(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o.transpose(1, 2), y, reduction="sum") / int((y != -100).nonzero().shape[0])
+
+
+def over_the_shape(o: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(o.transpose(1, 2), y, reduction="none")
+    return each.sum() / y.numel()
+
+
+def two_terms(o: Tensor, y: Tensor) -> Tensor:
+    return words(o, y) + 0.1 * F.kl_div(o.log_softmax(-1), torch.full_like(o, 1 / 3), reduction="batchmean")
+
+
+def root(o: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(o[..., 0], y.clamp(min=0).double()).sqrt()
+
+
+def plainly(o: Tensor, y: Tensor) -> Tensor:
+    return ((o[..., 0] - y.clamp(min=0)) ** 2).mean()
+
+
+def smoothed(o: Tensor, y: Tensor) -> Tensor:
+    weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+    return F.cross_entropy(o.flatten(0, 1), y.flatten(), weight=weight, label_smoothing=0.2)
+
+
+def overlap(o: Tensor, y: Tensor) -> Tensor:
+    chances, own = o.sigmoid()[..., 0], (y == 1).double()
+    return 1 - (2 * (chances * own).sum() + 1) / (chances.sum() + own.sum() + 1)
+
+
+def contrastive(o: Tensor, y: Tensor) -> Tensor:
+    features = F.normalize(o.flatten(1), dim=1)
+    return F.cross_entropy(features @ features.T / 0.2, torch.arange(len(o)))
+
+
+def hardest(o: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(o.transpose(1, 2), y, reduction="none").sum(1)
+    return each.topk(max(1, len(each) // 2))[0].mean()
+
+
+def scaled_by_the_largest(o: Tensor, y: Tensor) -> Tensor:
+    return words(o / o.abs().max(), y)
+
+
+def variance(o: Tensor, y: Tensor) -> Tensor:
+    return words(o, y) + ((o - o.mean()) ** 2).mean() + o.std()
+
+
+def sample_by_sample(o: Tensor, y: Tensor) -> Tensor:
+    found = [words(each[None], own[None]) for each, own in zip(o, y, strict=True)]
+    return sum(found, torch.zeros((), dtype=o.dtype)) / len(found)
+
+
+def if_any(o: Tensor, y: Tensor) -> Tensor:
+    """Takes another course in the batches that are padded."""
+    if (y == -100).any():
+        return words(o, y) * 2
+    return F.cross_entropy(o.transpose(1, 2), y)
+
+
+def if_long(o: Tensor, y: Tensor) -> Tensor:
+    """A look at a number of this rank's."""
+    return words(o, y) if float(o.detach().flatten()[0]) > 0 else contrastive(o, y)
+
+
+class Centred(nn.Module):
+    """A loss with a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(LENGTH, CLASSES, dtype=torch.float64))
+        self.center: Tensor
+
+    def forward(self, o: Tensor, y: Tensor) -> Tensor:
+        found = words(o - self.center, y)
+        self.center = 0.5 * self.center + 0.5 * o.detach().mean(0)
+        return found
+
+
+FUNCTIONS: tuple[Any, ...] = (
+    *(
+        words,
+        masked,
+        selected,
+        over_half_the_words,
+        over_the_batch,
+        over_the_words,
+        over_the_shape,
+        two_terms,
+        root,
+        plainly,
+        smoothed,
+    ),
+    *(
+        overlap,
+        contrastive,
+        hardest,
+        scaled_by_the_largest,
+        variance,
+        sample_by_sample,
+        if_any,
+        if_long,
+        Centred,
+    ),
+)
+
+
+def steps(loss: Any, step: Step, is_prepared: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """The weights and losses of an epoch."""
+    torch.manual_seed(2)
+    model, loader = Model().double(), DataLoader(data(), batch_size=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    if is_prepared:
+        model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)
+    told = []
+    for batch in loader:
+        optimizer.zero_grad()
+        value = step(model, loss, batch)
+        value.backward()
+        optimizer.step()
+        told.append(value.item())
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}, told
+
+
+def together(loss: Any, step: Step, balance: str) -> Any:
+    with with_settings(balance=balance):
+        return steps(loss, step, True)
+
+
+def check(ranks: Any, loss: Any, step: Step, *shares: str) -> None:
+    weights, told = steps(loss() if isinstance(loss, type) else loss, step, False)
+    for balance in shares or ("3,1", "0,1", "equal"):
+        made = loss() if isinstance(loss, type) else loss
+        for own, own_told in ranks(2).run(together, made, step, balance):
+            assert own_told == pytest.approx(told, rel=1e-9), balance
+            for name, value in weights.items():
+                torch.testing.assert_close(own[name], value, rtol=1e-9, atol=1e-11, msg=f"{balance} {name}")
+
+
+def of_words(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]), batch[1])
+    return found
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=placeless)
+def test_a_function_is_that_of_one_device(ranks: Any, function: Any) -> None:
+    check(ranks, function, of_words)
+
+
+# What a loop makes of a loss
+
+
+def weighted(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """Losses of the samples, times their weights."""
+    x, y, weight = batch
+    each = loss(model(x).transpose(1, 2), y)
+    found: Tensor = (each * weight[:, None]).mean() + 0.1 * each[y == 1].sum() + each.sum(1).pow(2).mean()
+    return found
+
+
+def by_mask(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    x, y, _ = batch
+    each = loss(model(x).transpose(1, 2), y).view(-1)
+    found: Tensor = each[(y != -100).view(-1)].mean()
+    return found
+
+
+def by_name(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(input=model(batch[0]).flatten(0, 1), target=batch[1].flatten())
+    return found
+
+
+def of_three(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    first, second, third = model(batch[0]).unbind(2)
+    found: Tensor = loss(first, second, third)
+    return found
+
+
+def of_pairs(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    first, second, _ = model(batch[0]).unbind(2)
+    found: Tensor = loss(first, second, (batch[1][:, 0] == 1).double() * 2 - 1)
+    return found
+
+
+def of_ranks(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    made = model(batch[0])
+    found: Tensor = loss(made[:, 0, 0], made[:, 1, 0], target=(batch[1][:, 0] == 1).double() * 2 - 1)
+    return found
+
+
+def of_variances(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    made = model(batch[0])
+    found: Tensor = loss(made[..., 0], batch[1].clamp(min=0).double(), made[..., 1].exp())
+    return found
+
+
+def of_sequences(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """Samples along the second dimension."""
+    x, y, _ = batch
+    chances = model(x).transpose(0, 1).log_softmax(-1)
+    lengths = (y != -100).sum(1).clamp(max=2)
+    labels = torch.tensor([[1, 2]]).expand(len(x), 2)
+    found: Tensor = loss(chances, labels, torch.full((len(x),), LENGTH), lengths)
+    return found
+
+
+def with_a_constant(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]).flatten(0, 1), batch[1].flatten()) / 40
+    return found
+
+
+def of_several(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found = loss({"logits": model(batch[0])}, batch[1])
+    total: Tensor = found["words"] + 0.1 * found["root"]
+    return total
+
+
+def several(o: Any, y: Tensor) -> dict[str, Tensor]:
+    return {"words": words(o["logits"], y), "root": root(o["logits"], y), "rows": o["logits"].detach()}
+
+
+def several_of_no_sums(o: Any, y: Tensor) -> dict[str, Tensor]:
+    return several(o, y) | {"words": contrastive(o["logits"], y)}
+
+
+KINDS: tuple[tuple[Any, Step], ...] = (
+    (nn.CrossEntropyLoss(reduction="none"), weighted),
+    (nn.CrossEntropyLoss(reduction="none"), by_mask),
+    (nn.CrossEntropyLoss(ignore_index=-100), by_name),
+    (nn.TripletMarginLoss(), of_three),
+    (F.triplet_margin_loss, of_three),
+    (nn.TripletMarginWithDistanceLoss(), of_three),
+    (nn.CosineEmbeddingLoss(margin=0.1), of_pairs),
+    (nn.MarginRankingLoss(0.2), of_ranks),
+    (nn.GaussianNLLLoss(full=True), of_variances),
+    (lambda a, b, c: F.gaussian_nll_loss(a, b, c).sqrt(), of_variances),
+    (nn.CTCLoss(zero_infinity=True), of_sequences),
+    (nn.CrossEntropyLoss(reduction="sum"), with_a_constant),
+    (several, of_several),
+    (several_of_no_sums, of_several),
+)
+
+
+@pytest.mark.parametrize(("loss", "step"), KINDS, ids=[f"{n}-{s.__name__}" for n, (_, s) in enumerate(KINDS)])
+def test_a_loss_is_used_as_on_one_device(ranks: Any, loss: Any, step: Step) -> None:
+    check(ranks, loss, step)
+
+
+def over_all_samples(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """A sum over the samples of the batch, which one device counts by its length."""
+    count = evener.batch_size() if preparing.place_or_none() else len(batch[0])
+    found: Tensor = 0.5 * loss(model(batch[0]).flatten(0, 1), batch[1].flatten()) / count
+    return found
+
+
+def test_a_sum_is_divided_by_the_samples_of_all(ranks: Any) -> None:
+    check(ranks, nn.CrossEntropyLoss(reduction="sum"), over_all_samples)
+
+
+def of_a_function(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """Given as it is called, anew each time."""
+    o, y = model(batch[0]), batch[1]
+    if not preparing.place_or_none():
+        return contrastive(o, y) + masked(o, y)
+    found: Tensor = evener.global_mean(lambda o, y: contrastive(o, y) + masked(o, y), o, y)
+    return found
+
+
+def of_terms(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    each = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")[batch[1] != -100]
+    return evener.global_mean(each) if preparing.place_or_none() else each.mean()
+
+
+def of_all_rows(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """A loss that every rank computes from the features of all."""
+    made = model(batch[0])
+    return contrastive(evener.gather(made) if preparing.place_or_none() else made, made)
+
+
+def of_what_there_is(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """Of single samples, so that a rank may have none: a mean over nothing is NaN."""
+    x, y, _w = batch
+    mask = y[:, 0] == 1
+    each = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none").sum(1)
+    value = (each * mask).sum() / mask.sum()
+    return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
+
+
+def of_what_has_a_graph(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """A rank without such samples has a number that follows from nothing."""
+    x, y, _w = batch
+    mask, made = y[:, 0] == 1, model(x)
+    value = made[mask].square().mean() if mask.any() else torch.zeros((), dtype=x.dtype)
+    return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
+
+
+@pytest.mark.parametrize(
+    "step", [of_a_function, of_terms, of_all_rows, of_what_there_is, of_what_has_a_graph], ids=placeless
+)
+def test_what_the_loop_computes_itself_is_that_of_one_device(ranks: Any, step: Step) -> None:
+    check(ranks, words, step)
+
+
+def test_a_function_of_sums_is_not_computed_from_the_rows_of_all() -> None:
+    """Which would be right, and take the memory of all ranks' outputs on each."""
+    x, y, _ = data()[:6]
+    outputs = Model().double()(x)
+    found = {
+        function: way_of(function, (outputs, y), {}) for function in FUNCTIONS if function is not Centred
+    }
+    of_sums = {
+        words,
+        masked,
+        selected,
+        over_half_the_words,
+        two_terms,
+        root,
+        plainly,
+        smoothed,
+        overlap,
+        if_any,
+    }
+    assert {function for function, way in found.items() if way is Way.SUMS} == of_sums
+    assert {over_the_batch, over_the_shape} <= {f for f, way in found.items() if way is Way.PER_ROW}
+    assert found[contrastive] is Way.WHOLE
+    assert way_of(words, (outputs.detach().float(), y), {}) is Way.SUMS
+    assert way_of(words, (outputs[:1], y[:1]), {}) is Way.SUMS
+
+
+def test_trying_a_function_leaves_generators_and_its_own_numbers_alone() -> None:
+    loss, (x, y, _) = Centred(), data()[:6]
+    outputs = Model().double()(x)
+    before = torch.get_rng_state()
+    way_of(lambda o, y: loss(F.dropout(o), y), (outputs, y), {})
+    assert torch.equal(torch.get_rng_state(), before)
+    center = loss.center.clone()
+    assert way_of(loss, (outputs, y), {}) is Way.WHOLE
+    assert torch.equal(loss.center, center)
+
+
+# Refusals
+
+
+def by_own_length(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]).flatten(0, 1), batch[1].flatten()) / len(batch[0])
+    return found
+
+
+def by_own_words(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """A number from outside of the function."""
+    x, y, _ = batch
+    count = float((y != -100).sum()) + 0.5
+    found: Tensor = evener.global_mean(
+        lambda o, y: F.cross_entropy(o.transpose(1, 2), y, reduction="sum") / count, model(x), y
+    )
+    return found
+
+
+def by_a_length_from_outside(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    x, y, _ = batch
+    found: Tensor = evener.global_mean(
+        lambda o, y: selected(o, y) * 0 + o.square().sum() / len(x), model(x), y
+    )
+    return found
+
+
+def of_the_hardest(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    each = loss(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    found: Tensor = each.topk(2)[0].mean()
+    return found
+
+
+def of_ragged_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0])[:, : 2 + evener.rank()].flatten(1), batch[1])
+    return found
+
+
+def of_no_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]).transpose(0, 1), batch[1])
+    return found
+
+
+def of_several_passes(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """Nobody knows which of two passes a number without a graph stands for."""
+    made = model(batch[0]), model(batch[0] + 1)
+    found: Tensor = evener.global_mean(
+        made[0].mean() if evener.rank() else torch.zeros(()).double(), 2 - evener.rank()
+    )
+    return found
+
+
+REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
+    (
+        nn.CrossEntropyLoss(reduction="sum"),
+        by_own_length,
+        "equal",
+        "is a sum over the samples of all ranks, and is divided by 3, .*evener.batch_size",
+    ),
+    (
+        nn.CrossEntropyLoss(reduction="sum"),
+        by_own_length,
+        "2,1",
+        "backward was called on .* is divided by evener.batch_size",
+    ),
+    (words, by_own_words, "2,1", "came to different values of the loss, .* on rank 0"),
+    (words, by_a_length_from_outside, "equal", "is divided by 3, which is how many rank"),
+    (nn.CrossEntropyLoss(reduction="none"), of_the_hardest, "2,1", "went through no prepared loss"),
+    (
+        lambda o, y: (o @ o.T).logsumexp(1).mean(),
+        of_ragged_rows,
+        "2,1",
+        "rows of all ranks, which are not of one",
+    ),
+    (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
+    (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),
+)
+
+
+def refusal(loss: Any, step: Step, balance: str) -> str:
+    try:
+        together(loss, step, balance)
+    except EvenerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("loss", "step", "balance", "words"), REFUSED, ids=[f"{step.__name__}-{b}" for _, step, b, _ in REFUSED]
+)
+def test_what_cannot_be_made_right_is_refused(
+    ranks: Any, loss: Any, step: Step, balance: str, words: str
+) -> None:
+    for message in ranks(2).run(refusal, loss, step, balance):
+        assert re.search(words, message), message
+
+
+def epoch_sum(balance: str) -> list[str]:
+    """A mean times what one rank has, as an epoch's sum is often taken."""
+    with with_settings(balance=balance), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss, loader, model = evener.prepare(nn.MSELoss(), DataLoader(data(), batch_size=6), Model().double())
+        for x, _, weight in loader:
+            value = loss(model(x).mean((1, 2)), weight)
+            value.detach() * evener.batch_size()
+            value.detach() * len(x)
+        return [str(each.message) for each in caught]
+
+
+def test_a_mean_times_the_samples_of_one_rank_is_told(ranks: Any) -> None:
+    for said in ranks(2).run(epoch_sum, "2,1"):
+        assert any("multiplied by" in each and "evener.batch_size()" in each for each in said), said
+
+
+@pytest.mark.parametrize("function", [words, contrastive], ids=placeless)
+def test_a_loss_that_is_not_finite_ends_the_loop_alone_too(function: Any) -> None:
+    with with_settings():
+        loss, loader, model = evener.prepare(function, DataLoader(data(), batch_size=6), Model().double())
+        for x, y, _ in loader:
+            with pytest.raises(DivergenceError, match="the loss is nan in step 0"):
+                loss(model(x) * torch.nan, y)
+            break

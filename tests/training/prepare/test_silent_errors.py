@@ -1,0 +1,493 @@
+"""Loops that used to part in silence: each is that of one device, or is refused in words in its first step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+import evener
+from tests.ids import placeless
+from tests.training.prepare.running import Loop, Weights, model_of, prepared, rows, sgd
+from tests.training.prepare.test_prepare import said
+
+
+def steps(loop: Loop, count: int = 2) -> None:
+    for x, y in itertools.islice(loop.loader, count):
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+
+
+# Parameters and models that come and go
+
+
+def thawed(is_prepared: bool) -> Weights:
+    """Of the head alone first, and then of all, with another optimizer for what was thawed."""
+    torch.manual_seed(4)
+    model = model_of()
+    model[0].requires_grad_(False)
+    loop = Loop(is_prepared, lambda other: torch.optim.SGD(other[2].parameters(), lr=0.3), model=model)
+    steps(loop)
+    loop.model[0].requires_grad_(True)
+    loop.optimizer.add_param_group({"params": list(loop.model[0].parameters())})
+    steps(loop)
+    loop.model[2].bias.requires_grad_(False)
+    steps(loop)
+    return loop.weights()
+
+
+def with_another_head(is_prepared: bool) -> Weights:
+    """Put in between two epochs, with an optimizer that was never prepared; and a parameter more."""
+    loop = Loop(is_prepared)
+    steps(loop)
+    with torch.random.fork_rng():
+        torch.manual_seed(evener.rank() if is_prepared else 0)
+        head = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    loop.model[2] = head
+    loop.optimizer = sgd(loop.model)
+    steps(loop)
+    loop.model[0].register_parameter("more", nn.Parameter(torch.zeros(6, dtype=torch.float64)))
+    loop.model[0].register_forward_hook(lambda module, _, output: output + module.more)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    steps(loop)
+    return loop.weights()
+
+
+def two_calls(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    second = model_of()
+    optimizer = sgd(second)
+    if is_prepared:
+        second, optimizer = evener.prepare(second, optimizer)
+    for x, y in itertools.islice(loop.loader, 3):
+        loop.optimizer.zero_grad()
+        optimizer.zero_grad()
+        loop.loss(loop.model(x) + second(x), y).backward()
+        loop.optimizer.step()
+        optimizer.step()
+    return loop.weights() | {f"second.{name}": value.detach() for name, value in second.state_dict().items()}
+
+
+def with_copies(is_prepared: bool) -> Weights:
+    """A moving average of a model whose BatchNorm is that of all ranks, and a file of the whole model."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    loop = Loop(is_prepared, model=model, drop_last=True)
+    average = AveragedModel(loop.model)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+        average.update_parameters(loop.model)
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(loop.model), file)
+    return {f"average.{name}": value.detach() for name, value in average.state_dict().items()}
+
+
+def something_else_between_two_calls(is_prepared: bool) -> Weights:
+    """A model that each rank trains for itself, after a loop and before another is prepared."""
+    loop = Loop(is_prepared)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+    mine = nn.Linear(2, 1)
+    optimizer = sgd(mine)
+    mine(torch.full((1, 2), 1.0 + evener.rank())).sum().backward()
+    optimizer.step()
+    torch.manual_seed(5)
+    second = model_of()
+    if is_prepared:
+        second = evener.prepare(second)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.loss(loop.model(x) + second(x), y).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
+# Gradients by other ways
+
+
+def assigned(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    for x, y in loop.loader:
+        parameters = list(loop.model.parameters())
+        for p, g in zip(
+            parameters, torch.autograd.grad(loop.loss(loop.model(x), y), parameters), strict=True
+        ):
+            p.grad = g
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def scaled_by_hand(is_prepared: bool) -> Weights:
+    """Other tensors in the place of gradients, the same on all ranks; and a pass of a penalty alone."""
+    loop = Loop(is_prepared)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.backward(x, y)
+        sum(p.pow(2).sum() for p in loop.model.parameters()).mul(0.01).backward()
+        for p in loop.model.parameters():
+            p.grad = p.grad * 0.5
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def with_clamping_hooks(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    for p in loop.model.parameters():
+        p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for index, (x, y) in enumerate(loop.loader):
+        loop.backward(x, y)
+        if index % 2:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return loop.weights()
+
+
+def with_clamped_activations(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        hidden = loop.model[0](x)
+        hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        loop.loss(loop.model[2](hidden.tanh()), y).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def stepping_in_backward(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    each = {p: torch.optim.SGD([p], lr=0.3, momentum=0.9) for p in loop.model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        each[parameter].step()
+        each[parameter].zero_grad()
+
+    for p in each:
+        p.register_post_accumulate_grad_hook(step)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+    return loop.weights()
+
+
+def against_an_adversary(is_prepared: bool) -> Weights:
+    """Whose steps follow gradients of inputs by their size, found in both ways."""
+    loop = Loop(is_prepared)
+    for index, (x, y) in enumerate(loop.loader):
+        x.requires_grad_(True)
+        loss = loop.loss(loop.model(x), y)
+        if index % 2:
+            (gradient,) = torch.autograd.grad(loss, x)
+        else:
+            loss.backward()
+            gradient = x.grad
+        loop.optimizer.zero_grad()
+        loop.backward((x + 3 * gradient).detach(), y)
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def weighing_by_uncertainty(is_prepared: bool) -> Weights:
+    """A parameter of no model and an optimizer that was not prepared, behind the loss."""
+    loop = Loop(is_prepared)
+    deviation = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    own = torch.optim.SGD([deviation], lr=0.1)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        own.zero_grad()
+        (loop.loss(loop.model(x), y) * torch.exp(-deviation) + deviation).backward()
+        loop.optimizer.step()
+        own.step()
+    return loop.weights() | {"deviation": deviation.detach()}
+
+
+# Data
+
+
+def seeded_in_the_loop(is_prepared: bool) -> Weights:
+    """And a layer drawn from that seed."""
+    loop = Loop(is_prepared)
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        noise = torch.randn(4, dtype=torch.float64)
+        for x, y in loop.loader:
+            loop.optimizer.zero_grad()
+            loop.backward(x + noise, y)
+            loop.optimizer.step()
+    return loop.weights()
+
+
+def seeded_twice(is_prepared: bool) -> Weights:
+    """The seed that was set already, of which rank 0 has drawn nothing since."""
+    torch.manual_seed(7)
+    loop = Loop(is_prepared)
+    for _ in range(2):
+        torch.manual_seed(7)
+        for x, y in loop.loader:
+            loop.optimizer.zero_grad()
+            loop.backward(x, y)
+            loop.optimizer.step()
+    return loop.weights()
+
+
+def one_batch_at_a_time(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    for _ in range(3):
+        x, y = next(iter(loop.loader))
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+    return loop.weights()
+
+
+def passes_of_common_noise(is_prepared: bool) -> Weights:
+    """In training mode, before the batches, within them and between them, each counted once in running figures."""
+    torch.manual_seed(4)
+    head = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    loop = Loop(is_prepared, model=head)
+    noise = torch.rand(5, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    loop.model(noise)
+    for _ in range(2):
+        for x, y in itertools.islice(loop.loader, 4):
+            loop.optimizer.zero_grad()
+            loop.backward(x, y)
+            loop.optimizer.step()
+            with torch.no_grad():
+                loop.model(2 * noise)
+        loop.model(3 * noise)
+    return loop.weights()
+
+
+LOOPS = (
+    *(
+        thawed,
+        with_another_head,
+        two_calls,
+        something_else_between_two_calls,
+        with_copies,
+        assigned,
+        scaled_by_hand,
+        with_clamping_hooks,
+    ),
+    *(with_clamped_activations, stepping_in_backward, against_an_adversary, weighing_by_uncertainty),
+    *(seeded_in_the_loop, seeded_twice, one_batch_at_a_time, passes_of_common_noise),
+)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=placeless)
+def test_it_is_the_loop_of_one_device(ranks: Any, loop: Callable[[bool], Weights]) -> None:
+    expected = loop(False)
+    for found in ranks(2).run(prepared, loop, balance="3,1"):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+# Refusals
+
+
+def a_term_of_samples(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        (loop.loss(loop.model(x), y) + 0.1 * loop.model[0](x).pow(2).mean()).backward()
+
+
+def a_factor_of_samples(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        (loop.loss(loop.model(x), y) * x.mean()).backward()
+
+
+def a_factor_with_the_same_value(_: bool) -> None:
+    """Whose root is the same on all ranks."""
+    loop = Loop(True)
+    for x, y in loop.loader:
+        loss = loop.loss(loop.model(x), y)
+        (loss.detach() + x.mean() * (loss - loss.detach())).backward()
+
+
+def plain_gradients_assigned(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        parameters = list(loop.model.parameters())
+        found = torch.autograd.grad(F.cross_entropy(loop.model(x), y), parameters)
+        for p, g in zip(parameters, found, strict=True):
+            p.grad = g
+        loop.optimizer.step()
+
+
+def plain_gradients_before_others(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        loop.model[2].bias.grad = torch.full((3,), x.mean().item(), dtype=torch.float64)
+        loop.backward(x, y)
+
+
+def an_inner_step(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        weight = loop.model[0].weight
+        (g,) = torch.autograd.grad(loop.loss(loop.model(x), y), weight, create_graph=True)
+        loop.loss(F.linear(x, weight - 0.1 * g)[:, :3], y).backward()
+
+
+def a_parameter_of_no_model(_: bool) -> None:
+    loop = Loop(True)
+    warmth = torch.ones((), dtype=torch.float64, requires_grad=True)
+    own = torch.optim.SGD([warmth], lr=0.1)
+    for x, y in loop.loader:
+        own.zero_grad()
+        loop.loss(loop.model(x) * warmth, y).backward()
+        own.step()
+
+
+def an_update_on_one_rank(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        if evener.is_main():
+            loop.optimizer.step()
+
+
+def thawed_on_one_rank(_: bool) -> None:
+    loop = Loop(True)
+    loop.model[0].requires_grad_(evener.is_main())
+    for x, y in loop.loader:
+        loop.backward(x, y)
+
+
+def a_layer_on_one_rank(_: bool) -> None:
+    loop = Loop(True)
+    if evener.is_main():
+        loop.model[1] = nn.ReLU()
+    for x, y in loop.loader:
+        loop.backward(x, y)
+
+
+def a_layer_within_a_batch(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        torch.manual_seed(evener.rank())
+        loop.model[2] = nn.Linear(6, 3).double()
+        loop.backward(x, y)
+
+
+def by_hand(_: bool) -> None:
+    """No optimizer, and what it would be given is of this rank's own samples."""
+    loop = Loop(True)
+    for x, y in loop.loader:
+        with torch.no_grad():
+            own = F.cross_entropy(loop.model(x), y)
+            for p in loop.model.parameters():
+                p -= 0.1 * own
+
+
+def an_inner_step_of_a_plain_loss(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        weight = loop.model[0].weight
+        torch.autograd.grad(F.cross_entropy(loop.model(x), y), weight, create_graph=True)
+
+
+def batches_fetched_ahead(_: bool) -> None:
+    loop = Loop(True)
+    batches = iter(loop.loader)
+    x, y = next(batches)
+    for following in batches:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y.view(-1))
+        loop.optimizer.step()
+        x, y = following
+
+
+def a_batch_that_was_kept(_: bool) -> None:
+    loop = Loop(True)
+    kept = list(loop.loader)
+    loop.backward(*kept[0])
+
+
+def hooks_and_sums_put_off(_: bool) -> None:
+    loop = Loop(True)
+    loop.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    for x, y in loop.loader:
+        with evener.no_sync():
+            loop.backward(x, y)
+
+
+def a_loader_before_its_model(_: bool) -> None:
+    evener.prepare(DataLoader(rows(), batch_size=6))
+
+
+def a_generator(_: bool) -> None:
+    evener.prepare(model_of(), (batch for batch in DataLoader(rows(), batch_size=6)))
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (
+            a_term_of_samples,
+            r"backward was called on \S+ on rank 0 and on \S+ on rank 1, and goes with the number",
+        ),
+        (
+            a_factor_of_samples,
+            r"backward was called on \S+ on rank 0 and on \S+ on rank 1.*evener.global_mean",
+        ),
+        (
+            a_factor_with_the_same_value,
+            r"prepared losses count 0\.\S+ times on rank 0 and 0\.\S+ times on rank 1",
+        ),
+        (
+            plain_gradients_assigned,
+            "gradient of 0.weight by a number that went through no prepared loss",
+        ),
+        (plain_gradients_before_others, r"the gradient of 2.bias, one of 1, is of rank \d's samples alone"),
+        (by_hand, "0.weight, one of 4 that differ, is not on rank 1 what it is on rank 0"),
+        (
+            an_inner_step_of_a_plain_loss,
+            "gradient of 0.weight by a number that went through no prepared loss",
+        ),
+        (
+            batches_fetched_ahead,
+            "samples of a batch that is no longer at hand, .* before the next is fetched",
+        ),
+        (a_batch_that_was_kept, "samples of a batch that is no longer at hand"),
+        (an_inner_step, "torch.autograd.grad of a prepared loss was asked for a graph of its gradients"),
+        (
+            a_parameter_of_no_model,
+            "updated tensors of no prepared model with other gradients on rank 1 than on rank 0",
+        ),
+        (an_update_on_one_rank, "rank 0 has made 1 updates and rank 1 0 before the end of a batch"),
+        (thawed_on_one_rank, "the ranks train different parameters: requires_grad"),
+        (a_layer_on_one_rank, "rank 0 in layers that were put in or taken out, rank 1 in"),
+        (
+            a_layer_within_a_batch,
+            "a layer was put into the model in the middle of a batch, and has other weights",
+        ),
+        (hooks_and_sums_put_off, "0.weight has a hook on its gradient, .* evener.no_sync puts that off"),
+        (
+            a_loader_before_its_model,
+            "a DataLoader before its model, goes with evener.prepare, which was not called",
+        ),
+        (
+            a_generator,
+            "evener.prepare cannot divide something of type generator, .*: give it the DataLoader itself",
+        ),
+    ],
+    ids=placeless,
+)
+def test_what_cannot_be_made_right_is_refused(ranks: Any, loop: Any, words: str) -> None:
+    for message in ranks(2).run(said, loop, balance="3,1"):
+        assert re.search(words, message), message

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from evener.core.records import StepRecord
+from evener.training.reporting.summary_counters import WINDOW, Tally
+
+
+def took(*seconds: float, shares: tuple[int, ...] = (4, 4)) -> StepRecord:
+    return StepRecord(0, 0, 1.0, sum(shares), max(seconds, default=0.1), shares, 0.1, compute_seconds=seconds)
+
+
+def test_one_pause_changes_no_rank_s_time_for_a_sample() -> None:
+    tally = Tally(2)
+    for number in range(40):
+        tally.step(took(0.4, 25.0 if number == 7 else 0.8))
+    assert tally.sample_seconds() == [0.1, 0.2]
+
+
+def test_the_time_for_a_sample_is_that_of_the_last_steps_whatever_the_shares() -> None:
+    tally = Tally(2)
+    for _ in range(40):
+        tally.step(took(9.0, 9.0))
+    for _ in range(WINDOW // 2):
+        tally.step(took(0.2, 1.2, shares=(2, 6)))
+        tally.step(took(0.6, 0.4, shares=(6, 2)))
+    assert tally.sample_seconds() == [0.1, 0.2]
+
+
+def test_few_steps_and_ranks_that_share_samples_have_no_time_for_a_sample() -> None:
+    for record, steps in ((took(0.4, 0.8), 5), (took(0.4, 0.8, 0.4, 0.8), 40), (took(), 40)):
+        tally = Tally(2)
+        for _ in range(steps):
+            tally.step(record)
+        assert tally.sample_seconds() == []
+    idle = Tally(2)
+    for _ in range(40):
+        idle.step(took(0.4, 0.0, shares=(8, 0)))
+    assert idle.sample_seconds() == []

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from evener.core.losses import Sum
+from evener.errors import ConfigurationError
+from evener.training.engine import Engine
+from evener.training.evaluation import examine
+from tests import tasks
+
+
+class Same(nn.Module):
+    """Gives back its input, in several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        y = x * self.weight
+        forms = {
+            "tensor": y,
+            "tuple": (y, [y + 1, "label"]),
+            "dict": {"y": y, "sum": y.sum(1)},
+            "mean": y.mean(),
+        }
+        return forms[self.form]
+
+
+def numbered(size: int) -> TensorDataset:
+    numbers = torch.arange(size, dtype=torch.float64)
+    return TensorDataset(numbers.view(size, 1).repeat(1, 2), numbers.long())
+
+
+def times_counted(sizes: tuple[int, ...], **settings: Any) -> list[str]:
+    """For each dataset a number with one digit for each sample: how often that was counted."""
+    digits = lambda outputs, targets: Sum((10 ** targets.double()).sum(), len(targets))  # noqa: E731
+    task = tasks._task(model=lambda: Same("tensor").double(), loss=None, metrics={"digits": digits})
+    with Engine(task, device="cpu", **settings) as engine:
+        return [str(round(engine.evaluate(numbered(size))["digits"] * size)) for size in sizes]
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 2}, {"batch_size": 2}], ids=str)
+def test_each_sample_counts_once(ranks: Any, settings: dict[str, Any]) -> None:
+    sizes = (1, 2, 7, 13)
+    once = ["1" * size for size in sizes]
+    settings = {"batch_size": 5} | settings
+    assert times_counted(sizes, **settings) == once
+    assert ranks(2).run(times_counted, sizes, **settings) == [once] * 2
+    assert ranks(3).run(times_counted, sizes, balance="0,3,1", **settings) == [once] * 3
+
+
+def examined(**settings: Any) -> tuple[list[Any], list[Any]]:
+    """Pieces with metrics, and without any."""
+    task = tasks._task(model=lambda: Same("tensor").double(), loss=nn.MSELoss(), metrics={})
+    data = TensorDataset(torch.arange(11.0).double()[:, None], torch.arange(11.0).double()[:, None] + 2)
+    with Engine(task, device="cpu", **settings) as engine:
+        options = engine.feed.evaluation_options(0)
+        keep = lambda outputs, targets: {"both": outputs + targets}  # noqa: E731
+        found = examine(engine.learner, data, options, keep)
+        bare = examine(engine.learner, data, options, keep, measured=False)
+        assert bare.metrics == {}
+        assert (found.metrics, found.samples) == ({"loss": pytest.approx(4.0)}, bare.samples)
+        return [
+            each.pieces
+            and [(start, size, kept["both"].flatten().tolist()) for start, size, kept in each.pieces]
+            for each in (found, bare)
+        ]
+
+
+def test_what_is_kept_of_an_evaluation_is_in_the_order_of_the_dataset(ranks: Any) -> None:
+    first, other = ranks(2).run(examined, batch_size=4, balance="3,1")
+    assert other == [None, None]
+    for pieces in first:
+        assert [start for start, _, _ in pieces] == sorted(start for start, _, _ in pieces)
+        kept = [value for _, _, values in pieces for value in values]
+        assert kept == [2.0 * index + 2 for index in range(11)]
+
+
+def evaluated(**settings: Any) -> dict[str, float]:
+    metrics = {
+        "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
+        "auroc": torchmetrics.AUROC(task="multiclass", num_classes=3),
+        "each": torchmetrics.Accuracy(task="multiclass", num_classes=3, average=None),
+        "together": torchmetrics.MetricCollection([torchmetrics.F1Score(task="multiclass", num_classes=3)]),
+    }
+    task = tasks._task(metrics=metrics)
+    with Engine(task, device="cpu", dtype="float64", **settings) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return engine.evaluate()
+
+
+def test_torchmetrics_do_not_depend_on_the_division(ranks: Any) -> None:
+    reference = evaluated(steps=3)
+    assert {"loss", "accuracy", "auroc", "each.0", "each.2", "together.MulticlassF1Score"} <= reference.keys()
+    for values in ranks(2).run(evaluated, steps=3, balance="3,1"):
+        assert values == pytest.approx(reference, rel=1e-6)
+
+
+class Inputs(Dataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, 10.0 * index])
+
+
+def predicted(form: str, size: int, targets: bool, **settings: Any) -> Any:
+    task = tasks._task(model=lambda: Same(form))
+    with Engine(task, device="cpu", **settings) as engine:
+        data: Dataset[Any] = numbered(size) if targets else Inputs(size)
+        return engine.predict(data, targets=targets, everywhere=True)
+
+
+def predicted_once() -> Any:
+    with Engine(tasks._task(model=lambda: Same("tensor")), device="cpu") as engine:
+        return engine.predict(Inputs(5), targets=False)
+
+
+def test_predictions_travel_to_rank_0_alone_unless_all_want_them(ranks: Any) -> None:
+    first, second = ranks(2).run(predicted_once)
+    assert first[:, 0].tolist() == list(range(5))
+    assert second is None
+    assert predicted_once()[:, 0].tolist() == list(range(5))
+
+
+@pytest.mark.parametrize("size", [1, 2, 11])
+def test_predictions_are_in_order(ranks: Any, size: int) -> None:
+    for settings in ({"batch_size": 4}, {"batch_size": 6, "micro_batch": 4, "balance": "2,1"}):
+        for outputs in ranks(2).run(predicted, "tensor", size, False, **settings):
+            assert outputs[:, 0].tolist() == list(range(size))
+            assert not outputs.requires_grad
+        for y, (more, labels) in ranks(2).run(predicted, "tuple", size, True, **settings):
+            assert y[:, 0].tolist() == list(range(size))
+            torch.testing.assert_close(more, y + 1)
+            assert set(labels) == {"label"}
+        for tree in ranks(2).run(predicted, "dict", size, True, **settings):
+            assert tree["sum"].tolist() == [2 * i for i in range(size)]
+
+
+def test_an_output_that_is_not_by_sample_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="dimension 0 must be the samples"):
+        predicted("mean", 7, True)
+
+
+class Padded(nn.Module):
+    """As many outputs as the largest number among the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), int(x[:, 0].max()) + 1)
+
+
+def test_outputs_of_several_lengths_are_refused() -> None:
+    words = r"samples from 4 on are of shape \(4, 8\), those for the first 4 of shape \(4, 4\)"
+    with (
+        Engine(tasks._task(model=Padded), device="cpu", batch_size=4) as engine,
+        pytest.raises(ConfigurationError, match=words),
+    ):
+        engine.predict(Inputs(8), targets=False)
+
+
+@pytest.mark.parametrize("targets", [True, False])
+def test_a_stream_has_no_order_to_predict_in(targets: bool) -> None:
+    with (
+        Engine(tasks.plain(), device="cpu") as engine,
+        pytest.raises(ConfigurationError, match="iterable"),
+    ):
+        engine.predict(tasks.Stream(), targets=targets)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_are_in_their_modes_again(fails: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
+    metrics = {"none": lambda outputs, targets: 1 / 0} if fails else {}
+    with Engine(tasks._task(model=lambda: model, metrics=metrics), device="cpu") as engine:
+        model[1].eval()
+        before, statistics = [m.training for m in model.modules()], model[2].running_mean.clone()  # type: ignore[union-attr, operator]
+        try:
+            engine.evaluate()
+        except ZeroDivisionError:
+            assert fails
+        assert [module.training for module in model.modules()] == before == [True, True, False, True]
+        assert torch.equal(statistics, model[2].running_mean)  # type: ignore[arg-type]
+        assert torch.is_grad_enabled()
