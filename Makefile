@@ -1,4 +1,4 @@
-# make train | make test | make test-slow | make install | make bench: each does its own set-up, once.
+# make train | make check | make test | make test-slow | make install | make bench: each does its own set-up, once.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.t
 OLDEST := 2.11.0
 NEWEST := 2.15.0
 
-.PHONY: install train test test-slow test-versions lint types docs bench clean
+.PHONY: install train check test test-slow test-nightly test-versions lint types docs bench clean
 .SECONDARY:
 
 install: $(READY)
@@ -34,18 +34,26 @@ train: $(INSTALLED)
 
 # Each worker takes tests that lie side by side, which share ranks.
 test: lint types docs $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly"
+
+# For the daily loop: lint, types, and the tests of the rooms in which something differs from the last commit.
+check: lint types $(READY)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly" $$($(BIN)/python -m tests.changed)
 
 # Injected faults, long commands and long trainings.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow and not nightly"
+
+# All cells of the tables of which the tests above meet every row and every column.
+test-nightly: $(READY)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m nightly
 
 # Not part of `make test`: the tests on the oldest and on the newest torch, in environments of their own, into which
 # pip loads gigabytes of CUDA libraries where it finds no CPU wheel. setuptools is left to what that torch wants.
 test-versions: test-torch-$(OLDEST) test-torch-$(NEWEST)
 
 test-torch-%: $(VENV)-torch-%/.ready
-	$(<D)/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(<D)/bin/python -m pytest -q -n $(WORKERS) -m "not slow and not nightly"
 
 $(VENV)-torch-%/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.interleaved import Timing
 from evener.core.task.task import Task
-from evener.hardware.memory import Accounting
+from evener.hardware.memory import MemoryTracker
 from evener.strategies.memory_attribution import name_inputs, name_model
 from evener.training.engine import Engine
 
@@ -33,7 +33,7 @@ class Contender:
     def peak(self) -> int:
         """Bytes, in one further step, by an accounting that sees all tensors."""
         batch = next(self._batches)
-        with Accounting() as account:
+        with MemoryTracker() as account:
             name_model(account, self.engine.learner)
             name_inputs(account, batch)
             account.reset_peak()

@@ -26,8 +26,8 @@ from evener.balance.by_speed_large import BySpeedOfMany
 from evener.distributed.control_channel import Pending
 from evener.distributed.mesh import Layout, Mesh
 from evener.hardware.memory.step_usage import NOTHING
-from evener.training.step.exchange import ByRows, BySums, Heard
-from evener.training.step.step import Signal
+from evener.training.step.exchange import ByRows, BySums, GatheredStep
+from evener.training.step.step import RankStats
 
 OWN = 3
 SAMPLES = 32
@@ -50,7 +50,7 @@ class _Network:
 
     def exchange(self, values: Sequence[float]) -> Pending:
         self.numbers += len(values) * self._ranks
-        at = Signal._fields.index("compute_seconds")
+        at = RankStats._fields.index("compute_seconds")
         return _Said([[*values[:at], seconds, *values[at + 1 :]] for seconds in self.seconds.tolist()])
 
     def start(self, added: Sequence[float], greatest: Sequence[float]) -> mock.Mock:
@@ -69,7 +69,7 @@ def measured(ranks: int, steps: int, by_sums: bool) -> tuple[list[float], int]:
     found = []
     for step in range(steps):
         network.seconds = 0.01 * noise[step]
-        own, signal = float(network.seconds[OWN]), Signal(SAMPLES, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+        own, signal = float(network.seconds[OWN]), RankStats(SAMPLES, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
         signal = signal._replace(compute_seconds=own)
         speech.line = lambda: many.line() if many.asks else ()
         shares = (many if by_sums else few).shares(step, SAMPLES * ranks)
@@ -77,7 +77,7 @@ def measured(ranks: int, steps: int, by_sums: bool) -> tuple[list[float], int]:
         hearing = telling.start(step + 1, signal, NOTHING, None)
         gc.collect()  # what the made-up network leaves is not collected in what is measured
         began = time.process_time()
-        heard: Heard = hearing()
+        heard: GatheredStep = hearing()
         if by_sums:
             assert heard.speeds is not None
             many.hear(step, shares, own, heard.speeds, heard.lines)

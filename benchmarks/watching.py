@@ -33,7 +33,7 @@ from benchmarks.interleaved import Timing, machine, table, take_turns
 from evener.components.gradients import Unsound
 from evener.core.config.run_config import RunConfig
 from evener.distributed.session import Session
-from evener.hardware.async_read import Here, Readout
+from evener.hardware.async_read import Readout, ReadyValue
 from evener.strategies.memory_attribution import nbytes_of
 from evener.strategies.memory_monitor import EVERY
 
@@ -42,10 +42,10 @@ class Blind(Unsound):
     """Looks at nothing."""
 
     def of(self, gradients: Any) -> Readout:
-        return Here(0.0)
+        return ReadyValue(0.0)
 
     def of_flat(self, flat: Any, gradients: Any) -> Readout:
-        return Here(0.0)
+        return ReadyValue(0.0)
 
 
 def contender(blind: bool, **settings: Any) -> Contender:

@@ -37,6 +37,14 @@ class Modules:
             gc.freeze()
 
 
+def _check_closed(function: Callable[..., Any]) -> None:
+    """A session that is left open would speak in the tests that follow."""
+    marks = sys.modules.get("evener.core.phase_marks")
+    if marks and marks.process_watchdogs:
+        marks.process_watchdogs.clear()
+        raise AssertionError(f"{function.__qualname__} left a session open")
+
+
 def _serve(rank: int, world_size: int, store: str, path: list[str], connection: Connection) -> None:
     sys.path[:] = path
     os.environ.update(
@@ -65,6 +73,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], connection: 
         try:
             function, args, kwargs = cloudpickle.loads(message)
             answer = (True, function(*args, **kwargs))
+            _check_closed(function)
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send_bytes(cloudpickle.dumps(answer))

@@ -27,6 +27,7 @@ FLOORS = (
 """Rooms and loose files, from the lowest floor up. What is on a floor imports from lower ones and from itself alone."""
 MOST_ROOMS, MOST_LOOSE_FILES, MOST_FLOORS, LONGEST_FILE = 15, 8, 9, 400
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+BARE = {"of", "put", "take", "look", "meet", "own", "come", "gave"}
 WHOLE = {"conformance", "faults", "zoo"}
 """Directories of tests that are of no single room: all strategies by all models, injected faults, public models."""
 FILES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
@@ -181,8 +182,31 @@ def test_private_names_of_others_are_borrowed_in_one_place() -> None:
         if private(name) and name not in own
     ]
     assert not strange, (
-        "use a public name, or give it a file in evener/torch_internals with its reason and a test"
+        "use a public name, or give it a place in evener/torch_internals with its reason and a test"
     )
+
+
+# Names
+
+
+def test_no_class_name_is_there_twice() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(name)
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
+
+
+def test_names_of_functions_have_a_noun() -> None:
+    """Whoever reads a call of ``of`` or ``take`` has to look up what it gives."""
+    bare = [
+        f"{name}:{node.lineno} {node.name}"
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in BARE
+    ]
+    assert not bare
 
 
 # Lengths

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from evener.cli.main import parser
+from tests.tiers import ALWAYS, SLOW
 from tests.warm import Warm
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,10 @@ def form(line: str) -> str:
     )
 
 
+LONG = ("collectives", "exactness", "partitions")
+"""Pages whose Python starts ranks of its own several times."""
+
+
 def check_shown(shown: str, printed: str) -> None:
     """What a page shows is what was printed."""
     lines = iter([" ".join(line.split()) for line in re.split(r"[\r\n]+", printed)])
@@ -150,7 +155,11 @@ def test_what_the_readme_says_runs(tmp_path: Path, ranks: Any, monkeypatch: pyte
     assert (tmp_path / "verified.json").is_file()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=SLOW if page.stem in LONG else ALWAYS) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_the_python_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,16 +26,16 @@ from typing import TypedDict
 from evener.core.config.run_config import Recipe
 
 
-class Settings(TypedDict, total=False):
-    """Single settings of a run; ``evener train --help-full`` explains each."""
+class LoopSettings(TypedDict, total=False):
+    """Settings that go with a loop of one's own, for ``evener.prepare``."""
 
 '''
 
 
-_OF_LOOPS = '''
+_OF_RUNS = '''
 
-class LoopSettings(TypedDict, total=False):
-    """Those that go with a loop of one's own, for ``evener.prepare``."""
+class Settings(LoopSettings, total=False):
+    """Settings of a run; ``evener train --help-full`` explains each."""
 
 '''
 
@@ -46,7 +46,8 @@ def written() -> str:
         entry.name: f"    {entry.name}: {str(entry.type).replace('Path', 'str | Path')}\n"
         for entry in dataclasses.fields(RunConfig)
     }
-    return _HEAD + "".join(lines.values()) + _OF_LOOPS + "".join(lines[name] for name in SETTINGS)
+    of_runs = (line for name, line in lines.items() if name not in SETTINGS)
+    return _HEAD + "".join(lines[name] for name in SETTINGS) + _OF_RUNS + "".join(of_runs)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from evener.tools.verify_script import ScriptVerification, verify_script
     from evener.training.engine import Engine
     from evener.training.fit import fit
-    from evener.training.lifecycle.attendant import Attendant
+    from evener.training.lifecycle.callback import Callback
     from evener.training.prepare.batch import batch
     from evener.training.prepare.checkpoint import load, save
     from evener.training.prepare.helpers import (
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from evener.training.run import Trained
 
 __all__ = [
-    "Attendant",
     "Batch",
+    "Callback",
     "Engine",
     "EvenerError",
     "Loss",
@@ -112,7 +112,7 @@ _HOMES = {
     "Loss": "core.losses",
     "MemoryEstimate": "tools.estimate",
     "MicroBatch": "data.batch",
-    "Attendant": "training.lifecycle.attendant",
+    "Callback": "training.lifecycle.callback",
     "Observer": "core.observer",
     "Rendezvous": "distributed.launch.rendezvous",
     "RunConfig": "core.config.run_config",

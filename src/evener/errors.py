@@ -1,69 +1,69 @@
-"""Every error that a user can meet.
+"""All exceptions that Evener raises on purpose.
 
 ::
 
-    EvenerError                 what the command shows without a traceback
-    ├── ConfigurationError      a value that cannot work, found before anything ran       (exit status 2)
+    EvenerError                 base class; the command prints it without a traceback   (exit status 1)
+    ├── ConfigurationError      an invalid setting, found before the run started        (exit status 2)
     │   ├── TaskError           no such task; a module without the function; a bad Task
-    │   ├── ShareError          shares that are negative, do not add up, or are of the wrong number
-    │   └── LossError           a loss whose count cannot be known from the targets
+    │   ├── ShareError          shares that are negative, do not add up, or are too many or too few
+    │   └── LossError           a loss whose number of terms cannot be known from the targets
     ├── DataError               a wrong file or checksum; a dataset item of the wrong type
     ├── StorageError            a file that cannot be written or read: a full disk, no permission
     │   └── CheckpointError     a checkpoint that could not be written
-    ├── DivergenceError         a loss that is not a number; replicas that differ
+    ├── DivergenceError         a loss that is not finite; replicas that differ
     ├── OutOfMemoryError        a rank whose memory does not hold its part of a step
     ├── RankError               a rank raised an exception, or its process died
-    ├── RankTimeoutError        a wait ended without some rank; says which and where it stands
-    └── InterruptedRunError     Ctrl-C or SIGTERM; says where the run stood               (exit status 130 or 143)
+    ├── RankTimeoutError        a wait for other ranks timed out; says which ranks, and where they are
+    └── InterruptedRunError     Ctrl-C or SIGTERM; says how far the run had come         (exit status 130 or 143)
 
-Each states the values that it saw, on which rank, and the way out.
+Each message states the offending values, the rank, and a remedy.
 """
 
 from __future__ import annotations
 
 
 class EvenerError(Exception):
-    """Base of all errors that Evener raises on purpose; ``exit_status`` is what the command ends with."""
+    """Base class of all errors that Evener raises on purpose. ``exit_status`` is the exit status of the command."""
 
     exit_status = 1
 
 
 class ConfigurationError(EvenerError, ValueError):
-    """A value that cannot work, found before anything ran."""
+    """A setting is invalid. Raised before the run starts."""
 
     exit_status = 2
 
 
 class TaskError(ConfigurationError):
-    """The task does not exist, or is not a task."""
+    """The task does not exist, or is not a valid task."""
 
 
 class ShareError(ConfigurationError):
-    """Shares that cannot divide a batch."""
+    """The shares cannot divide a batch: they are negative, do not add up, or are too many or too few."""
 
 
 class LossError(ConfigurationError):
-    """A loss that is not a sum over terms whose number is known from the targets."""
+    """The loss is not a sum over terms whose number is known from the targets."""
 
 
 class DataError(EvenerError):
-    """A file, a checksum or a dataset item that is not what it must be."""
+    """A file, a checksum or a dataset item is wrong."""
 
 
 class StorageError(EvenerError):
-    """A file that cannot be written or read: no space, no permission."""
+    """A file cannot be written or read: the disk is full, or there is no permission."""
 
 
 class CheckpointError(StorageError):
-    """A checkpoint could not be written; those before are as they were."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 class DivergenceError(EvenerError):
-    """The training went where it cannot go on: a loss that is not finite, replicas that differ."""
+    """Training cannot continue: the loss is not finite, or replicas differ."""
 
 
 class OutOfMemoryError(EvenerError):
-    """A rank has no room for its part of a step, however small the pieces."""
+    """A rank has too little memory for its part of a step, even with the smallest micro-batches."""
 
 
 class RankError(EvenerError):
@@ -71,11 +71,11 @@ class RankError(EvenerError):
 
 
 class RankTimeoutError(EvenerError, TimeoutError):
-    """A wait for other ranks ended without them."""
+    """A wait for other ranks timed out."""
 
 
 class InterruptedRunError(EvenerError):
-    """The run was asked to stop by a signal."""
+    """A signal (SIGINT or SIGTERM) stopped the run."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message, signal_number)

@@ -1,9 +1,9 @@
-"""Files that a stranger may have written, read without waiting and without end; and files written whole or not at all.
+"""Safe reading of untrusted files, and atomic writing.
 
-A directory that was downloaded, or lies where others may write, can hold a pipe that nobody writes to, a link to
-``/dev/zero``, or a gigabyte where a line is expected. The kernel's own files (``/proc/self/pagemap``) call themselves
-regular and of no length, and some have no end. Everything that reads a run directory opens its files here: regular
-files alone, no further than their length, and no more of them than there may be.
+A directory that was downloaded, or that others may write to, can hold a pipe without a writer, a link to ``/dev/zero``,
+or a gigabyte where a line is expected. Some kernel files (``/proc/self/pagemap``) claim to be regular files of length 0
+and never end. All code that reads a run directory opens its files with this module: it opens regular files only, reads
+no further than their length, and limits the number of bytes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PACKAGE = Path(__file__).parent
-"""Where Evener's own code is."""
+"""The directory of Evener's source code."""
 LONGEST = 1 << 28
-"""Bytes of a text that is read whole: far more than any file that Evener writes of itself takes."""
+"""Maximum size, in bytes, of a file that is read as a whole: far more than any file that Evener writes."""
 LONGEST_LINE = 1 << 26
-"""Bytes of a line: a record of a hundred thousand ranks has fewer."""
+"""Maximum length of a line, in bytes: a record of a hundred thousand ranks is shorter."""
 _BUFFER = 1 << 17
 
 
 class _Bounded(io.FileIO):
-    """A file that ends where it ended when it was opened."""
+    """A file that is read no further than byte ``end``, its length when it was opened."""
 
     def __init__(self, number: int, end: int) -> None:
         super().__init__(number, "rb")
@@ -51,11 +51,11 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     """Opens a regular file for reading.
 
     Args:
-        follow: Whether the file may be behind a symbolic link.
+        follow: Whether ``path`` may be a symbolic link.
 
     Raises:
-        OSError: If it cannot be opened, or is a pipe, a socket, a device, a directory, or a file of the kernel's that
-            does not know its length.
+        OSError: If the file cannot be opened, or is a pipe, a socket, a device, a directory, or a kernel file that
+            reports length 0 although it has content.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     number = os.open(path, flags)
@@ -71,15 +71,15 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; one that is longer than `LONGEST_LINE` comes in parts."""
+    """Iterates over the lines of a file. A line longer than `LONGEST_LINE` is split."""
     return iter(lambda: file.readline(LONGEST_LINE), b"")
 
 
 def read_bytes(path: Path, most: int = LONGEST, *, follow: bool = True) -> bytes:
-    """All of a regular file.
+    """Reads a whole regular file.
 
     Raises:
-        OSError: As `open_regular`, or if it has more than ``most`` bytes.
+        OSError: If `open_regular` raises it, or if the file has more than ``most`` bytes.
     """
     with open_regular(path, follow=follow) as file:
         found = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
@@ -89,30 +89,30 @@ def read_bytes(path: Path, most: int = LONGEST, *, follow: bool = True) -> bytes
 
 
 def read_text(path: Path, most: int = LONGEST, *, follow: bool = True) -> str:
-    """All of a regular file of UTF-8.
+    """Reads a whole regular file as UTF-8 text.
 
     Raises:
-        OSError: As `read_bytes`.
-        ValueError: If it is no UTF-8.
+        OSError: If `read_bytes` raises it.
+        ValueError: If the file is not valid UTF-8.
     """
     return read_bytes(path, most, follow=follow).decode()
 
 
 def read_json(path: Path, most: int = LONGEST, *, follow: bool = True) -> Any:
-    """What a file of JSON holds.
+    """Reads and parses a JSON file.
 
     Raises:
-        OSError: As `read_bytes`.
-        ValueError: If it is no JSON, or JSON of too many levels.
+        OSError: If `read_bytes` raises it.
+        ValueError: If the file is not valid JSON, or is nested too deeply.
     """
     return parsed(read_text(path, most, follow=follow))
 
 
 def parsed(text: str) -> Any:
-    """What a text of JSON says.
+    """Parses JSON text.
 
     Raises:
-        ValueError: If it is no JSON, or JSON of too many levels.
+        ValueError: If the text is not valid JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -121,7 +121,7 @@ def parsed(text: str) -> Any:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: numbers that are not finite, for which JSON has no word, become null."""
+    """Serializes to strict JSON. Non-finite numbers, which JSON does not have, become null."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
@@ -137,12 +137,12 @@ def _finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file of JSON whole or not at all."""
+    """Writes a JSON file atomically: after an error, the file is unchanged."""
     replace_text(path, dumps(value, indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, in a directory that is made if it is not there."""
+    """Writes a text file atomically: after an error, the file is unchanged. Creates missing parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

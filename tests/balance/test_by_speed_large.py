@@ -14,7 +14,7 @@ import pytest
 
 from evener.balance.base import Balancer, Decision
 from evener.balance.by_speed import BySpeed
-from evener.balance.by_speed_large import BINS, BySpeedOfMany, Voice
+from evener.balance.by_speed_large import BINS, BySpeedOfMany, SpeedReport
 from evener.balance.division import Division
 from evener.balance.shares import solve
 from evener.balance.time_model import Line
@@ -23,11 +23,11 @@ from evener.errors import ShareError
 from tests.balance.simulator import Rank, Step, simulate, slow_between
 
 
-def together(voices: Sequence[Voice]) -> Voice:
+def together(voices: Sequence[SpeedReport]) -> SpeedReport:
     """What the ranks hear when all have told."""
     added = [sum(column) for column in zip(*(voice.added for voice in voices), strict=True)]
     greatest = [max(column) for column in zip(*(voice.greatest for voice in voices), strict=True)]
-    return Voice(tuple(added), tuple(greatest))
+    return SpeedReport(tuple(added), tuple(greatest))
 
 
 class Crowd(Balancer):
@@ -120,8 +120,8 @@ def test_of_a_team_the_slowest_counts() -> None:
 
 def test_ranks_without_a_time_say_nothing_and_the_step_is_not_compared() -> None:
     one = BySpeedOfMany(2, 0)
-    assert one.voice(4, math.nan) == Voice((0.0,) * BINS, (0.0, 1.0, 0.0))
-    assert one.voice(0, math.nan) == Voice.silent(), "an idle rank has no time"
+    assert one.voice(4, math.nan) == SpeedReport((0.0,) * BINS, (0.0, 1.0, 0.0))
+    assert one.voice(0, math.nan) == SpeedReport.silent(), "an idle rank has no time"
     assert one.voice(4, 0.5).greatest == (0.5, 0.0, 0.0)
     with pytest.raises(ShareError, match="their own times alone"):
         one.observe(0, [4, 4], [1.0, 1.0])
@@ -230,7 +230,7 @@ def test_a_step_costs_as_much_python_whatever_the_number_of_ranks() -> None:
                     step,
                     sizes,
                     0.01 * source.lognormal(0, 0.01),
-                    Voice(tuple(counts), (0.01, 0.0, 0.0)),
+                    SpeedReport(tuple(counts), (0.01, 0.0, 0.0)),
                     rows,
                 )
             finally:

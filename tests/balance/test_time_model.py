@@ -35,7 +35,7 @@ def test_one_wrong_size_of_many_does_not_turn_the_line() -> None:
 
 def test_the_ratio_of_overhead_to_price_is_what_is_carried_over() -> None:
     before = fit_line([Point(n, 0.01 + 0.001 * n, 50, 0) for n in (10, 50)], 0.01, Shape())
-    after = fit_line([Point(1, 2 * before.line(1), 3, 0)], 0.01, Shape.of(before))
+    after = fit_line([Point(1, 2 * before.line(1), 3, 0)], 0.01, Shape.from_fit(before))
     assert after.line(50) == pytest.approx(2 * before.line(50), rel=0.05)
     assert after.error(50) > before.error(50)
 

@@ -6,15 +6,15 @@ import random
 import pytest
 
 from evener.balance.policy import Policy
-from evener.balance.trial import Comparison
+from evener.balance.trial import DivisionComparison
 
 OLD, NEW = (8, 8), (12, 4)
 
 
 def compared(
     old: float, new: float, steps: int, noise: float = 0.0, seed: int = 0, gain: float = 0.05
-) -> Comparison:
-    comparison, source = Comparison(0, 16, OLD, NEW, gain, 0.02), random.Random(seed)
+) -> DivisionComparison:
+    comparison, source = DivisionComparison(0, 16, OLD, NEW, gain, 0.02), random.Random(seed)
     for _ in range(steps):
         comparison.add(OLD, old * source.lognormvariate(0, noise))
         comparison.add(NEW, new * source.lognormvariate(0, noise))
@@ -80,4 +80,4 @@ def test_the_words() -> None:
 
 def test_a_comparison_comes_back_from_json() -> None:
     comparison = compared(1.0, 0.9, 3)
-    assert Comparison.from_values(json.loads(json.dumps(comparison.values()))) == comparison
+    assert DivisionComparison.from_values(json.loads(json.dumps(comparison.values()))) == comparison

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from evener.checkpoint.inert_pickle import Made, Named, read
+from evener.checkpoint.inert_pickle import Made, PickledName, read
 
 READER = b"ctorch.distributed.checkpoint.filesystem\nFileSystemReader\n"
 SIZE = b"ctorch\nSize\n"
@@ -25,8 +25,8 @@ def test_plain_values_come_as_they_are() -> None:
 def test_objects_come_as_pictures() -> None:
     made = read(pickle.dumps(torch.Size([3, 4])))
     assert isinstance(made, Made)
-    assert (made.kind, made.arguments) == (Named("torch", "Size"), ((3, 4),))
-    assert read(pickle.dumps(torch.float16)) == Named("torch", "float16")
+    assert (made.kind, made.arguments) == (PickledName("torch", "Size"), ((3, 4),))
+    assert read(pickle.dumps(torch.float16)) == PickledName("torch", "float16")
 
 
 def test_one_object_that_is_named_twice_stays_one() -> None:

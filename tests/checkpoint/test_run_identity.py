@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from evener import checkpoint
+from evener.checkpoint import checksums
 from evener.checkpoint import layout as folder
 from evener.checkpoint import writer as saving
 from evener.checkpoint.run_mark import Identity, identity_in, mark_in
@@ -22,7 +23,7 @@ from evener.distributed.launch.rendezvous import Rendezvous
 from evener.errors import CheckpointError, ConfigurationError, DataError, StorageError
 from evener.training.engine import Engine
 from evener.training.fit import fit
-from evener.training.lifecycle.attendant import Attendant
+from evener.training.lifecycle.callback import Callback
 from evener.training.run import Trained
 from tests import tasks
 
@@ -214,6 +215,7 @@ def dies_once(home: str) -> Any:
     return tasks._task(model=model)
 
 
+@pytest.mark.slow
 def test_after_a_death_before_the_first_save_no_earlier_run_is_gone_on_with(tmp_path: Path) -> None:
     run = tmp_path / "run"
     cut_short(run, 6)
@@ -329,16 +331,17 @@ def test_a_copy_under_the_name_of_a_later_step_is_not_taken_for_it(tmp_path: Pat
     assert "step-00000099 cannot be read as a checkpoint: evener.json is not that of step 99" in said[0]
 
 
+@pytest.mark.slow
 def test_all_ranks_know_the_run(tmp_path: Path) -> None:
     """Whoever takes the place of rank 0 goes on with its run."""
     attended = Runs()
-    fit(tasks.plain, processes=2, device="cpu", steps=1, run_dir=tmp_path, show=False, attendant=attended)
+    fit(tasks.plain, processes=2, device="cpu", steps=1, run_dir=tmp_path, show=False, callback=attended)
     names = {path.read_text() for path in tmp_path.glob("rank-*")}
     assert names == {(mark_in(tmp_path) or {})["run"]}
     assert len(list(tmp_path.glob("rank-*"))) == 2
 
 
-class Runs(Attendant):
+class Runs(Callback):
     """Writes down which run each rank is of."""
 
     def begin(self, engine: Engine) -> None:
@@ -524,7 +527,7 @@ def test_tensors_that_are_torn_under_right_checksums_are_an_error_in_words(tmp_p
     (data,) = place.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:-200])
     sums = json.loads((place / "sums.json").read_text())
-    sums[data.name] = checkpoint.sums.sum_of(data)
+    sums[data.name] = checksums.sum_of(data)
     (place / "sums.json").write_text(json.dumps(sums))
     with (
         Engine(tasks.plain(), device="cpu", steps=3) as engine,

@@ -220,7 +220,7 @@ def test_a_shape_in_the_pickle_is_of_numbers(place: Path, levels: int) -> None:
 
 def test_nothing_that_lay_in_memory_is_exported(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an index leaves numbers out all the same, zeros are there."""
-    monkeypatch.setattr(checkpoint.Found, "fill", lambda *_: None)
+    monkeypatch.setattr(checkpoint.StoredCheckpoint, "fill", lambda *_: None)
     monkeypatch.setattr(torch, "empty", lambda *size, **kind: torch.full(*size, 7, **kind))
     weights = load_file(export(place))
     assert all(not value.any() for value in weights.values())

@@ -196,6 +196,7 @@ def test_a_few_epochs_of_digits_on_two_ranks(capsys: pytest.CaptureFixture[str])
     assert "70." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_division_of_the_work_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["verify", "digits", "--device", "cpu", "--processes", "3", "--steps", "6", "--json", "out.json"]
     verify += ["--dtype", "float64", "--batch-size", "97"]
@@ -209,6 +210,7 @@ def test_a_division_of_the_work_is_verified(capsys: pytest.CaptureFixture[str]) 
     assert result["worst_parameter"] in shown
 
 
+@pytest.mark.slow
 def test_a_wrong_division_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["verify", "tests.tasks:plain", *PAIR, "--steps", "4", "--json", "out.json"]
     assert status_of(*verify, "--strategy", "tests.training.test_exactness:Averaging", "--shares", "3,1") == 1
@@ -218,6 +220,7 @@ def test_a_wrong_division_is_found_out(capsys: pytest.CaptureFixture[str]) -> No
     assert "FAIL: not the training of one device" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_on_one_rank_is_shown_once_with_its_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -229,6 +232,7 @@ def test_a_model_that_fails_on_one_rank_is_shown_once_with_its_rank(
     assert "tests/tasks.py" in shown
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_rank_names_step_and_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("train", "tests.tasks:one_bad_target", *PAIR) == 1
     shown = capsys.readouterr().err
@@ -237,6 +241,7 @@ def test_a_nan_on_one_rank_names_step_and_rank(capsys: pytest.CaptureFixture[str
     assert "on rank" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks_and_leaves_the_summary(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C goes to all processes of the terminal, SIGTERM to the command alone."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from evener.collectives.base import After, AllReduce, Work
+from evener.collectives.base import AllReduce, ChainedWork, Work
 from evener.collectives.compress import Half, Int8, TopK
 from evener.collectives.executor import executor
 from evener.collectives.registry import make
@@ -164,7 +164,7 @@ def test_the_result_is_made_once() -> None:
 
     for calls in (["wait", "wait", "future"], ["future", "wait", "future"]):
         made.clear()
-        work = After(Summed(torch.ones(2)), finish, ())
+        work = ChainedWork(Summed(torch.ones(2)), finish, ())
         values = [getattr(work, call)() for call in calls]
         assert made == [1]
         assert values[-1].wait().tolist() == [1.0, 1.0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.collectives.base import Piece, key_of
+from evener.collectives.base import PieceKey, key_of
 from evener.collectives.compress import Feedback, Int8, TopK, decode, encode
 from evener.collectives.registry import COMPRESSIONS, check_compression, make
 from evener.collectives.shared_memory import multi_host as two_level_module
@@ -159,7 +159,7 @@ def test_memory_does_not_grow_with_fresh_tensors(ranks: Any) -> None:
 
 def left_of(feedback: Feedback, key: Any, numel: int = 4) -> float:
     """Marks what is kept, and returns the mark of the last time."""
-    left = feedback.of(torch.zeros(numel), key)
+    left = feedback.residual(torch.zeros(numel), key)
     mark = float(left[0])
     left.fill_(1.0)
     return mark
@@ -205,12 +205,12 @@ def test_fp8_holds_what_it_can() -> None:
 def test_pieces_of_a_tensor_are_remembered_side_by_side() -> None:
     """And forgotten together when their parameters are in another tensor."""
     feedback = Feedback()
-    first, second = (Piece(("a", "b"), place) for place in (0, 1))
-    feedback.of(torch.ones(3), first).fill_(1.0)
-    feedback.of(torch.ones(2), second).fill_(2.0)
-    assert feedback.of(torch.ones(3), first).tolist() == [1.0] * 3
-    assert feedback.of(torch.ones(2), second).tolist() == [2.0] * 2
-    feedback.of(torch.ones(1), Piece(("b", "c"), 0))
+    first, second = (PieceKey(("a", "b"), place) for place in (0, 1))
+    feedback.residual(torch.ones(3), first).fill_(1.0)
+    feedback.residual(torch.ones(2), second).fill_(2.0)
+    assert feedback.residual(torch.ones(3), first).tolist() == [1.0] * 3
+    assert feedback.residual(torch.ones(2), second).tolist() == [2.0] * 2
+    feedback.residual(torch.ones(1), PieceKey(("b", "c"), 0))
     assert len(feedback) == 1
 
 

@@ -17,6 +17,7 @@ from evener.collectives.shared_memory.multi_host import MakeAllReduce, TwoLevel,
 from evener.collectives.tuning.auto import Fastest
 from evener.testing import check_all_reduce
 from tests.collectives.tuning.test_auto import COSTS
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 NAMES = [name for name in ALL_REDUCES if name != "auto"]
 OF_GLOO = [torch.int64, torch.bfloat16, torch.float32]
@@ -57,7 +58,7 @@ def chosen_by_size(group: dist.ProcessGroup, timeout_seconds: float) -> Fastest:
     return Fastest(both, COSTS, group, timeout_seconds)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", spread([2, 3, 4], SLOW, ALWAYS, NIGHTLY))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_all_reduce_keeps_its_promises(ranks: Any, name: str, world_size: int) -> None:
     ranks(world_size).run(

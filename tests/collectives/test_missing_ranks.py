@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def test_who_has_not_signed_is_missing_and_the_report_says_where_it_is(ranks: An
     summary, *report = first.splitlines()
     assert "ended without rank 1: dead, stopped, or busy elsewhere. The backend said: Timed out" in summary
     assert len(report) == 2
-    assert any(line.startswith("  rank 1 (host ") and "test_roll_call.py" in line for line in report)
+    assert any(line.startswith("  rank 1 (host ") and Path(__file__).name in line for line in report)
     assert second == "None"
 
 

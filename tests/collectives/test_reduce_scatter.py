@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.reduce_scatter import NativeOwners, Owners
+from evener.collectives.reduce_scatter import NativeOwners, RangeOwners
 from evener.collectives.registry import make_owners
 from evener.collectives.shared_memory import reduce_scatter as owners_module
 from evener.collectives.shared_memory.reduce_scatter import SharedOwners
@@ -21,7 +21,7 @@ from evener.errors import ConfigurationError
 SIZES = ([3, 2, 1], [0, 5, 0], [0, 0, 0], [7, 0, 400_000], [300_001, 299_999, 1], [64, 64, 64])
 
 
-def opened(kind: str) -> Owners:
+def opened(kind: str) -> RangeOwners:
     assert dist.group.WORLD is not None
     return NativeOwners(dist.group.WORLD) if kind == "native" else SharedOwners(dist.group.WORLD, 60)
 

@@ -18,7 +18,7 @@ from evener.collectives.shared_memory.multi_host import two_level
 from evener.collectives.tuning import measure
 from evener.distributed.hosts import destroy, hosts_of
 from evener.errors import ConfigurationError
-from evener.torch_internals.named_group import groups_open
+from evener.torch_internals.process_groups import groups_open
 
 
 def default_name() -> str:
@@ -184,7 +184,10 @@ def test_what_is_made_half_way_is_given_back(ranks: Any, tmp_path: Path) -> None
             half_way((registry, "measured", fail), "auto"),
             half_way(("evener.collectives.tuning.measure._link", fail), "auto"),
             half_way((registry, "ALL_REDUCES", {**with_kept, "ring": fail}), "auto"),
-            half_way(("evener.collectives.shared_memory.multi_host.Told.of", fail), "two-level"),
+            half_way(
+                ("evener.collectives.shared_memory.multi_host.SharedFacts.from_all_reduces", fail),
+                "two-level",
+            ),
             half_way((registry, "SharedMemory", fail), "two-level"),
         ]
 

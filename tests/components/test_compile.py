@@ -20,9 +20,9 @@ from evener.components.repeated_blocks import repeated_blocks
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError
 from evener.strategies.sharded.sharded import Sharded
-from evener.training.batches.feed import Feed
+from evener.training.batches.feed import BatchFeed
 from evener.training.engine import Engine
-from evener.training.step.oom_report import Pieces
+from evener.training.step.oom_report import PieceSizes
 from evener.training.step.step import Step
 from tests import tasks
 from tests.comparing import worst
@@ -187,8 +187,8 @@ def test_without_graphs_all_times_count() -> None:
 def learned_from(*graphs_of_steps: tuple[int, ...]) -> list[list[float]]:
     """The times that a balancer would hear of two ranks."""
     seen: list[list[float]] = []
-    feed = object.__new__(Feed)
-    feed.skips, feed._graphs, feed._pieces, feed._events = None, (), Pieces(), []
+    feed = object.__new__(BatchFeed)
+    feed.skips, feed._graphs, feed._pieces, feed._events = None, (), PieceSizes(), []
     feed.balancer, feed._learns = None, True
     on_cpu: Any = SimpleNamespace(session=SimpleNamespace(device=torch.device("cpu")))
     feed._learner = on_cpu

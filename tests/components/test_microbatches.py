@@ -73,8 +73,8 @@ def test_what_comes_too_early_is_kept(ahead: bool) -> None:
 
     inbox = Inbox(["a", "b", "c", "d"], begin, ahead)
     assert begun == ["a"] * ahead
-    assert inbox.take("b") == "B"
+    assert inbox.receive("b") == "B"
     assert come == ["a", "b"]
     assert begun == ["a", "b"] + ["c"] * ahead
-    assert [inbox.take(key) for key in "cad"] == ["C", "A", "D"]
+    assert [inbox.receive(key) for key in "cad"] == ["C", "A", "D"]
     assert begun == come == ["a", "b", "c", "d"]

@@ -16,8 +16,8 @@ from evener.distributed.environment import Environment
 from evener.distributed.signals import raising
 from evener.errors import ConfigurationError, InterruptedRunError, TaskError
 from evener.tools.verify import record
-from evener.tools.verify.comparison import Apart
-from evener.tools.verify.rounding_floor import Kind, Place
+from evener.tools.verify.comparison import RunDistance
+from evener.tools.verify.rounding_floor import ComparedPlace, PlaceKind
 from evener.training.engine import Engine
 from tests import tasks
 
@@ -92,10 +92,10 @@ def test_complex_weights_are_compared_whole() -> None:
     config = RunConfig(device="cpu", dtype="float64", steps=2, strategy="single")
     right = record(spectral, None, config, Environment())
     wrong = record(spectral, None, config, Environment(), wrong_imaginary_parts)
-    errors = Apart.of(right, wrong)
+    errors = RunDistance.from_runs(right, wrong)
     assert right.weights["1.weight"].shape == (4, 3, 2)
     assert errors.weight_errors["1.weight"] > 1e-8
-    assert errors.numbers[Place(0, Kind.GRADIENT, "1.weight")] > 1e-10
+    assert errors.numbers[ComparedPlace(0, PlaceKind.GRADIENT, "1.weight")] > 1e-10
 
 
 def test_a_signal_says_nothing_of_the_model() -> None:

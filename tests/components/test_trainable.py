@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.components.trainable import Trained
+from evener.components.trainable import TrainableParameters
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.environment import Environment
@@ -189,13 +189,13 @@ def test_a_loop_of_the_user_s_own_that_changes_one_rank_is_refused(ranks: Any) -
 def test_changes_are_told_by_name_and_those_of_the_beginning_are_none() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight.requires_grad_(False)
-    found = Trained({p: name for name, p in model.named_parameters()})
-    assert not found.look("ddp", follows=True)
+    found = TrainableParameters({p: name for name, p in model.named_parameters()})
+    assert not found.update("ddp", follows=True)
     model[1].weight.requires_grad_(True)
     model[0].bias.requires_grad_(False)
-    assert found.look("ddp", follows=True)
-    assert not found.look("ddp", follows=True)
+    assert found.update("ddp", follows=True)
+    assert not found.update("ddp", follows=True)
     assert found.changes == ("0.bias is frozen", "1.weight is thawed")
     model[0].bias.requires_grad_(True)
     with pytest.raises(ConfigurationError, match="update_in_backward cannot follow"):
-        found.look("ddp", follows=True, in_backward=True)
+        found.update("ddp", follows=True, in_backward=True)

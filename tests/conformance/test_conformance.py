@@ -20,6 +20,7 @@ from evener.strategies.tensor.tensor import TensorParallel
 from tests.comparing import worst
 from tests.conformance.models import MODELS
 from tests.conformance.runs import Outcome, run
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, Tier, crossed
 
 TOLERANCE = 1e-10
 
@@ -158,14 +159,6 @@ ROWS = {
 }
 
 
-def cells() -> list[Any]:
-    return [
-        pytest.param(row, model, id=f"{row}-{model}", marks=[pytest.mark.slow] * ROWS[row].slow)
-        for row in ROWS
-        for model in MODELS
-    ]
-
-
 @functools.cache
 def reference(model: str) -> Outcome:
     found = run(model, {"strategy": "single"}, alone=True)
@@ -173,7 +166,11 @@ def reference(model: str) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize(("row", "model"), cells())
+def tiers(row: str) -> tuple[Tier, ...]:
+    return (SLOW, NIGHTLY, NIGHTLY) if ROWS[row].slow else (ALWAYS, SLOW, NIGHTLY)
+
+
+@pytest.mark.parametrize(("row", "model"), crossed(ROWS, list(MODELS), tiers))
 def test_it_is_the_training_of_one_device_or_refused(ranks: Any, row: str, model: str) -> None:
     expected, found = ROWS[row].refused.get(model), ranks(ROWS[row].ranks).run(run, model, ROWS[row].how)
     for outcome in found:

@@ -13,6 +13,7 @@ from tests.comparing import worst
 from tests.conformance import public
 from tests.conformance.runs import Outcome, run
 from tests.conformance.test_conformance import TOLERANCE, Row
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, Tier, crossed
 
 ROWS = {
     "two stages": Row(2, {"strategy": "pipeline"}),
@@ -30,14 +31,6 @@ ROWS = {
 FAST = ("two stages", "four stages", "data x pipeline")
 
 
-def cells() -> list[Any]:
-    return [
-        pytest.param(row, model, id=f"{row}-{model}", marks=[pytest.mark.slow] * (row not in FAST))
-        for row in ROWS
-        for model in public.MODELS
-    ]
-
-
 @functools.cache
 def reference(model: str) -> Outcome:
     found = run(model, {"strategy": "single"}, alone=True)
@@ -45,7 +38,11 @@ def reference(model: str) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize(("row", "model"), cells())
+def tiers(row: str) -> tuple[Tier, ...]:
+    return (ALWAYS, SLOW, NIGHTLY) if row in FAST else (SLOW, NIGHTLY, NIGHTLY)
+
+
+@pytest.mark.parametrize(("row", "model"), crossed(ROWS, list(public.MODELS), tiers))
 def test_it_is_the_training_of_one_device(ranks: Any, row: str, model: str) -> None:
     for outcome in ranks(ROWS[row].ranks).run(run, model, ROWS[row].how):
         assert not outcome.refused

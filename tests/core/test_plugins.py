@@ -15,7 +15,7 @@ from evener.collectives import registry
 from evener.core.plugins import find
 from evener.core.task.task import resolve
 from evener.errors import ConfigurationError, DataError, ShareError, TaskError
-from evener.strategies import Ddp, Layout, Settings, Strategy
+from evener.strategies import Ddp, Layout, Strategy, StrategySettings
 from evener.strategies.registry import strategy_called
 
 BROKEN = {
@@ -44,7 +44,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Half(Strategy):
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({"data": world_size})
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from evener.data.fetch import Failure, Fetch
+from evener.data.fetch import Fetch, ReadFailure
 
 
 class OnGpu(Dataset[Any]):
@@ -23,12 +23,12 @@ class Broken(Dataset[Any]):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_data_set_that_asks_for_a_gpu_is_told_to_leave_it() -> None:
     found = Fetch(OnGpu(), None, "training set")[np.array([3])]
-    assert isinstance(found, Failure)
+    assert isinstance(found, ReadFailure)
     assert "reading sample 3 of the training set failed: the data set asks for a device" in found.message
     assert "remove .cuda() and .to(device)" in found.message
 
 
 def test_another_error_keeps_its_traceback() -> None:
     found = Fetch(Broken(), None, "training set")[np.array([3])]
-    assert isinstance(found, Failure)
+    assert isinstance(found, ReadFailure)
     assert "RuntimeError: CUDA is a word\nTraceback" in found.message

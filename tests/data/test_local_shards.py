@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from evener.data import local_shards as parts_module
 from evener.data.batch import Batch
 from evener.data.loader import Loader
-from evener.data.local_shards import Parts, gather_parts
+from evener.data.local_shards import LocalShards, gather_parts
 from evener.errors import ConfigurationError
 
 SIZES = st.lists(st.integers(0, 15), min_size=1, max_size=7).filter(any).map(tuple)
@@ -22,7 +22,7 @@ SIZES = st.lists(st.integers(0, 15), min_size=1, max_size=7).filter(any).map(tup
 
 @given(SIZES)
 def test_the_epoch_is_the_merge_of_evenly_dealt_parts(sizes: tuple[int, ...]) -> None:
-    parts = Parts(sizes, 0)
+    parts = LocalShards(sizes, 0)
     owners = [
         rank for _, rank in sorted((Fraction(2 * k + 1, n), r) for r, n in enumerate(sizes) for k in range(n))
     ]
@@ -34,7 +34,7 @@ def test_the_epoch_is_the_merge_of_evenly_dealt_parts(sizes: tuple[int, ...]) ->
 def test_shares_use_each_sample_once_and_end_all_parts_together(
     sizes: tuple[int, ...], batch_size: int
 ) -> None:
-    parts = Parts(sizes, 0)
+    parts = LocalShards(sizes, 0)
     rows = [parts.shares(start, stop) for start, stop in parts.whole.batches(batch_size)]
     assert all(share >= 0 for row in rows for share in row)
     assert [sum(row) for row in rows[:-1]] == [batch_size] * (len(rows) - 1)
@@ -46,7 +46,7 @@ def test_shares_use_each_sample_once_and_end_all_parts_together(
 
 
 def test_a_position_far_into_large_parts_is_found_at_once() -> None:
-    parts = Parts((10**9, 3 * 10**9, 7), 0)
+    parts = LocalShards((10**9, 3 * 10**9, 7), 0)
     half = parts.before(2 * 10**9)
     assert sum(half) == 2 * 10**9
     assert max(abs(n - size / 2) for n, size in zip(half, parts.sizes, strict=True)) <= 2
@@ -56,7 +56,7 @@ def test_a_position_far_into_large_parts_is_found_at_once() -> None:
 def test_the_drawing_of_the_module() -> None:
     rows = re.search(r"rank +([\d ]+)\n", str(parts_module.__doc__))
     assert rows is not None
-    parts = Parts((4, 2), 0)
+    parts = LocalShards((4, 2), 0)
     owners = [parts.shares(position, position + 1).index(1) for position in range(6)]
     assert [int(number) for number in rows[1].split()] == owners
 
@@ -75,7 +75,7 @@ class Numbers(Dataset[Any]):
         return float(self.first + index), self.rank
 
 
-def owned(sizes: Sequence[int]) -> list[tuple[Any, Parts]]:
+def owned(sizes: Sequence[int]) -> list[tuple[Any, LocalShards]]:
     """What every rank reads, and whose answers it would gather: first the sizes, then the item that is lent."""
     datasets = [Numbers(rank, sum(sizes[:rank]), size) for rank, size in enumerate(sizes)]
     lent = [dataset[0] if dataset.size else None for dataset in datasets]

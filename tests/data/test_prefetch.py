@@ -5,12 +5,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from evener.data.loader import Loader
-from evener.data.prefetch import Copy, CopyOnSideStream, Stay, delivery_to
+from evener.data.prefetch import Copy, CopyOnSideStream, NoTransfer, delivery_to
 from evener.data.sampler import Order
 
 
 def test_each_device_gets_the_delivery_that_suits_it() -> None:
-    assert isinstance(delivery_to(torch.device("cpu")), Stay)
+    assert isinstance(delivery_to(torch.device("cpu")), NoTransfer)
     assert isinstance(delivery_to(torch.device("meta")), Copy)
 
 

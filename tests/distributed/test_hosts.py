@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 from evener.distributed.control_channel import GroupChannel
 from evener.distributed.hosts import destroy
 from evener.distributed.watchdog.watchdog import Watchdog
-from evener.torch_internals.named_group import groups_open
+from evener.torch_internals.process_groups import groups_open
 
 
 @pytest.fixture

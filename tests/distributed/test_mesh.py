@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evener.distributed.mesh import AXES, DIVIDING_SAMPLES, DIVIDING_TERMS, Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.torch_internals.named_group import groups_open
+from evener.torch_internals.process_groups import groups_open
 
 TWO = Layout({"data": 2, "tensor": 2}, speaks={"tensor": 1})
 """That of the drawing in the module."""
@@ -191,9 +191,9 @@ def test_groups_are_given_back_on_close(ranks: Any) -> None:
             before = groups_open()
             mesh = session.lay(TWO)
             group = mesh.group("tensor")
-            mesh.own(lambda: told.append("sum " + str(summed(group, mesh.rank))))
+            mesh.close_with_mesh(lambda: told.append("sum " + str(summed(group, mesh.rank))))
             summed(mesh.new_group("data"), mesh.rank)  # so that it has connected on all ranks
-            mesh.own(lambda: told.append("first"))
+            mesh.close_with_mesh(lambda: told.append("first"))
             more = groups_open() - before
             mesh.close()
             return more, groups_open() - before, told

@@ -10,18 +10,18 @@ from torch.distributed import HashStore
 
 from evener.distributed import session
 from evener.distributed.launch.launch import launch
-from evener.distributed.preflight import Terms, agree, disagreement
+from evener.distributed.preflight import JoinTerms, agree, disagreement
 from evener.errors import ConfigurationError
 
-CUDA = Terms(rank=0, host="a", device="cuda", meets_by="nccl", asked=None, evener="0.1.0")
+CUDA = JoinTerms(rank=0, host="a", device="cuda", meets_by="nccl", asked=None, evener="0.1.0")
 CPU = replace(CUDA, rank=2, host="b", device="cpu", meets_by="gloo")
 
 
-def of_all(all_terms: list[Terms], world_size: int) -> list[str]:
+def of_all(all_terms: list[JoinTerms], world_size: int) -> list[str]:
     """What each rank raises, where they meet in one store."""
     store = HashStore()
 
-    def joined(terms: Terms) -> str:
+    def joined(terms: JoinTerms) -> str:
         try:
             return "mixed" if agree(store, terms, world_size, 1.0) else "agreed"
         except (ConfigurationError, dist.DistError) as error:
@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
 
 
 def test_terms_survive_the_wire() -> None:
-    assert Terms.from_json(CPU.to_json()) == CPU
+    assert JoinTerms.from_json(CPU.to_json()) == CPU
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

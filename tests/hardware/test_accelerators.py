@@ -19,7 +19,7 @@ from evener.errors import ConfigurationError
 from evener.hardware import accelerators
 from evener.hardware import memory_size as memory
 from evener.hardware.memory.step_usage import Lap
-from evener.hardware.memory.usage import OfCard, gauge_of
+from evener.hardware.memory.usage import CudaUsage, gauge_of
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 BYTES = {"allocated": (300, 900), "reserved": (1000, 1000), "inactive_split": (50, 60)}
@@ -109,7 +109,7 @@ def test_where_an_allocator_tells_it_is_read(module: Module, monkeypatch: pytest
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: flat)
     for device in (XPU, torch.device("mps")):
         gauge = gauge_of(device)
-        assert isinstance(gauge, OfCard)
+        assert isinstance(gauge, CudaUsage)
         assert gauge.lap() == Lap(300, 900, 1000, 50, 2, 1)
 
 
@@ -118,7 +118,7 @@ def test_where_no_allocator_tells_the_process_is_read(monkeypatch: pytest.Monkey
         raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
 
     monkeypatch.setattr(torch.accelerator, "memory_stats", refuse)
-    assert not isinstance(gauge_of(torch.device("mps")), OfCard)
+    assert not isinstance(gauge_of(torch.device("mps")), CudaUsage)
     assert type(gauge_of(CPU)) is type(gauge_of(torch.device("mps")))
 
 

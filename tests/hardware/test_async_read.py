@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from evener.hardware.async_read import READERS, Here, Later, Readout, is_late, kept, read
+from evener.hardware.async_read import READERS, DeferredValue, Readout, ReadyValue, is_late, kept, read
 
 
 def test_a_number_of_the_host_is_here() -> None:
-    third = Here(1 / 3)
+    third = ReadyValue(1 / 3)
     assert third.value() == 1 / 3
     assert third.values() == [1 / 3]
     assert third.tensor.item() == 1 / 3, "all bits of it"
@@ -17,9 +17,9 @@ def test_a_number_of_the_host_is_here() -> None:
 
 def test_a_tensor_of_the_host_is_here_itself() -> None:
     numbers = torch.tensor([[1.5, -2.0], [math.inf, 4.0]])
-    assert Here(numbers).values() == [1.5, -2.0, math.inf, 4.0]
-    assert Here(numbers).tensor is numbers
-    assert Here(torch.tensor([7])).value() == 7.0
+    assert ReadyValue(numbers).values() == [1.5, -2.0, math.inf, 4.0]
+    assert ReadyValue(numbers).tensor is numbers
+    assert ReadyValue(torch.tensor([7])).value() == 7.0
 
 
 def test_what_is_read_has_no_history() -> None:
@@ -45,7 +45,7 @@ def test_a_later_number_is_worked_out_once_and_not_before_it_is_asked_for() -> N
         asked.append(0.1)
         return 0.1
 
-    later = Later(work_out)
+    later = DeferredValue(work_out)
     assert not asked
     assert (later.value(), later.values(), later.tensor.item()) == (0.1, [0.1], 0.1)
     assert len(asked) == 1
@@ -56,7 +56,7 @@ def test_a_kind_of_device_is_read_as_the_table_says(monkeypatch: pytest.MonkeyPa
 
     def reader(numbers: torch.Tensor) -> Readout:
         seen.append(numbers)
-        return Here(5.0)
+        return ReadyValue(5.0)
 
     monkeypatch.setitem(READERS, "meta", reader)
     weight = torch.empty((), device="meta", requires_grad=True)

@@ -23,7 +23,7 @@ def test_others_of_the_same_card_are_found_by_its_name() -> None:
     nvml = fake()
     with neighbours_on("8f", nvml) as neighbours:
         assert neighbours is not None
-        assert neighbours.look() == CardUse(2 * GIB, 24 * GIB, (Tenant(4711, 3 * GIB),))
+        assert neighbours.read_usage() == CardUse(2 * GIB, 24 * GIB, (Tenant(4711, 3 * GIB),))
     assert nvml.open == 0, "closed"
 
 
@@ -37,7 +37,7 @@ def test_where_nobody_answers_nothing_is_told() -> None:
     for silent in (fake(unsupported=("nvmlDeviceGetMemoryInfo",)), fake(unsupported=("nvmlDeviceGetUUID",))):
         with neighbours_on("8f", silent) as neighbours:
             assert neighbours is not None
-            assert neighbours.look() is None
+            assert neighbours.read_usage() is None
 
 
 def test_a_cpu_has_none() -> None:
@@ -49,6 +49,6 @@ def test_a_card_of_torchs_is_one_of_the_librarys() -> None:
     pynvml = pytest.importorskip("pynvml")
     with neighbours_on(uuid_of(torch.device("cuda", 0)), pynvml) as neighbours:
         assert neighbours is not None
-        use = neighbours.look()
+        use = neighbours.read_usage()
         assert use is not None
         assert 0 < use.free <= use.total

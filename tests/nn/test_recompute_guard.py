@@ -8,11 +8,11 @@ from threading import Thread
 import pytest
 
 from evener.errors import ConfigurationError
-from evener.nn.recompute_guard import Segment, once
+from evener.nn.recompute_guard import RecomputedCall, once
 
 
 def test_a_repetition_gets_what_there_was_in_order() -> None:
-    numbers, segment = count(), Segment()
+    numbers, segment = count(), RecomputedCall()
     assert once(lambda: next(numbers)) == 0
     with segment.first():
         assert [once(lambda: next(numbers)) for _ in range(2)] == [1, 2]
@@ -23,7 +23,7 @@ def test_a_repetition_gets_what_there_was_in_order() -> None:
 
 
 def test_a_repetition_may_end_early_and_ask_for_no_more() -> None:
-    segment = Segment()
+    segment = RecomputedCall()
     with segment.first():
         once(lambda: 1)
     with pytest.raises(KeyError), segment.again():
@@ -35,7 +35,7 @@ def test_a_repetition_may_end_early_and_ask_for_no_more() -> None:
 
 
 def test_another_thread_computes_its_own() -> None:
-    segment, found = Segment(), list[int]()
+    segment, found = RecomputedCall(), list[int]()
     with segment.first():
         once(lambda: 1)
     with segment.again():

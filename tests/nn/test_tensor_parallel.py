@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import Layout
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, TaskError
@@ -19,8 +19,8 @@ from evener.nn.context import scope
 from evener.nn.dropout import Dropout, Dropout1d
 from evener.nn.head_parallel_attention import DividedAttention
 from evener.nn.rng import drawing_apart
-from evener.nn.tensor_parallel import COLUMNS, Parts, divide_layer
-from evener.strategies.interfaces import Settings
+from evener.nn.tensor_parallel import COLUMNS, LengthDivision, divide_layer
+from evener.strategies.interfaces import StrategySettings
 from evener.strategies.tensor.tensor import TensorParallel
 
 
@@ -45,14 +45,14 @@ def found(
     model = build().double()
     with Session("cpu", 60) as session:
         mesh = session.lay(Layout({"tensor": session.world_size}))
-        model = TensorParallel(plan).parallelize(model, mesh, Settings(weights=weights))  # type: ignore[assignment]
+        model = TensorParallel(plan).parallelize(model, mesh, StrategySettings(weights=weights))  # type: ignore[assignment]
         given = x.clone().requires_grad_(x.is_floating_point())
         output = model(given)
         output.sin().sum().backward()
         of_model = {}
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name
-            gradient, piece = parameter.grad.to_dense(), slice_of(parameter)
+            gradient, piece = parameter.grad.to_dense(), shard_spec(parameter)
             of_model[name] = piece.gather(gradient, mesh) if piece else gradient
         return output.detach(), given.grad, of_model
 
@@ -178,7 +178,7 @@ def held() -> tuple[str, dict[str, str]]:
     with Session("cpu", 60) as session:
         mesh = session.lay(Layout({"tensor": 2}))
         model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4), nn.MultiheadAttention(4, 2))
-        TensorParallel("0=colwise,1=rowwise,2=heads").parallelize(model, mesh, Settings())
+        TensorParallel("0=colwise,1=rowwise,2=heads").parallelize(model, mesh, StrategySettings())
         refused = {}
         with pytest.raises(TaskError) as caught, scope(torch.arange(2), 0, 0):
             model[0].weight.sum()
@@ -189,7 +189,7 @@ def held() -> tuple[str, dict[str, str]]:
             model[1](torch.zeros(2, 7))
         refused["width"] = str(caught.value)
         bag = nn.Sequential(nn.EmbeddingBag(5, 2))
-        TensorParallel("0=vocabulary").parallelize(bag, mesh, Settings())
+        TensorParallel("0=vocabulary").parallelize(bag, mesh, StrategySettings())
         for given in (
             {"per_sample_weights": torch.ones(2, 2)},
             {"offsets": torch.zeros(1, dtype=torch.int64)},
@@ -211,7 +211,7 @@ def held() -> tuple[str, dict[str, str]]:
         group = mesh.group("tensor")
         assert group is not None
         with pytest.raises(ConfigurationError, match="norm, a LayerNorm, cannot be divided so"):
-            divide_layer(nn.LayerNorm(3), COLUMNS, Parts(group, (range(1), range(1, 3)), 0), "norm")
+            divide_layer(nn.LayerNorm(3), COLUMNS, LengthDivision(group, (range(1), range(1, 3)), 0), "norm")
         return repr(model[0]), refused
 
 
@@ -286,7 +286,7 @@ def unknown_word(word: int, sparse: bool) -> list[str]:
         for kind in (nn.Embedding, nn.EmbeddingBag):
             options = {} if kind is nn.Embedding else {"mode": "sum"}
             model: nn.Module = nn.Sequential(kind(7, 4, sparse=sparse, **options))
-            model = TensorParallel("0=vocabulary").parallelize(model, mesh, Settings())
+            model = TensorParallel("0=vocabulary").parallelize(model, mesh, StrategySettings())
             try:
                 model(torch.tensor([[1, word]]))
             except (IndexError, RuntimeError) as error:

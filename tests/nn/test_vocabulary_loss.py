@@ -17,7 +17,7 @@ from evener.distributed.session import Session
 from evener.errors import ConfigurationError, LossError
 from evener.nn import VocabularyParallelCrossEntropy, vocabulary_parallel_cross_entropy
 from evener.nn.collectives import split
-from evener.nn.tensor_parallel import Parts
+from evener.nn.tensor_parallel import LengthDivision
 
 CLASSES, IGNORED = 7, 4
 
@@ -89,7 +89,7 @@ def wrong() -> tuple[str, str, float, str, str]:
             vocabulary_parallel_cross_entropy(part, targets(4), group, [2, 2])
         strange = vocabulary_parallel_cross_entropy(part, torch.tensor([0, 1, 2, 6]), group, [3, 3])
         loss = VocabularyParallelCrossEntropy()
-        loss.divide(Parts(group, (range(2), range(2, 4)), group.rank()))
+        loss.divide(LengthDivision(group, (range(2), range(2, 4)), group.rank()))
         with pytest.raises(LossError) as classes:
             loss.total(part, targets(4))
         with pytest.raises(LossError) as several:

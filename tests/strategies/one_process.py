@@ -14,7 +14,7 @@ from evener.distributed.environment import Environment
 from evener.distributed.session import Session
 from evener.strategies.base import Strategy
 from evener.tools.conformance import tasks
-from evener.tools.conformance.harness import TRIALS, Findings, Place, alone, reference_of
+from evener.tools.conformance.harness import TRIALS, Findings, TrialRanks, alone, reference_of
 from evener.tools.conformance.strategies import difference
 from evener.training.engine import Engine
 
@@ -31,7 +31,7 @@ def on_one_device(number: int) -> Findings:
 def try_all(strategy: Strategy) -> None:
     """Raises unless all trials come to what one device does."""
     with Session("cpu", 60.0, Environment()) as session:
-        place = Place(strategy, session)
+        place = TrialRanks(strategy, session)
         for number, trial in enumerate(TRIED):
             found = trial.run(place, trial)
             seen = difference(on_one_device(number), found) if trial.has_reference else None

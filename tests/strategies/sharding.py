@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import evener
 from evener.core.task.task import Task
 from evener.distributed.mesh import Mesh
-from evener.strategies.interfaces import Settings
+from evener.strategies.interfaces import StrategySettings
 from evener.strategies.sharded.fsdp import Fsdp
 
 WORDS, WIDTH, LENGTH, SAMPLES, PADDING = 11, 6, 5, 37, -100
@@ -106,7 +106,7 @@ def recurrent() -> Task:
 class EachLayer(Fsdp):
     """Every child with weights of its own is a unit."""
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         units = [
             name
             for name, child in model.named_children()

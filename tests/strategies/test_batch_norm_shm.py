@@ -14,7 +14,7 @@ from evener.distributed.session import Session
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.hardware.timers import HostStopwatch
 from evener.nn import exact_batch_norm
-from evener.nn.batch_norm_peers import Peers, Ranks
+from evener.nn.batch_norm_peers import PeerRanks, Peers
 from evener.strategies import normalize_together
 from evener.strategies.batch_norm_shm import Neighbors
 
@@ -163,7 +163,7 @@ def bits_of_three_ways(shares: list[int]) -> list[Tensor]:
     x, dy = torch.randn(
         2, sum(shares), 6, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    for peers in (Neighbors(world(), 20), Ranks(world()), None):
+    for peers in (Neighbors(world(), 20), PeerRanks(world()), None):
         module = exact_batch_norm(nn.BatchNorm2d(6).double(), peers)
         mine = (x if peers is None else x.split(shares)[rank]).clone().requires_grad_()
         y = module(mine)

@@ -12,8 +12,8 @@ import pytest
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError
-from evener.strategies import Ddp, Settings, Strategy
-from evener.strategies.after_backward import Afterwards, summing_afterwards
+from evener.strategies import Ddp, Strategy, StrategySettings
+from evener.strategies.after_backward import PostBackwardSum, summing_afterwards
 from evener.strategies.composed import Composed, degrees_of, laid
 from evener.strategies.features import FeatureParallel
 from evener.strategies.registry import strategies_called
@@ -68,7 +68,7 @@ def lay(names: str, mesh: str | None, world_size: int) -> Strategy:
 def test_a_mesh_stands_for_strategies(names: str, mesh: str | None, world_size: int, label: str) -> None:
     found = lay(names, mesh, world_size)
     assert found.label == str(found) == label
-    layout = found.layout(world_size, Settings())
+    layout = found.layout(world_size, StrategySettings())
     assert layout.world_size == world_size
     assert {axis: layout.degree(axis) for axis in degrees_of(mesh)} == degrees_of(mesh)
 
@@ -111,7 +111,7 @@ def test_a_mesh_stands_for_strategies(names: str, mesh: str | None, world_size: 
 )
 def test_what_makes_no_sense_is_refused(names: str, mesh: str | None, world_size: int, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        lay(names, mesh, world_size).layout(world_size, Settings())
+        lay(names, mesh, world_size).layout(world_size, StrategySettings())
 
 
 def test_options_reach_the_strategy_that_has_them() -> None:
@@ -207,7 +207,7 @@ def summed_by(strategy: Any, mesh: str | None) -> tuple[str, str]:
 
 def test_gradients_are_summed_afterwards_where_a_strategy_says_so(ranks: Any) -> None:
     late, name = ranks(4).run(summed_by, (FeatureParallel(), Late()), "data=2,tensor=2")[0]
-    assert (late, name) == (Afterwards.__name__, "late 2 x dimension 2")
+    assert (late, name) == (PostBackwardSum.__name__, "late 2 x dimension 2")
     usual, name = ranks(4).run(summed_by, "dimension", "data=2,tensor=2")[0]
     assert (usual, name) == ("DdpSum", "ddp 2 x dimension 2")
 

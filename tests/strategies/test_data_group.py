@@ -17,7 +17,7 @@ from evener.distributed.environment import Environment
 from evener.distributed.session import Session
 from evener.nn import all_gather, data_group, without_placeholder
 from evener.nn.context import scope
-from evener.torch_internals.named_group import groups_open
+from evener.torch_internals.process_groups import groups_open
 from evener.training.engine import Engine
 
 SAMPLES = 29

@@ -9,7 +9,7 @@ from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, TaskError
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import Ddp, DdpSum
-from evener.strategies.interfaces import Settings
+from evener.strategies.interfaces import StrategySettings
 from evener.strategies.registry import strategy_called
 from evener.strategies.single import Single
 from evener.training.engine import Engine
@@ -129,7 +129,7 @@ def test_strategies_by_name() -> None:
     assert type(strategy_called("ddp")) is Ddp
     assert isinstance(strategy_called(f"{__name__}:Custom"), Strategy)
     with pytest.raises(ConfigurationError, match="one rank, not on 2"):
-        strategy_called("single").layout(2, Settings())
+        strategy_called("single").layout(2, StrategySettings())
     for name, words in (
         ("nothing", "no strategy is called 'nothing'; known are auto, single"),
         ("no.module:Class", "there is no module 'no'"),

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.environment import Environment
@@ -153,7 +153,7 @@ def held() -> tuple[dict[str, int], float, Any]:
     with Engine(scoring(), RunConfig(**settings)) as engine:
         for batch in engine.batches():
             engine.step(batch)
-        pieces = {name: p.numel() for name, p in engine.model.named_parameters() if slice_of(p)}
+        pieces = {name: p.numel() for name, p in engine.model.named_parameters() if shard_spec(p)}
         assert copy.deepcopy(engine.model) is not engine.model
         with (
             pytest.raises(ConfigurationError, match="copied to another process") if pieces else nullcontext()

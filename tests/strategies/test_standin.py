@@ -23,11 +23,11 @@ from evener.distributed.mesh import Layout
 from evener.hardware.async_read import read
 from evener.strategies.ddp import Ddp
 from evener.strategies.features import FeatureParallel
-from evener.strategies.interfaces import Settings, StepOutcome, Stepper, Synchronizer
+from evener.strategies.interfaces import StepOutcome, Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.single import Alone, Single
+from evener.strategies.single import NoSync, Single
 from evener.strategies.steppers.plain import Plain
-from evener.strategies.timing import Pace
+from evener.strategies.timing import WorkTimer
 from evener.training.engine import Engine
 from evener.training.step.step import Step
 from tests.observers import Remembering
@@ -39,7 +39,7 @@ FEATURES, CLASSES, SAMPLES, STEPS = 6, 3, 48, 4
 class Grid(FeatureParallel):
     """Samples over two ranks and features over two, of which the second speaks."""
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({"data": 2, "tensor": 2}, speaks={"tensor": 1})
 
 
@@ -294,7 +294,7 @@ class NosyDdp(Ddp):
         return Nosy(learner)
 
 
-class Checks(Alone):
+class Checks(NoSync):
     """A synchronizer that makes sure of the gradients at once."""
 
     def complete(self) -> tuple[str, ...]:
@@ -377,7 +377,7 @@ def test_a_model_whose_backward_waits_is_found_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_time_of_the_same_step_is_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "work_done", lambda pace: Mistakes.now(pace.taken().value()))
+    monkeypatch.setattr(WorkTimer, "work_done", lambda pace: Mistakes.now(pace.taken().value()))
     with pytest.raises(HostWaitsError, match=r"a number of this same step is read at .*test_standin"):
         trained(task(), *STRATEGIES["ddp"])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from evener.balance.throttle import Throttle
 from evener.core.config.run_config import RunConfig
 from evener.hardware.timers import HostStopwatch, waiting
-from evener.strategies.timing import Pace
+from evener.strategies.timing import WorkTimer
 from evener.training.engine import Engine
 from tests import tasks
 from tests.observers import Remembering
@@ -34,8 +34,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def pace_of(clock: Clock, throttle: Throttle | None, rank: int = 0) -> Pace:
-    return Pace(HostStopwatch(clock), throttle, rank, sleep=clock.pass_)
+def pace_of(clock: Clock, throttle: Throttle | None, rank: int = 0) -> WorkTimer:
+    return WorkTimer(HostStopwatch(clock), throttle, rank, sleep=clock.pass_)
 
 
 def test_without_a_throttle_nothing_sleeps(clock: Clock) -> None:

@@ -19,7 +19,7 @@ from evener.core.records import RunStart, StepRecord
 from evener.core.task.task import Task
 from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, DivergenceError, EvenerError, RankError, ShareError
-from evener.hardware.async_read import Here
+from evener.hardware.async_read import ReadyValue
 from evener.testing import check_strategy
 from evener.tools.conformance.tasks import broken
 from evener.tools.verify import Trajectory, relative_error
@@ -40,6 +40,7 @@ from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module
     step_by_hand,
     task,
 )
+from tests.tiers import NIGHTLY, SLOW
 
 TWO_AXES = "tests.strategies.two_axes:TwoAxes"
 
@@ -117,7 +118,7 @@ def taken(seconds: float = 0.0, **settings: Any) -> list[StepRecord]:
             assert batch.micro_batches[0].size == own
             throttle = engine.learner.settings.throttle
             if seconds and throttle:
-                took = Here(seconds * own / throttle.factors[engine.session.rank])
+                took = ReadyValue(seconds * own / throttle.factors[engine.session.rank])
                 engine.learner.pace.taken = lambda took=took: took  # type: ignore[method-assign,misc]
             engine.step(batch)
     return kept.records
@@ -183,7 +184,9 @@ def test_evaluation_and_predictions(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "normalised"])
-@pytest.mark.parametrize("places", [(4, 1), (1, 4), (4, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "places", [(4, 1), (1, 4), pytest.param((4, 2), marks=SLOW), pytest.param((2, 4), marks=NIGHTLY)], ids=str
+)
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, name: str, places: tuple[int, int]) -> None:
     reference = trajectory(name, Environment(), strategy="single", steps=7)
     strategies = {1: "single", 2: "ddp", 4: TWO_AXES}

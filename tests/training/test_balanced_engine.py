@@ -17,7 +17,7 @@ from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, ShareError
-from evener.hardware.async_read import Here
+from evener.hardware.async_read import ReadyValue
 from evener.tools.verify import verify
 from evener.training.engine import Engine
 from evener.training.fit import check_plan
@@ -74,7 +74,7 @@ def learn(steps: int, state: Any = None, seconds: tuple[float, ...] = (), **sett
         for batch in engine.batches():
             if seconds:
                 rank = engine.session.rank
-                took = Here(seconds[rank] * batch.shares[rank])
+                took = ReadyValue(seconds[rank] * batch.shares[rank])
                 engine.learner.pace.taken = lambda took=took: took  # type: ignore[method-assign,misc]
             engine.step(batch)
             shares.append(batch.shares)
@@ -221,6 +221,7 @@ def test_an_auto_balancer_is_what_the_name_says() -> None:
         assert isinstance(engine.balancer, BySpeed)
 
 
+@pytest.mark.slow
 def test_learned_shares_are_verified_against_one_device_that_is_not_throttled() -> None:
     settings = {
         "balance": "auto",

@@ -18,7 +18,7 @@ from evener.errors import ConfigurationError, DivergenceError, RankError, ShareE
 from evener.files import dumps
 from evener.training.engine import Engine
 from evener.training.fit import FitJob, check_plan, fit
-from evener.training.lifecycle.attendant import Attendant
+from evener.training.lifecycle.callback import Callback
 from evener.training.run import Trained
 from evener.training.step.step import Step
 from tests import tasks
@@ -305,7 +305,7 @@ def test_an_observer_that_fails_ends_the_run(tmp_path: Path) -> None:
         )
 
 
-class Counting(Attendant):
+class Counting(Callback):
     """Counts what it is called for, and ends the run after three steps."""
 
     def begin(self, engine: evener.Engine) -> None:
@@ -321,12 +321,12 @@ class Counting(Attendant):
 
 
 def attended() -> Trained:
-    return fit(tasks.plain, device="cpu", steps=9, attendant=Counting(), show=False)
+    return fit(tasks.plain, device="cpu", steps=9, callback=Counting(), show=False)
 
 
-def test_an_attendant_acts_after_each_step_on_every_rank(ranks: Any) -> None:
+def test_a_callback_acts_after_each_step_on_every_rank(ranks: Any) -> None:
     for trained in ranks(2).run(attended):
-        assert trained.attended == [0, 1, 2, 3]
+        assert trained.callback_result == [0, 1, 2, 3]
         assert trained.summary.steps == 3
 
 

@@ -280,7 +280,14 @@ def test_a_task_of_another_form(tmp_path: Path, wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"batch_size": "x"}, {"dtype": []}, {"workers": {}}, {"precision_of": 3}, {"seed": "a"}],
+    [
+        {"batch_size": "x"},
+        {"dtype": []},
+        {"workers": {}},
+        {"workers": "auto"},
+        {"precision_of": 3},
+        {"seed": "a"},
+    ],
     ids=str,
 )
 def test_settings_of_another_form(tmp_path: Path, wrong: dict[str, Any]) -> None:
@@ -289,9 +296,7 @@ def test_settings_of_another_form(tmp_path: Path, wrong: dict[str, Any]) -> None
         origin(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("workers", "most"), [(3000, os.cpu_count()), ("3000", os.cpu_count()), (0, 0), ("auto", "auto")]
-)
+@pytest.mark.parametrize(("workers", "most"), [(3000, os.cpu_count()), (0, 0)])
 def test_a_run_starts_no_more_workers_than_there_are_cores(tmp_path: Path, workers: Any, most: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"workers": workers}))
     assert origin(tmp_path).settings["workers"] == most

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.hardware.memory import Accounting
+from evener.hardware.memory import MemoryTracker
 from tests.observers import Remembering
 
 FEATURES, SAMPLES, BATCH = 6, 48, 8
@@ -115,7 +115,7 @@ def test_nothing_of_an_evaluation_is_alive_while_it_goes_on_or_after_it() -> Non
 def test_nothing_is_held_between_steps_but_what_trains() -> None:
     """Counted tensor by tensor: parameters and the optimizer's state, and the batch that was read ahead."""
     held, kinds = [], []
-    with Accounting() as account, engine_of(epochs=3) as engine:
+    with MemoryTracker() as account, engine_of(epochs=3) as engine:
         account.name("parameters", engine.model.parameters())
         for batch in engine.batches():
             engine.step(batch)

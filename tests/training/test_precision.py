@@ -17,10 +17,11 @@ from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.sharded.sharded import Sharded
 from evener.tools.verify import Trajectory, record
-from evener.tools.verify.comparison import Runs, Verification, compare, type_of
+from evener.tools.verify.comparison import ComparedRuns, Verification, compare, type_of
 from evener.tools.verify.verification import OneDevice, alone, judge
 from evener.training.engine import Engine
 from tests import tasks
+from tests.tiers import NIGHTLY, SLOW, crossed, spread
 from tests.zoo import faults
 
 EVERY = {
@@ -50,16 +51,21 @@ def verdict(ranks: Any, how: Any, precision: str, model: str = MODEL, **given: A
     divided: list[Trajectory] = ranks(world).run(record, model, None, config, **given)
     one = on_one(model, precision)
     return judge(
-        one, lambda: compare(Runs(one.reference, divided, one.disturbed, one.reordered), config, "it")
+        one, lambda: compare(ComparedRuns(one.reference, divided, one.disturbed, one.reordered), config, "it")
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
-        *((strategy, precision) for strategy in EVERY for precision in ("bf16", "fp16")),
-        *((strategy, "bf16-true") for strategy in ("all-reduce of messages", "sharded 3", "data_parallel")),
+        *crossed(EVERY, ["bf16", "fp16"], lambda strategy: (SLOW, NIGHTLY)),
+        *spread(
+            [
+                (strategy, "bf16-true")
+                for strategy in ("all-reduce of messages", "sharded 3", "data_parallel")
+            ],
+            SLOW,
+        ),
     ],
 )
 def test_it_is_the_training_of_one_device_in_that_precision(

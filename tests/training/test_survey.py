@@ -11,7 +11,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.observer import Observer
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, InterruptedRunError, RankError
-from evener.hardware.diagnosis import findings as kinds
+from evener.hardware.diagnosis.findings import Finding
 from evener.hardware.survey.facts import Speed, Survey
 from evener.training import survey as surveying
 from evener.training.engine import Engine
@@ -104,7 +104,8 @@ def test_the_threads_of_a_rank_are_those_of_its_session(monkeypatch: pytest.Monk
 
 # At the head of a run
 
-SLOW, WRONG = kinds.OVERSUBSCRIBED.found("8 ranks"), kinds.DRIVER_TOO_OLD.found("driver 5")
+SLOW = Finding("slow", "threads-oversubscribed", "8 ranks", "unset OMP_NUM_THREADS")
+WRONG = Finding("wrong", "driver-too-old", "driver 5", "update it")
 
 
 @pytest.mark.parametrize(

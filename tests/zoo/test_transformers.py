@@ -11,8 +11,9 @@ import torch
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.tools.verify import Trajectory, Verification, record
-from evener.tools.verify.comparison import Runs, compare
+from evener.tools.verify.comparison import ComparedRuns, compare
 from evener.tools.verify.verification import OneDevice, alone, judge
+from tests.tiers import NIGHTLY, SLOW, crossed
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 MODELS = ("gpt2", "llama", "gpt2_classifier", "bert", "t5", "vit")
@@ -32,12 +33,10 @@ def on_one(name: str, config: RunConfig) -> OneDevice:
 
 
 def comparison(one: OneDevice, divided: list[Trajectory], config: RunConfig) -> Verification:
-    return compare(Runs(one.reference, divided, one.disturbed, one.reordered), config, "name")
+    return compare(ComparedRuns(one.reference, divided, one.disturbed, one.reordered), config, "name")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "name"), crossed(PLACES, list(MODELS), lambda place: (SLOW, NIGHTLY)))
 def test_the_verdict_on_a_model_in_stages(ranks: Any, place: str, name: str) -> None:
     world, settings = PLACES[place]
     config = RunConfig(strategy="pipeline", dtype="float64", device="cpu", steps=4, **settings)  # type: ignore[arg-type]

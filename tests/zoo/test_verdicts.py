@@ -13,9 +13,10 @@ import torch
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.tools.verify import Trajectory, Verification, record
-from evener.tools.verify.comparison import LIMIT, Runs, compare, type_of
+from evener.tools.verify.comparison import LIMIT, ComparedRuns, compare, type_of
 from evener.tools.verify.trajectory import Batches
 from evener.tools.verify.verification import STRONGER, OneDevice, alone, judge
+from tests.tiers import NIGHTLY, SLOW, spread
 from tests.zoo import faults
 
 TASKS = {
@@ -55,7 +56,7 @@ def verdict(
 
 
 def comparison(one: OneDevice, divided: list[Trajectory], config: RunConfig) -> Verification:
-    return compare(Runs(one.reference, divided, one.disturbed, one.reordered), config, "name")
+    return compare(ComparedRuns(one.reference, divided, one.disturbed, one.reordered), config, "name")
 
 
 def clear(ranks: Any, name: str, fault: Batches, **settings: Any) -> Verification:
@@ -187,8 +188,7 @@ SQUARE = [
 """Each model meets every regime and every type, and each regime every type."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "regime", "dtype"), SQUARE)
+@pytest.mark.parametrize(("name", "regime", "dtype"), spread(SQUARE, SLOW, NIGHTLY, NIGHTLY))
 def test_the_verdict_holds_where_small_differences_grow(
     ranks: Any, name: str, regime: str, dtype: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Unequal devices pull one load: learn each rank's speed, divide each batch by it, change in time."""
+"""Load balancing: learns each rank's speed, divides each batch by it, and adapts the shares during training."""
 
 from evener.balance.base import Balancer, Decision, Equal, Fixed
 from evener.balance.by_speed import BySpeed

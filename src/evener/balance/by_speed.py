@@ -1,4 +1,4 @@
-"""``BySpeed``, the balancer that learns each rank's speed from the times of all ranks, and keeps learning."""
+"""``BySpeed``, the balancer that learns each rank's speed from the times of all ranks throughout training."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from typing import Any
 from evener.balance.controller import Controller
 from evener.balance.division import Divides, Division, tilted
 from evener.balance.noise_model import LEVEL_STEPS, common
-from evener.balance.policy import EVEN, Judgement, judge, learned_lines
+from evener.balance.policy import EVEN, PredictedChange, judge, learned_lines
 from evener.balance.speed import SpeedModel
 from evener.errors import ShareError
 
 
 class BySpeed(Controller):
-    """Shares by learned speed; the arguments are those of :class:`~evener.balance.controller.Controller`."""
+    """Divides batches by learned speeds. Takes the arguments of :class:`~evener.balance.controller.Controller`."""
 
     def _know_nothing(self) -> None:
         self._models = [SpeedModel() for _ in range(self.world_size)]
 
     @property
     def models(self) -> Sequence[SpeedModel]:
-        """What is known of each rank's speed, against the others'."""
+        """Each rank's speed model. Its times exclude slowdowns that all ranks share, so they are relative."""
         return tuple(self._models)
 
     def observe(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """See ``Balancer``; to be called for every step, in order, with the same values on every rank."""
+        """Learns from one step. Must be called for every step, in order, with the same values on every rank.
+
+        Raises:
+            ShareError: If there are not ``world_size`` sizes and times.
+        """
         if len(sizes) != self.world_size or len(seconds) != self.world_size:
             raise ShareError(
                 f"step {step}: {len(sizes)} sizes and {len(seconds)} times for {self.world_size} ranks"
@@ -44,8 +48,8 @@ class BySpeed(Controller):
         return {"models": [model.state_dict() for model in self._models], **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on exactly; with another world size, keeps what was learned of the ranks that still exist."""
-        models = state.get("models", ())  # another balancer's state says nothing here
+        """Restores the state exactly. With another world size, keeps only the models of the ranks that still exist."""
+        models = state.get("models", ())  # absent in another balancer's state
         for model, learned in zip(self._models, models, strict=False):
             model.load_state_dict(learned)
         if len(models) == self.world_size:
@@ -74,7 +78,7 @@ class BySpeed(Controller):
     def _equally(self) -> Division:
         return Division((EVEN,) * self.world_size)
 
-    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> Judgement:
+    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> PredictedChange:
         assert isinstance(divided, Division)
         return judge(self._models, divided.lines, old, new)
 

@@ -1,4 +1,4 @@
-"""Shares by speed of many ranks: each learns of itself alone, and tells its line when there is something to decide.
+"""Load balancing by speed for many ranks: each rank learns only its own speed, and sends its line when asked.
 
 ::
 
@@ -6,8 +6,8 @@
                                   the longest time, a change ─────┘  above their lines, and the greatest of each
     now and then     every rank   its line ─▶ all lines, on all ranks ─▶ the same decision everywhere
 
-So a step costs a rank the same whatever their number, and what is decided by all lines, as arrays, comes seldom. The
-decisions are those of :mod:`evener.balance.controller`, a step later: the lines travel with the row of the next one.
+So a step costs a rank the same for any number of ranks, and computations over all lines (as arrays) are rare. The
+decisions are those of :mod:`evener.balance.controller`, one step later: the lines are sent with the next step's report.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ import numpy as np
 from evener.balance.controller import Controller
 from evener.balance.division import Divides
 from evener.balance.noise_model import LEVEL_STEPS
-from evener.balance.policy import Judgement
+from evener.balance.policy import PredictedChange
 from evener.balance.speed import SpeedModel
 from evener.balance.time_model import Fit, Line, Shape
 from evener.balance.vectorized_lines import Array, DivisionOfMany, Lines
 from evener.errors import ShareError
 
 BINS, BIN = 64, 0.01
-"""How many, and how wide each is, into which logarithms of a time over what was expected are counted; the first and the
-last are for all beyond."""
+"""Number and width of the histogram bins for log(measured time / expected time). The first and the last bin also count
+all values beyond."""
 CLIFFS = 3
-"""Most that are told of a line."""
+"""Most cliffs of a line that are sent."""
 
 
-class Voice(NamedTuple):
-    """What one rank tells of its time in a step."""
+class SpeedReport(NamedTuple):
+    """One rank's report of its time in a step, or the reduction of the reports of all ranks."""
 
     added: tuple[float, ...]
-    """1 in the bin that it falls into, if its line is known; to be added up over the ranks."""
+    """To be summed over the ranks: 1 in the bin of this rank's time if its line is known, 0 elsewhere."""
     greatest: tuple[float, ...]
-    """Seconds, whether they are not known though the rank had samples, and whether it has changed its speed; of each
-    the greatest of all ranks counts."""
+    """To be reduced by maximum: the seconds; 1 if they are unknown though the rank had samples; 1 if the rank has
+    changed its speed."""
 
     @classmethod
-    def silent(cls) -> Voice:
-        """Of a rank that has nothing to say."""
+    def silent(cls) -> SpeedReport:
+        """Returns the report of a rank that has nothing to report."""
         return cls((0.0,) * BINS, (0.0, 0.0, 0.0))
 
 
 class _Row(NamedTuple):
-    """A rank's line, as it tells it."""
+    """One rank's line, its errors and its state, as sent to the other ranks."""
 
     known: float
     overhead_seconds: float
@@ -61,22 +61,21 @@ class _Row(NamedTuple):
     sigma: float
     seems_faster: float
     ratio: float
-    """Time over that of before, if the rank has changed its speed since it last told; else 1."""
+    """New time over old time if the rank has changed its speed since it last sent its line; else 1."""
 
 
 WIDTH = len(_Row._fields) + 2 * CLIFFS
-"""Numbers that a rank tells of its line."""
+"""How many numbers a rank sends to describe its line."""
 
 
 class BySpeedOfMany(Controller):
-    """Shares by learned speed, where every rank knows its own times alone.
+    """Divides batches by learned speeds, where every rank knows only its own times.
 
     Args:
-        world_size: Parts of a batch.
-        own: The part of this rank.
-        teams: The ranks that compute each part together, whose slowest counts; a rank for each part if None.
-
-    The others are those of :class:`~evener.balance.controller.Controller`.
+        world_size: Number of parts of a batch.
+        own: Index of the part that this rank computes.
+        teams: For each part the ranks that compute it together; the slowest of them counts. None: one rank per part.
+        limits: The other arguments of :class:`~evener.balance.controller.Controller`.
     """
 
     def __init__(
@@ -93,22 +92,22 @@ class BySpeedOfMany(Controller):
 
     # What the ranks tell each other
 
-    def voice(self, n: int, seconds: float) -> Voice:
-        """What this rank tells of a step in which its ``n`` samples took so long; NaN where that says nothing."""
+    def voice(self, n: int, seconds: float) -> SpeedReport:
+        """Returns this rank's report of a step: ``n`` samples took ``seconds`` (NaN if not measured)."""
         known = n > 0 and seconds > 0 and math.isfinite(seconds)
         counts = [0.0] * BINS
         apart = self._model.residual(n, seconds) if known else None
         if apart is not None:
             counts[max(0, min(BINS - 1, math.floor(apart / BIN) + BINS // 2))] = 1.0
-        return Voice(
+        return SpeedReport(
             tuple(counts), (seconds if known else 0.0, float(n > 0 and not known), float(self._stirs))
         )
 
     asks: bool
-    """Whether the ranks are to tell their lines with the next step; the same on all."""
+    """True if the ranks must send their lines with the next step. The same on all ranks."""
 
     def line(self) -> tuple[float, ...]:
-        """This rank's, in :data:`WIDTH` numbers; to be told to all when they ask."""
+        """Returns this rank's line as :data:`WIDTH` numbers, to be sent to all ranks when ``asks`` is True."""
         ratio, self._ratio, self._stirs = self._ratio, 1.0, False
         if not self._model.known:
             return (0.0,) * WIDTH
@@ -122,17 +121,17 @@ class BySpeedOfMany(Controller):
         step: int,
         sizes: Sequence[int],
         seconds: float,
-        told: Voice,
+        told: SpeedReport,
         lines: Sequence[Sequence[float]] = (),
     ) -> None:
-        """Takes in a step; for every one, in order, on all ranks.
+        """Learns from one step. All ranks must call this for every step, in order.
 
         Args:
-            step: Its number.
-            sizes: The shares.
-            seconds: Of this rank's own work; NaN where that says nothing.
-            told: Of all ranks, added up, and the greatest.
-            lines: If they were asked for, what every rank told by :meth:`line`.
+            step: The number of the step.
+            sizes: The shares of the step.
+            seconds: Compute time of this rank; NaN if not measured.
+            told: The reports of all ranks, reduced by sum and by maximum.
+            lines: If ``asks`` was True, the :meth:`line` of every rank.
         """
         if not self._notices(step, sizes):
             return
@@ -145,13 +144,13 @@ class BySpeedOfMany(Controller):
         if self.asks and len(lines):
             self.asks = False
             self._take(np.array(lines), sizes)
-            if not self._trial:  # that of shares which are to be taken back may have begun meanwhile
+            if not self._trial:  # a trial of the old shares may have begun meanwhile
                 self._look(step, self._batch_size)
             self._stirred = False
         elif self._is_time_to_look(step):
             self.asks = True
 
-    def _learn(self, n: int, seconds: float, told: Voice) -> None:
+    def _learn(self, n: int, seconds: float, told: SpeedReport) -> None:
         now = _median(told.added, self._level)
         self._level += (now - self._level) / LEVEL_STEPS
         ratio = self._model.observe(n, seconds / math.exp(now), self._doubt.sudden)
@@ -160,7 +159,8 @@ class BySpeedOfMany(Controller):
             self._stirs = True
 
     def _take(self, rows: Array, sizes: Sequence[int]) -> None:
-        """Of a part that several ranks compute the line of the one that is slowest with its share."""
+        """Takes over the lines in ``rows`` (one row per rank). A part that several ranks compute gets the line of the
+        rank that is slowest with the part's share."""
         of_teams = rows[self._teams]
         n = np.array(sizes)[:, None]
         slowest = np.argmax(of_teams[..., 1] + of_teams[..., 2] * n, axis=1)
@@ -179,7 +179,7 @@ class BySpeedOfMany(Controller):
         return self._stirred or bool(self._changed)
 
     def _lines(self) -> Lines:
-        """Of all; a part of which nothing is known is taken for an average one."""
+        """Returns the lines of all parts. A part of unknown speed gets the median overhead and time per sample."""
         known = self._column("known") > 0
         if not known.any():
             return Lines.even(self.world_size)
@@ -199,15 +199,15 @@ class BySpeedOfMany(Controller):
     def _equally(self) -> DivisionOfMany:
         return DivisionOfMany(Lines.even(self.world_size))
 
-    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> Judgement:
-        """As :func:`~evener.balance.policy.judge`."""
+    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> PredictedChange:
+        """Computes the same as :func:`~evener.balance.policy.judge`, with arrays."""
         assert isinstance(divided, DivisionOfMany)
         was, becomes = np.array(old, dtype=np.float64), np.array(new, dtype=np.float64)
         before, after = divided.lines(was), divided.lines(becomes)
         slowest, gaining = int(np.argmax(before)), becomes > was
         errors = self._errors(becomes, after)[gaining].max(initial=0.0), self._errors(was, before)[slowest]
         error = math.sqrt(sum(float(each) ** 2 for each in errors))
-        return Judgement(float(before.max()), float(after.max()), error / float(before.max()))
+        return PredictedChange(float(before.max()), float(after.max()), error / float(before.max()))
 
     def _errors(self, n: Array, seconds: Array) -> Array:
         level, slope = self._column("level_error"), self._column("slope_error") * (n - self._column("center"))
@@ -220,14 +220,12 @@ class BySpeedOfMany(Controller):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The lines as they were last told: what each rank has seen since then, it alone knows."""
+        """Returns the lines that were last sent. What ranks have learned since then is not included."""
         return {"lines": self._told.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with the lines, of as many parts as there are still, and learns anew from them."""
-        told = np.array(state.get("lines", ()))[
-            : self.world_size
-        ]  # another balancer's state says nothing here
+        """Restores the lines of the parts that still exist, and starts learning again with them as prior."""
+        told = np.array(state.get("lines", ()))[: self.world_size]  # absent in another balancer's state
         self._know_nothing()
         self._restart()
         self._told[: len(told)] = told.reshape(-1, WIDTH)
@@ -245,22 +243,23 @@ class BySpeedOfMany(Controller):
             self._model.expect(Fit(line, *errors))
 
     def observe(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Raises:
-        ShareError: Always; a rank tells what it knows by :meth:`voice` and :meth:`line`.
-        """
+        """Raises ShareError always: this balancer is fed by :meth:`voice`, :meth:`line` and :meth:`hear`."""
         raise ShareError("the ranks of this balancer know their own times alone: call hear, not observe")
 
 
 def _cliffs(line: Line) -> list[float]:
-    """The highest, in order of size; 0 where there are none."""
+    """Returns size and seconds of the highest cliffs of ``line``, in order of size, padded with 0."""
     highest = sorted(sorted(line.cliffs, key=lambda cliff: cliff[1])[-CLIFFS:])
     flat = [float(number) for cliff in highest for number in cliff]
     return [*flat, *[0.0] * (2 * CLIFFS - len(flat))]
 
 
 def _median(counts: Sequence[float], level: float) -> float:
-    """Of what is counted in bins the middle, to a bin's width; ``level`` where nothing is, and as one more vote if they
-    are an even number. See :func:`~evener.balance.noise_model.common`."""
+    """Returns the median of a histogram, to a bin's width.
+
+    An even count gets ``level`` as one more vote, as in :func:`~evener.balance.noise_model.common`. With fewer than two
+    counts the result is ``level``.
+    """
     total = sum(counts)
     if total < 2:
         return level

@@ -1,4 +1,4 @@
-"""When to change the shares by what is known of the ranks' speed, however that came to be known.
+"""Decides when to change the shares. Subclasses of ``Controller`` learn the ranks' speeds.
 
 ::
 
@@ -6,22 +6,22 @@
               warm-  calibration   equal      decided        new shares, or old and new in turn
               up     up and down                             (a batch that nobody prefetched)
 
-The first steps' times are not learned from: kernels are chosen and memory is reserved then. The calibration
-makes the shares of odd and even ranks a quarter larger and smaller in turn, so that overhead and price per
-sample can be told apart. Times are learned without what all ranks have in common in a step: a busy host is no
-reason to divide a batch otherwise.
+The times of the first steps are ignored: kernels are selected and memory is allocated then. During calibration the
+shares of odd and even ranks are in turn a quarter larger and smaller, so that the overhead and the time per sample can
+be told apart. A slowdown that all ranks share in a step is removed from the times before anything is learned: a busy
+host is no reason to change the shares.
 
-After that a change must pay. A large gain, beyond the errors of its prediction, is taken at once, and the steps
-after it are compared with those before; if they are no shorter, the shares before are tried again. A small one
-is tried first: old and new shares take turns until the steps have told which are shorter. A trial that fails
-leaves doubt, which makes the next one harder and is forgotten in time; a change that is soon made back does so
-for sudden changes of speed.
+After calibration a change must pay. A large gain that exceeds the errors of its prediction is taken at once. The steps
+after it are compared with those before; if they are no shorter, the old shares are tried again. A small gain is tried
+first: old and new shares take turns until the step times show which are shorter. A failed trial raises the threshold
+for the next one (``Backoff``), and this fades with time. A change that is soon reverted raises the threshold for
+immediate changes in the same way.
 
-A rank too slow for any share is probed with one quantum now and then, the seldomer the more a probe costs, so
-that it is found when it recovers. No change takes more than three quarters of a share at once.
+A rank too slow for any share gets one quantum now and then as a probe, so that its recovery is noticed. Probes are
+rarer the more they cost. No change takes more than three quarters of a share at once.
 
-Shares of a step are settled ``lookahead`` steps before it is observed, hence on the same step on all ranks;
-asking for a step that is not settled yet is an error and no guess.
+The shares of a step are fixed ``lookahead`` steps before it is observed, so they change at the same step on all ranks.
+Asking for a step whose shares are not fixed yet raises an error.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from evener.balance.backoff import Doubt
+from evener.balance.backoff import Backoff
 from evener.balance.base import Balancer, Decision
 from evener.balance.division import Divides, Division, Rule
-from evener.balance.policy import Judgement, Policy
+from evener.balance.policy import Policy, PredictedChange
 from evener.balance.shares import normalize_caps
-from evener.balance.trial import Comparison
+from evener.balance.trial import DivisionComparison
 from evener.errors import ConfigurationError
 
 DEFAULT_LOOKAHEAD = 2
@@ -45,17 +45,17 @@ DEFAULT_POLICY = Policy()
 
 
 class Controller(Balancer):
-    """Shares by speed; those who derive from it say what is known of that.
+    """Divides batches by the ranks' speeds. Subclasses learn the speeds.
 
     Args:
         world_size: Number of ranks.
         caps: The most samples that each rank can hold; None, for all or for one, is no limit.
-        quantum: Shares are multiples of it, but for the one that holds the remainder of the batch.
-        lookahead: Steps whose shares may be asked for ahead of the current one (what is prefetched).
-        policy: When a change is worth it.
+        quantum: Shares are multiples of it, except the one share that holds the remainder of the batch.
+        lookahead: How many steps ahead of the current one shares may be asked for (the number of prefetched batches).
+        policy: Thresholds that decide whether a change of shares is worth it.
 
     Raises:
-        ConfigurationError: For numbers that cannot be.
+        ConfigurationError: If ``world_size``, ``quantum`` or ``lookahead`` is too small.
         ShareError: From ``shares``, if the caps cannot hold the batch.
     """
 
@@ -88,42 +88,42 @@ class Controller(Balancer):
         self._pause = self._policy.settle_steps
         self._changed: dict[int, float] = {}
         self._level = 0.0
-        self._doubt = Doubt()
-        self._differ = False  # whether shares were changed since the calibration
+        self._doubt = Backoff()
+        self._differ = False  # True once shares were changed after the calibration
         self._pause_equal = self._next_equal = self._policy.equal_steps
-        self._trial: Comparison | None = None
-        self._check: Comparison | None = None
+        self._trial: DivisionComparison | None = None
+        self._check: DivisionComparison | None = None
         self._before: Divides | None = None
 
     # What is known
 
     @abstractmethod
     def _know_nothing(self) -> None:
-        """Begins to learn."""
+        """Resets what is known of the ranks' speeds."""
 
     @abstractmethod
     def _by_speed(self) -> Divides:
-        """Divides by what is known now."""
+        """Returns the division by the speeds known now."""
 
     @abstractmethod
     def _tilted(self, step: int) -> Divides:
-        """Likewise, but odd and even ranks take larger and smaller shares, in turn."""
+        """Returns `_by_speed` with the shares of odd and even ranks larger and smaller in turn, for calibration."""
 
     @abstractmethod
     def _equally(self) -> Divides:
-        """Divides as if nothing were known."""
+        """Returns the division that treats all ranks as equally fast."""
 
     @abstractmethod
-    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> Judgement:
-        """Compares two divisions of one batch by the lines of ``divided``."""
+    def _judge(self, divided: Divides, old: Sequence[int], new: Sequence[int]) -> PredictedChange:
+        """Predicts with the lines of ``divided`` what a change from shares ``old`` to ``new`` would bring."""
 
     @abstractmethod
     def _seems_faster(self, rank: int) -> bool:
-        """Whether an idle rank may have become faster."""
+        """Returns True if an idle rank may have become faster."""
 
     @property
     def _has_changed(self) -> bool:
-        """Whether a rank has changed its speed since the last look."""
+        """True if a rank has changed its speed since a change of shares was last considered."""
         return bool(self._changed)
 
     # Shares
@@ -133,11 +133,11 @@ class Controller(Balancer):
         return tuple(self._decisions)
 
     def shares(self, step: int, batch_size: int) -> list[int]:
-        """See ``Balancer``; the first call says at which step the run starts or goes on.
+        """Implements `Balancer.shares`. The first call sets the step at which the run starts or resumes.
 
         Raises:
-            ValueError: For a step that is over, or more than ``lookahead`` beyond the one being computed:
-                its shares may still change, and ranks that ask at different times would disagree.
+            ValueError: For a step that is over, or for one more than ``lookahead`` steps ahead of the current one: its
+                shares may still change, and ranks that ask at different times would disagree.
         """
         if not self._rules:
             self._begin(step)
@@ -151,7 +151,7 @@ class Controller(Balancer):
         return self._divided(self._rule(step), step, batch_size)
 
     def _notices(self, step: int, sizes: Sequence[int]) -> bool:
-        """A step is over; whether anything is learned from it."""
+        """Records that ``step`` is over. Returns False if it belongs to the warm-up, so that nothing is learned."""
         if not self._rules:
             self._begin(step)
         self._observed = step
@@ -163,13 +163,13 @@ class Controller(Balancer):
         return True
 
     def _is_time_to_look(self, step: int) -> bool:
-        """A short last batch is a poor one to judge by: wait for the next, but not for ever."""
+        """Returns True if a change is to be considered now. Waits up to ``every_steps`` after a batch of other size."""
         overdue = step - self._next_look
         least = 0 if self._usual else self._policy.every_steps
         return bool(self._batch_size) and not self._trial and overdue >= least
 
     def _look_early(self) -> None:
-        """A rank has changed its speed."""
+        """Moves the next look to now, because a rank has changed its speed."""
         self._next_look = min(self._next_look, max(self._observed, self._rules[-1].effective))
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,23 +198,24 @@ class Controller(Balancer):
         self._next_look, self._next_probe = state["next_look"], list(state["next_probe"])
         self._batch_size, self._pause = state["batch_size"], state["pause"]
         self._changed = dict(state["changed"])
-        if "level" in state:  # else of a version that had no trials
+        if "level" in state:  # absent in the state of a version without trials
             self._load_trials(state)
 
     def _load_trials(self, state: dict[str, Any]) -> None:
         self._differ, self._level, self._doubt = (
             state["differ"],
             state["level"],
-            Doubt.from_values(state["doubt"]),
+            Backoff.from_values(state["doubt"]),
         )
         self._next_equal, self._pause_equal = state["equal"]
         self._trial, self._check = (
-            Comparison.from_values(state[name]) if state[name] else None for name in ("trial", "check")
+            DivisionComparison.from_values(state[name]) if state[name] else None
+            for name in ("trial", "check")
         )
         self._before = Division.from_values(state["before"]) if state["before"] else None
 
     def _begin(self, step: int) -> None:
-        """Lays out the warm-up and the calibration from ``step`` on."""
+        """Plans the warm-up and the calibration, beginning at ``step``."""
         policy, known = self._policy, self._by_speed()
         self._first_step, self._observed = step, step - 1
         calibration = step + policy.warmup_steps
@@ -233,7 +234,7 @@ class Controller(Balancer):
     # Deciding
 
     def _look(self, step: int, batch_size: int) -> None:
-        """Considers a change of shares, else a probe, and when to look again."""
+        """Considers a change of shares, otherwise a probe, and sets the step of the next look."""
         if self._has_changed:
             self._pause = self._policy.settle_steps
         self._next_look, self._pause = step + self._pause, min(2 * self._pause, self._policy.every_steps)
@@ -250,15 +251,21 @@ class Controller(Balancer):
             self._probe(step, old, candidate, new)
         self._changed.clear()
 
-    def _jump(self, step: int, rule: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
-        """Changes the shares at once, and what is to be compared afterwards."""
+    def _jump(self, step: int, rule: Rule, old: list[int], new: list[int], verdict: PredictedChange) -> None:
+        """Changes the shares at once, and starts to compare the step times with those before."""
         self._doubt.jumped(step, old, new, self._policy)
         self._before = self._rules[-1].division
-        self._check = Comparison(step, sum(old), tuple(old), tuple(new), verdict.gain, verdict.error)
+        self._check = DivisionComparison(step, sum(old), tuple(old), tuple(new), verdict.gain, verdict.error)
         self._decide(step, rule, old, new, verdict, f"{self._cause()}: {verdict.words}")
 
     def _decide(
-        self, step: int, rule: Rule, old: Sequence[int], new: Sequence[int], verdict: Judgement, reason: str
+        self,
+        step: int,
+        rule: Rule,
+        old: Sequence[int],
+        new: Sequence[int],
+        verdict: PredictedChange,
+        reason: str,
     ) -> None:
         self._install(rule)
         self._settle(rule.effective)
@@ -274,7 +281,7 @@ class Controller(Balancer):
         self._next_look = effective + self._pause - 1
 
     def _cause(self) -> str:
-        """The kind of reason for a change now."""
+        """Returns the first part of a decision's reason: why the shares are to change now."""
         if self._changed:
             return ", ".join(
                 f"rank {rank} became {ratio:.2f}x slower"
@@ -286,17 +293,17 @@ class Controller(Balancer):
 
     # Trials
 
-    def _try(self, candidate: Rule, old: list[int], new: list[int], verdict: Judgement) -> None:
-        """Lets old and new shares take turns."""
+    def _try(self, candidate: Rule, old: list[int], new: list[int], verdict: PredictedChange) -> None:
+        """Starts a trial: old and new shares take turns."""
         gain, error = verdict.gain, verdict.error
-        self._trial = Comparison(
+        self._trial = DivisionComparison(
             candidate.effective, sum(old), tuple(old), tuple(new), gain, error, self._cause()
         )
         self._install(Rule(candidate.effective, self._rules[-1].division, candidate.division))
         self._check = None
 
     def _reconsider(self, step: int, known: Divides, old: list[int]) -> bool:
-        """Now and then shares that are not clearly better than equal ones are tried against them."""
+        """Now and then tries equal shares, unless the present ones are clearly better. Returns True if it does."""
         if step < self._next_equal:
             return False
         self._next_equal, self._pause_equal = step + self._pause_equal, 2 * self._pause_equal
@@ -309,7 +316,7 @@ class Controller(Balancer):
         return True
 
     def _compare(self, step: int, sizes: Sequence[int], slowest: float) -> None:
-        """Takes the step, which took its slowest rank so long, into what is being compared; acts on what that tells."""
+        """Adds a step, whose slowest rank computed for ``slowest`` seconds, to what is compared. Acts on the result."""
         if self._trial:
             if step >= self._trial.effective:
                 self._trial.add(sizes, slowest)
@@ -318,8 +325,8 @@ class Controller(Balancer):
             self._check.add(sizes, slowest * math.exp(-self._level))
             self._judge_check(step, self._check)
 
-    def _judge_trial(self, step: int, trial: Comparison) -> None:
-        """Ends the trial when it has told, and when a rank changed its speed: then it was of other ranks."""
+    def _judge_trial(self, step: int, trial: DivisionComparison) -> None:
+        """Ends the trial when it has a result or is overdue, or when a rank changed its speed, which makes it void."""
         stays = trial.verdict(self._policy)
         overdue = step - trial.effective > 2 * self._policy.trial_steps[1]
         if stays is None and not self._has_changed and not overdue:
@@ -334,8 +341,8 @@ class Controller(Balancer):
             self._doubt.failed(self._policy)
             self._settle(at)
 
-    def _keep(self, step: int, trial: Comparison, rule: Rule) -> None:
-        """What was tried stays."""
+    def _keep(self, step: int, trial: DivisionComparison, rule: Rule) -> None:
+        """Makes the shares of a successful trial permanent."""
         verdict = self._judge(self._by_speed(), trial.old, trial.new)
         if trial.promised is None:
             self._doubt.paid()
@@ -343,8 +350,8 @@ class Controller(Balancer):
             self._doubt.failed(self._policy)
         self._decide(step, rule, trial.old, trial.new, verdict, f"{trial.cause}: {trial.words}")
 
-    def _judge_check(self, step: int, check: Comparison) -> None:
-        """Tries the shares of before again if the steps are no shorter."""
+    def _judge_check(self, step: int, check: DivisionComparison) -> None:
+        """Checks an immediate change: starts a trial of the old shares if the steps did not become shorter."""
         if check.fewest < 2 or len(check.of_new) < self._policy.settle_steps:
             return
         self._check = None
@@ -353,7 +360,7 @@ class Controller(Balancer):
             return
         self._doubt.rash(2.0)
         at = step + self._lookahead + 1
-        self._trial = Comparison(
+        self._trial = DivisionComparison(
             at, check.batch_size, check.new, check.old, 0.0, 0.1, "taken back", check.gain
         )
         self._install(Rule(at, self._rules[-1].division, self._before))
@@ -361,9 +368,9 @@ class Controller(Balancer):
     # Probes
 
     def _probe(self, step: int, old: Sequence[int], candidate: Rule, new: Sequence[int]) -> None:
-        """Gives an idle rank that is due, or seems faster, work for the next open step.
+        """Gives one idle rank work for a single step: a rank whose probe is due, or which seems faster.
 
-        It is one quantum, or what the candidate gives it if that is more: the gain may only be too uncertain.
+        The work is what the candidate division gives the rank, or else one quantum.
         """
         idle = [rank for rank, share in enumerate(old) if share == 0] if 0 in old else []
         due = [rank for rank in idle if self._may_probe(rank, step)]

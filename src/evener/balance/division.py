@@ -1,11 +1,11 @@
-"""How batches are divided from a step on: what has been decided, as data.
+"""Decided divisions of batches, as data: a ``Rule`` says how batches are divided from a step on.
 
-Two divisions may take turns, so that the steps of each can be compared with those of the other next to them::
+In a trial two divisions take turns, so that their steps can be compared with each other::
 
     step        e    e+1  e+2  e+3  e+4  e+5 ...
     division    new  old  old  new  new  old
 
-Each comes before the other as often as after it, so that a steady drift of the machine favours neither.
+Each comes before the other as often as after it, so a steady drift of the machine's speed favours neither.
 """
 
 from __future__ import annotations
@@ -21,45 +21,49 @@ Caps = Sequence[int | None]
 
 
 class Divides(Protocol):
-    """A way to divide any batch."""
+    """Interface of a division: divides batches of any size."""
 
     def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
-        """The shares. Raises ShareError where the caps forbid it.
+        """Returns the shares of all ranks. Raises ShareError if the batch exceeds the caps.
 
         Args:
-            placeholder: Samples that a rank without a share computes all the same. So many are no gain to save: each
-                rank gets them, where the batch has enough.
+            batch_size: Sum of the shares.
+            caps: The most samples of each rank, None for no limit.
+            quantum: Shares are multiples of it, except the one share that holds the remainder of the batch.
+            placeholder: Samples that a rank without a share computes all the same. A smaller share saves no time, so
+                each rank gets this many if the batch has enough.
         """
 
     def near(self, shares: Sequence[int]) -> Divides:
-        """By the same lines, but not at once far below ``shares``."""
+        """Returns a division by the same lines that leaves each rank at least `LEAST_PART` of its share in ``shares``,
+        except shares of up to `CERTAIN` samples."""
 
     def seconds(self, rank: int, n: int) -> float:
-        """What ``n`` samples take a rank."""
+        """Returns the predicted seconds of ``rank`` for ``n`` samples."""
 
     def slowest(self, shares: Sequence[int]) -> float:
-        """What the slowest rank takes."""
+        """Returns the predicted seconds of the slowest rank with these shares."""
 
     def values(self) -> list[Any]:
-        """As plain values that JSON can hold."""
+        """Returns the division as values that JSON can hold."""
 
 
 LEAST_PART = 0.25
-"""A change leaves each rank at least this part of its share: a line is not trusted far from what was measured."""
+"""A change leaves each rank at least this fraction of its share: a line is not trusted far from measured sizes."""
 CERTAIN = 6
-"""Samples up to which a share may become 0 at once: what is left to find out is little."""
+"""Shares of up to this many samples may become 0 at once, because little remains to be measured below them."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Shares by the ranks' lines."""
+    """Divides batches by the ranks' lines."""
 
     lines: tuple[Line, ...]
     floors: tuple[float, ...] = ()
-    """The least parts of the batch of each rank; none: 0."""
+    """The least fraction of the batch for each rank; empty: 0 for all."""
 
     def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
-        """See :class:`Divides`."""
+        """Implements :class:`Divides`."""
         return solve(self._times(batch_size, quantum, placeholder), batch_size, caps, quantum)
 
     def _times(self, batch_size: int, quantum: int, placeholder: int) -> list[Callable[[int], float]]:
@@ -94,18 +98,18 @@ def _free_up_to(line: Line, least: int) -> Callable[[int], float]:
 
 @dataclass
 class Rule:
-    """How any batch is divided from step ``effective`` on."""
+    """Says how batches of any size are divided from step ``effective`` on."""
 
     effective: int
     division: Divides
     challenger: Divides | None = None
-    """What takes turns with ``division``, and begins."""
+    """In a trial, the division that takes turns with ``division``; it has the first turn."""
     probe: int | None = None
-    """An idle rank that gets one quantum nevertheless."""
+    """An idle rank that gets one quantum nevertheless, taken from the rank with the largest share."""
     solved: dict[tuple[bool, int], list[int]] = field(default_factory=dict, repr=False)
 
     def values(self) -> list[Any]:
-        """The rule as plain values that JSON can hold."""
+        """Returns the rule as values that JSON can hold."""
         challenger = self.challenger and self.challenger.values()
         return [self.effective, self.division.values(), challenger, self.probe]
 
@@ -119,11 +123,11 @@ class Rule:
         return cls(effective, Division.from_values(division), tried, probe)
 
     def challenges(self, step: int) -> bool:
-        """Whether it is the challenger's turn."""
+        """Returns True if ``step`` is the challenger's turn."""
         return self.challenger is not None and (step - self.effective) % 4 in (0, 3)
 
     def divide(self, step: int, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
-        """The shares, solved once for each batch size; otherwise as a division's."""
+        """Returns the shares of ``step``. Other arguments: see `Divides`. Each batch size is solved only once."""
         key = self.challenges(step), batch_size
         if key not in self.solved:
             self.solved[key] = self._solve(*key, caps, quantum, placeholder)
@@ -144,7 +148,7 @@ class Rule:
 
 
 def tilted(lines: Sequence[Line], step: int, spread: float) -> Division:
-    """Odd and even ranks take larger and smaller shares than with ``lines``, in turn."""
+    """Returns a division by ``lines`` in which odd and even ranks take larger and smaller shares, in turn."""
     return Division(
         tuple(
             line.scaled(1.0 / (1.0 + spread if (rank + step) % 2 else 1.0 - spread))

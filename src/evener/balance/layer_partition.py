@@ -1,8 +1,8 @@
-"""Which consecutive layers go to which device of a pipeline, so that the slowest stage is as fast as can be.
+"""Assigns consecutive layers to the devices of a pipeline, so that the slowest stage is as fast as possible.
 
-Exact, by dynamic programming: heuristics such as torchgpipe's block partition average 13 % above this
-optimum, and a pipeline runs at the speed of its slowest stage. ``best[d][j]``, the least bottleneck of layers
-``0..j-1`` on devices ``0..d``, is ``min over i of max(best[d-1][i], stage(d, i, j))``: O(devices * layers^2).
+A pipeline runs at the speed of its slowest stage. The result is exact, by dynamic programming; heuristics such as
+torchgpipe's block partition average 13 % above this optimum. ``best[d][j]``, the least bottleneck of layers ``0..j-1``
+on devices ``0..d``, is ``min over i of max(best[d-1][i], stage(d, i, j))``: O(devices * layers^2).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ def partition_layers(
     nbytes: Sequence[float] | None = None,
     limits: Sequence[float] | None = None,
 ) -> list[range]:
-    """Consecutive layers for each device, in the devices' order, none empty, with the least bottleneck.
+    """Returns each device's range of consecutive layers, in the devices' order, none empty, with the least bottleneck.
 
     Args:
-        seconds: Each layer's forward and backward at speed 1.
-        speeds: Each device's speed, above 0; 2 halves the seconds.
+        seconds: Each layer's forward and backward time at speed 1.
+        speeds: Each device's speed, above 0; a speed of 2 halves the seconds.
         boundary_seconds: ``len(seconds) - 1`` values: entry ``i`` is the time to send the activation between the layers
             ``i`` and ``i + 1``, or its gradient back; each side of a cut waits for one of the two. None is no cost.
-
-        nbytes: What each layer takes of a device's memory; None is nothing.
-        limits: What each device has; None is no limit.
+        nbytes: Bytes of each layer; None is 0.
+        limits: Bytes of memory of each device; None is no limit.
 
     Raises:
-        ConfigurationError: If there are fewer layers than devices, values that cannot be, or layers that do not fit.
+        ConfigurationError: If there are fewer layers than devices, values are invalid or of a wrong number, or the
+            layers do not fit the devices.
     """
     cuts = [0.0] * (len(seconds) - 1) if boundary_seconds is None else list(boundary_seconds)
     _validate(seconds, speeds, cuts)

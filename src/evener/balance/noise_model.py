@@ -1,9 +1,9 @@
-"""What the noise of real devices is like: it is alike from step to step, and on all ranks of a busy host.
+"""Model of the noise in step times: it is correlated from step to step, and between the ranks of a busy host.
 
-Two things follow. What all ranks have in common is taken out of their times before anything is learned from them,
-as it says nothing about how to divide a batch. And what is a rank's own counts by its effective number of
-observations, which is smaller than their number: the variance of a mean over ``BLOCK`` successive ones, over what it
-would be if they were independent, is the number of observations that are worth one.
+Two things follow. First, the slowdown that all ranks share is removed from their times before anything is learned from
+them, because it says nothing about how to divide a batch. Second, a rank's observations count by their effective
+number, which is smaller than their number. The number of observations that are worth one independent observation is the
+variance of a mean over ``BLOCK`` successive ones, divided by what it would be if they were independent.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import statistics
 from collections.abc import Sequence
 
 USUAL_MEMORY = 2.0
-"""Observations worth one, where too few were made to tell: a correlation of a third from step to step."""
+"""Prior of `memory`. It corresponds to a correlation of one third from step to step."""
 USUAL_COUNT = 32
-"""Observations that this prior is worth."""
+"""Number of observations that this prior is worth."""
 MOST_MEMORY = 12.0
 BLOCK = 8
 CLIP = 3.0
-"""Standard deviations at which an outlier is cut off."""
+"""Standard deviations at which outliers are clipped."""
 LEVEL_STEPS = 8
 """Steps over which the common level is averaged."""
 
 
 def memory(residuals: Sequence[float]) -> float:
-    """How many of the observations are worth one independent one; ``residuals`` in standard deviations, in order."""
+    """Estimates how many observations are worth one independent one.
+
+    Args:
+        residuals: The residuals in standard deviations, in order.
+    """
     if len(residuals) < 3 * BLOCK:
         return USUAL_MEMORY
     clipped = [max(-CLIP, min(CLIP, residual)) for residual in residuals]
@@ -41,10 +45,14 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def common(residuals: Sequence[float], level: float) -> float:
-    """What the ranks' ``residuals`` (logarithms of time over what is expected) have in common in a step.
+    """Returns the slowdown that all ranks share in a step: the median of the ranks' residuals.
 
-    Their median; of an even number of ranks with the ``level`` of the steps before as one more. So of two ranks the
-    one whose time stayed as it was is the measure of the other, and if both changed, the one that changed less.
+    For an even number of ranks, ``level`` is one more vote. So with two ranks, the one whose time did not change is the
+    reference for the other, and if both changed, the one that changed less.
+
+    Args:
+        residuals: log(time / expected time) of each rank.
+        level: The shared slowdown of the steps before.
     """
     votes = list(residuals) if len(residuals) % 2 else [*residuals, level]
     return statistics.median(votes)

@@ -1,8 +1,7 @@
-"""Whether a change of shares is worth it: what it would bring, and how sure that is.
+"""Predicts what a change of shares would bring and how certain that is, and holds the thresholds for a change.
 
-Speeds are known with an error. The best shares for the speeds as they are known look better than they are,
-and would follow every breath of noise; so a gain counts only from a least size on, and beyond its own
-standard error.
+Speeds are known with an error. The best shares for the estimated speeds look better than they are, and would follow
+noise. So a predicted gain counts only if it has a minimum size and exceeds its own standard error.
 """
 
 from __future__ import annotations
@@ -17,47 +16,48 @@ from evener.balance.time_model import Line, Shape
 from evener.errors import ConfigurationError
 
 EVEN = Line(0.0, 1.0)
-"""Any rank of whose speed nothing is known."""
+"""Line of a rank whose speed is unknown."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When a change is worth it. The defaults suit steps from a few milliseconds up."""
+    """Thresholds and intervals for changes of shares. The defaults suit steps from a few milliseconds up."""
 
     warmup_steps: int = 2
-    """First steps, whose times are not learned from."""
+    """Number of first steps whose times are ignored."""
     calibration_steps: int = 6
     calibration_spread: float = 0.25
-    """By how much the calibration varies the shares, relative to them."""
+    """Relative amount by which the calibration varies the shares."""
     settle_steps: int = 8
-    """Observations of new shares, or of a new speed, before the next look at what is to be gained."""
+    """Observations of new shares, or of a new speed, before a change is considered again."""
     every_steps: int = 16
-    """Most steps between looks; the time between them doubles up to it while nothing changes."""
+    """Most steps between two looks at a possible change. While nothing changes, the interval doubles up to this."""
     least_gain: float = 0.02
-    """Least predicted relative gain in step time that is tried."""
+    """Least predicted relative gain in step time that is worth a trial."""
     sure_gain: float = 0.12
-    """Gain from which a change is made at once, without a trial."""
+    """Least predicted gain for a change at once, without a trial."""
     errors: float = 3.0
-    """A change without a trial must also exceed the standard error of its gain this many times, ..."""
+    """A change without a trial must also gain more than this many standard errors of the prediction."""
     trial_errors: float = 1.0
-    """... and one that is tried so many times."""
+    """A trial requires a gain of more than this many standard errors of the prediction."""
     trial_steps: tuple[int, int] = (8, 48)
     """Least and most steps of a trial, in which old and new shares take turns."""
     model_error: float = 0.02
-    """Relative error of a prediction that no number of observations makes smaller."""
+    """Relative error of a prediction that remains however many observations there are."""
     equal_steps: int = 100
-    """Steps after a change until equal shares are tried again, if the others are not surely better; then doubling."""
+    """Steps after a change until equal shares are tried again, unless the others are clearly better; then doubles."""
     doubt_steps: int = 100
-    """Steps in which half of the doubt is forgotten that a change leaves that did not pay."""
+    """Half-life in steps of the raised thresholds of `Backoff`."""
     most_doubt: float = 5.0
+    """Largest factor by which failed trials raise the threshold for a trial."""
     return_steps: int = 40
-    """Steps within which a change that is made back was rash."""
+    """A change at once that is reverted within this many steps raises the threshold for such changes."""
     probe_cost: float = 0.01
-    """Relative cost in time that probes of idle ranks may have."""
+    """Fraction of the training time that probes of idle ranks may cost."""
     probe_every_steps: tuple[int, int] = (32, 2000)
     """Least and most steps between probes of an idle rank."""
     placeholder: int = 1
-    """Samples that a rank computes where it has no share, so that it joins what the others wait for; 0 if it rests."""
+    """Samples that a rank without a share computes, so that it joins the collectives of the others; 0 for none."""
 
     def __post_init__(self) -> None:
         least, most = self.probe_every_steps
@@ -74,14 +74,14 @@ class Policy:
             )
 
     def probe_interval(self, excess: float) -> int:
-        """Steps between probes that lengthen a step by the fraction ``excess``."""
+        """Returns the number of steps between probes, each of which lengthens its step by the fraction ``excess``."""
         least, most = self.probe_every_steps
         return round(min(most, max(least, excess / self.probe_cost)))
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a change of shares would bring, predicted."""
+class PredictedChange:
+    """Predicted effect of a change of shares."""
 
     seconds_before: float
     seconds_after: float
@@ -90,7 +90,7 @@ class Judgement:
 
     @property
     def gain(self) -> float:
-        """Part of the step time that is saved."""
+        """Fraction of the step time that is saved."""
         return 1.0 - self.seconds_after / self.seconds_before
 
     @property
@@ -100,10 +100,10 @@ class Judgement:
 
 def judge(
     models: Sequence[SpeedModel], lines: Sequence[Line], old: Sequence[int], new: Sequence[int]
-) -> Judgement:
-    """Compares two divisions of one batch by the times of their slowest ranks.
+) -> PredictedChange:
+    """Predicts the effect of a change from shares ``old`` to ``new``, by the times of the slowest ranks.
 
-    Of the new times only those of ranks that gain work are in doubt: with less work a rank is never slower.
+    Only ranks that get more work add to the error of the new time: with less work a rank is never slower.
     """
     before = [line(n) for line, n in zip(lines, old, strict=True)]
     after = [line(n) for line, n in zip(lines, new, strict=True)]
@@ -111,7 +111,7 @@ def judge(
     error_before = _error(models[slowest], lines[slowest], old[slowest])
     gaining = [rank for rank, n in enumerate(new) if n > old[rank]]
     error_after = max((_error(models[rank], lines[rank], new[rank]) for rank in gaining), default=0.0)
-    return Judgement(max(before), max(after), math.hypot(error_before, error_after) / max(before))
+    return PredictedChange(max(before), max(after), math.hypot(error_before, error_after) / max(before))
 
 
 def _error(model: SpeedModel, line: Line, n: int) -> float:
@@ -121,7 +121,7 @@ def _error(model: SpeedModel, line: Line, n: int) -> float:
 
 
 def learned_lines(models: Sequence[SpeedModel]) -> tuple[Line, ...]:
-    """Each rank's line; a rank that was never observed is taken for an average one."""
+    """Returns each rank's line. A rank that was never observed gets the median overhead and time per sample."""
     known = [model.fit().line for model in models if model.known]
     if not known:
         return (EVEN,) * len(models)

@@ -1,16 +1,16 @@
-"""The balancers by the names that the command line and the configuration use.
+"""Creates balancers from the names that the command line and the configuration use.
 
-A user's own is named ``package.module:Class``: a class of :class:`Balancer`. It is called with those of these arguments
-that its constructor names:
+Users name their own :class:`Balancer` subclass as ``package.module:Class``. Its constructor is called with those of
+these arguments that it has parameters for:
 
 =============  =========================================================================================
 world_size     number of ranks
-caps           the most samples of each rank, None for one that has no limit; None if nobody has any
-quantum        shares are multiples of it, but for the one that holds the remainder of the batch
-lookahead      steps whose shares are asked for ahead of the one that is computed
+caps           the most samples of each rank, None for a rank without a limit; None if no rank has one
+quantum        shares are multiples of it, except the one share that holds the remainder of the batch
+lookahead      how many steps ahead of the current one shares may be asked for
 =============  =========================================================================================
 
-One that names no ``caps`` or no ``quantum`` cannot be used with these options: they would be ignored.
+A constructor without a ``caps`` or ``quantum`` parameter cannot be used with that option: it would be ignored.
 """
 
 from __future__ import annotations
@@ -44,12 +44,18 @@ def make_balancer(
     quantum: int = 1,
     lookahead: int = DEFAULT_LOOKAHEAD,
 ) -> Balancer:
-    """The balancer that ``text`` names: ``auto``, ``equal``, or weights such as ``3,2,1`` or ``0.5,0.3,0.2``.
+    """Creates the balancer that ``text`` names.
 
-    Your own is named ``package.module:Class``; above is how it is called.
+    Args:
+        text: ``auto``, ``equal``, weights such as ``3,2,1`` or ``0.5,0.3,0.2``, or ``package.module:Class`` for a class
+            of the user (the module docstring says how it is called).
+        world_size: Number of ranks.
+        caps: The most samples of each rank; None, for all or for one, is no limit.
+        quantum: Shares are multiples of it, except the one share that holds the remainder of the batch.
+        lookahead: How many steps ahead of the current one shares may be asked for.
 
     Raises:
-        ShareError: If it names none, or the weights or caps do not fit ``world_size``.
+        ShareError: If ``text`` names no balancer, or the weights or caps do not fit ``world_size``.
     """
     if text in BALANCERS:
         return BALANCERS[text](world_size, caps, quantum, lookahead)
@@ -65,24 +71,30 @@ def make_balancer(
 
 
 def decides(text: str) -> bool:
-    """Whether ``text`` names a balancer, and is no list of weights."""
+    """Returns True if ``text`` names a balancer, and False if it is a list of weights."""
     return text in BALANCERS or is_named(text, "balancer", BALANCERS)
 
 
 def fixed_weights(text: str, world_size: int) -> list[float] | None:
-    """The weights that ``text`` gives, adding up to 1; None if it names a balancer that decides.
+    """Parses weights and scales them to a sum of 1. Returns None if ``text`` names a balancer.
 
     Raises:
-        ShareError: As `make_balancer`.
+        ShareError: If ``text`` is not a list of ``world_size`` weights.
     """
     return None if decides(text) else parse_shares(text, world_size)
 
 
 def make_own(function: Callable[..., object], name: str, offered: dict[str, Any]) -> Balancer:
-    """The balancer of the user's ``function``, which errors call ``name``, for the arguments of the table above.
+    """Creates a balancer with the user's class or function.
+
+    Args:
+        function: Called with those arguments of ``offered`` that it has parameters for.
+        name: What error messages call it.
+        offered: The arguments of the table in the module docstring.
 
     Raises:
-        ShareError: It needs other arguments, takes no limit that is set, or makes no balancer.
+        ShareError: If the function requires other arguments, has no parameter for a limit that is set, or does not
+            return a `Balancer`.
     """
     try:
         ignored = _limits(offered) - names_taken(function, offered)
@@ -102,7 +114,7 @@ def make_own(function: Callable[..., object], name: str, offered: dict[str, Any]
 
 
 def _limits(offered: dict[str, Any]) -> set[str]:
-    """The names of the limits that the user has set."""
+    """Returns the names of the limits that differ from their defaults."""
     return {name for name, usual in (("caps", None), ("quantum", 1)) if offered[name] != usual}
 
 

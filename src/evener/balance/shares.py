@@ -1,4 +1,4 @@
-"""How many samples of a batch each rank takes so that the last is done soonest: the exact integer optimum.
+"""Computes the shares with which the slowest rank finishes soonest: the exact integer optimum. Also parses shares.
 
 ``solve`` minimizes ``max_i t_i(n_i)`` over integers with ``sum n_i = batch_size`` and ``0 <= n_i <= cap_i``,
 for any non-decreasing times. It is a greedy: give the next sample to the rank whose *resulting* time is
@@ -35,25 +35,25 @@ Times = Sequence[Callable[[int], float]]
 """For each rank, seconds as a non-decreasing function of the number of samples."""
 
 HEAD_START = 512
-"""Steps of the greedy from which skipping most of them by bisection is cheaper."""
+"""With more steps than this, skipping most steps of the greedy by bisection is cheaper."""
 
 
 def solve(
     times: Times, batch_size: int, caps: Sequence[int | None] | None = None, quantum: int = 1
 ) -> list[int]:
-    """The shares, by rank, that end soonest.
+    """Returns the shares, by rank, with which the slowest rank finishes soonest.
 
     The cost is O(steps log ranks) for ``steps = batch_size / quantum``, and for many steps
     O(ranks log(steps)) evaluations of times in each of some 30 rounds of bisection, with the same result.
 
     Args:
         times: One non-decreasing function for each rank.
-        batch_size: What the shares add up to.
-        caps: The most that each rank can hold; None, for all or for one, is no limit.
-        quantum: Shares are multiples of it, but for one, which also holds ``batch_size % quantum``.
+        batch_size: Sum of the shares.
+        caps: The most samples that each rank can hold; None, for all or for one, is no limit.
+        quantum: Shares are multiples of it, except one share, which also holds ``batch_size % quantum``.
 
     Raises:
-        ShareError: If the ranks cannot hold the batch.
+        ShareError: If the ranks cannot hold the batch, or ``batch_size`` or ``quantum`` is too small.
     """
     if quantum < 1 or batch_size < 0:
         raise ShareError(f"batch size {batch_size} and quantum {quantum}: they must be at least 0 and 1")
@@ -73,7 +73,7 @@ def solve(
 def validate_shares(
     shares: Sequence[int], batch_size: int, world_size: int, caps: Sequence[int | None] | None = None
 ) -> None:
-    """Raises ShareError unless each rank has a share within its cap and they add up to the batch."""
+    """Raises ShareError unless each rank has a share within its cap and the shares add up to ``batch_size``."""
     if len(shares) != world_size:
         raise ShareError(
             f"{len(shares)} shares {list(shares)} for {world_size} ranks: give one for each rank"
@@ -89,12 +89,12 @@ def validate_shares(
 
 
 def parse_shares(text: str, world_size: int) -> list[float]:
-    """Weights that add up to 1, from ``"0.5,0.3,0.2"`` (fractions) or ``"3,2,1"`` (ratios).
+    """Parses ``"0.5,0.3,0.2"`` (fractions) or ``"3,2,1"`` (ratios). Returns weights that add up to 1.
 
-    Numbers of which none is above 1 and some are fractions are parts of the batch and must add up to 1.
+    If no number is above 1 and some are not whole, the numbers are fractions of the batch and must add up to 1.
 
     Raises:
-        ShareError: If the text is no such list, or not for ``world_size`` ranks.
+        ShareError: If the text is not a list of ``world_size`` weights.
     """
     try:
         weights = [float(part) for part in text.split(",")]
@@ -113,10 +113,10 @@ def parse_shares(text: str, world_size: int) -> list[float]:
 
 
 def parse_caps(text: str | None, world_size: int) -> list[int | None] | None:
-    """The most samples of each rank, from ``"64,-,32"``; ``-`` is no limit, as is no text.
+    """Parses the most samples of each rank, such as ``"64,-,32"``, where ``-`` is no limit. Returns None for None.
 
     Raises:
-        ShareError: If the text is no such list, or not for ``world_size`` ranks.
+        ShareError: If the text is not a list of ``world_size`` caps.
     """
     if text is None:
         return None
@@ -130,7 +130,7 @@ def parse_caps(text: str | None, world_size: int) -> list[int | None] | None:
 
 
 def normalize_weights(weights: Sequence[float], world_size: int) -> list[float]:
-    """The weights divided by their sum; ShareError unless one for each rank, finite, >= 0, not all 0."""
+    """Divides the weights by their sum. Raises ShareError unless there is one per rank, finite, >= 0, not all 0."""
     if len(weights) != world_size:
         raise ShareError(
             f"{len(weights)} weights {list(weights)} for {world_size} ranks: give one for each rank"
@@ -147,7 +147,7 @@ def normalize_weights(weights: Sequence[float], world_size: int) -> list[float]:
 
 
 def normalize_caps(caps: Sequence[int | None] | None, world_size: int) -> list[int | None]:
-    """One cap for each rank, None where there is none; ShareError for another number or below 0."""
+    """Returns one cap per rank, None for no limit. Raises ShareError for a wrong number of caps or a negative cap."""
     if caps is None:
         return [None] * world_size
     if len(caps) != world_size:
@@ -166,7 +166,7 @@ def _limits(world_size: int, batch_size: int, caps: Sequence[int | None] | None)
 
 
 def too_small(limits: Sequence[int], batch_size: int, quantum: int) -> ShareError:
-    """The ranks cannot hold the batch."""
+    """Creates the error for a batch that exceeds the ranks' caps."""
     units = f" in multiples of {quantum}" if quantum > 1 else ""
     return ShareError(
         f"the batch has {batch_size} samples, but the caps of the ranks, {list(limits)}, add up to "
@@ -191,7 +191,7 @@ def _give(times: Times, taken: list[int], steps: int, room: Sequence[int], quant
 
 
 def _head_start(times: Times, steps: int, room: Sequence[int], quantum: int) -> list[int]:
-    """What the greedy has given up to some time just below the optimum, found by bisection."""
+    """Returns the quanta per rank that the greedy hands out up to a time just below the optimum, by bisection."""
     working = [(time, limit) for time, limit in zip(times, room, strict=True) if limit]
     low = min(time(quantum) for time, _ in working)
     high = max(time(limit * quantum) for time, limit in working)
@@ -209,7 +209,7 @@ def _head_start(times: Times, steps: int, room: Sequence[int], quantum: int) -> 
 
 
 def _units_within(seconds: float, time: Callable[[int], float], limit: int, quantum: int) -> int:
-    """Quanta, at most ``limit``, that a rank finishes within ``seconds``."""
+    """Returns how many quanta, at most ``limit``, a rank finishes within ``seconds``."""
     return bisect_right(range(1, limit + 1), seconds, key=lambda units: time(units * quantum))
 
 

@@ -1,16 +1,17 @@
-"""One rank's speed, learned from the times of its own work while it trains.
+"""Learns one rank's speed from its compute times during training.
 
-The line that ``fit_line`` draws must stay right under four difficulties, each with its answer here or there:
+The line that ``fit_line`` fits must stay right under these difficulties:
 
 ===========================  =====================================================================
 single slow steps            medians at each size, Theil-Sen slope (weighted median) between sizes
-few sizes, close together    the slope is shrunk to a prior by its standard error, which is told
+few sizes, close together    the slope is shrunk to a prior by its standard error
 noise that lasts for steps   observations count by the variance of their means over several steps
-a device that changes speed  CUSUM over winsorized residuals sees a jump after four observations;
-                             older ones are dropped, the ratio of ``a`` to ``b`` stays as the prior
-one that changes it back     what was known of the level before is kept, and taken up again
-cliffs, sizes that cost      the running maximum: a larger share never costs less than what a
-more than the line says      smaller one was measured at
+a device that changes speed  CUSUM over winsorized residuals detects a jump after four
+                             observations; older ones are dropped, and the ratio of ``a`` to ``b``
+                             becomes the prior
+one that changes it back     the observations at the earlier speed are kept and used again
+cliffs, sizes that cost      the running maximum: a larger share never costs less than a smaller
+more than the line says      one was measured to cost
 ===========================  =====================================================================
 
 CUSUM: Page, Biometrika 41 (1954).
@@ -30,27 +31,28 @@ from evener.balance.noise_model import USUAL_MEMORY, memory
 from evener.balance.time_model import Fit, Point, Shape, fit_line
 
 WINDOW = 48
-"""Observations kept at each size."""
+"""Number of observations kept at each size."""
 SIZES = 12
-"""Sizes kept; the one not seen for longest goes first."""
+"""Number of sizes kept. The one not observed for longest is dropped first."""
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 REFIT = 16
-"""Observations after which the line that new ones are compared with is fitted again ..."""
+"""The baseline, with which new observations are compared, is refitted each time after this many observations."""
 FIRST_FITS = (1, 2, 3, 4, 6, 8, 11)
-"""... and after which it is at first, while each adds much."""
+"""At first the baseline is refitted after these numbers of observations, because each adds much."""
 
 SETTLED = 6
-"""Observations from which on a line serves to compare others with."""
+"""Least number of observations for `SpeedModel.residual`."""
 CHANGE = 1.15
-"""Least ratio of times that is a change of speed; less is a better estimate."""
+"""Least ratio of times that counts as a change of speed. A smaller one counts as a better estimate."""
 NEAR, KNOWN = 1.05, 3
-"""How far beyond known sizes, and after how many observations, a jump is a change of speed and not the line's error."""
+"""A jump is a change of speed, and not the line's error, only at sizes within this factor of the known ones, and only
+after this many observations."""
 REVISION = 12
-"""Least observations that an estimate is made of anew."""
+"""Least number of latest observations from which an estimate is made anew."""
 SAME = 0.08
-"""Logarithm within which a level is one that was known before."""
+"""Largest difference in the logarithm of times at which a speed counts as the one known before."""
 HINT = 2.0
-"""Standard errors of CUSUM from which a change is suspected."""
+"""Value of CUSUM, in standard errors, above which a change is suspected."""
 PRIOR_SIGMA = 0.05
 PRIOR_SIGMA_COUNT = 6
 STEP_TO_SIGMA = 2 * 1.4826 / math.sqrt(2)
@@ -58,10 +60,10 @@ STEP_TO_SIGMA = 2 * 1.4826 / math.sqrt(2)
 
 
 class Cusum:
-    """Tells a change of level from single outliers, and since when.
+    """Detects a change of level, and when it began, despite single outliers.
 
     Residuals are clipped to 4 standard errors: four in a row beyond that raise the alarm, three never do, and
-    what noise of an unchanged level adds up to stays far below it.
+    the sum of noise at an unchanged level stays far below it.
     """
 
     CLIP, SLACK, ALARM = 4.0, 0.75, 12.0
@@ -71,7 +73,12 @@ class Cusum:
         self.length_above, self.length_below = 0, 0
 
     def update(self, residual: float, patience: float = 1.0) -> int:
-        """Number of latest residuals that belong to a new level: 0 while there is none."""
+        """Adds a residual. Returns the number of latest residuals that belong to a new level; 0 without a change.
+
+        Args:
+            residual: The residual in standard errors.
+            patience: Factor of the alarm threshold.
+        """
         clipped = max(-self.CLIP, min(self.CLIP, residual))
         self.above = max(0.0, self.above + clipped - self.SLACK)
         self.below = max(0.0, self.below - clipped - self.SLACK)
@@ -91,7 +98,7 @@ class _Size:
 class SpeedModel:
     """One rank's ``seconds(n) = a + b * n``, kept up to date by ``observe``.
 
-    Deterministic: the same observations in the same order give the same bits, whatever was asked in between.
+    Deterministic: the same observations in the same order give the same bits, whatever methods are called in between.
     """
 
     def __init__(self) -> None:
@@ -109,15 +116,17 @@ class SpeedModel:
         self._latest: Fit | None = None
 
     def observe(self, n: int, seconds: float, patience: float = 1.0) -> float | None:
-        """Learns that ``n`` samples took ``seconds`` of the rank's own work.
+        """Learns that ``n`` samples took the rank ``seconds`` of compute time.
 
-        An empty share and a time that no clock can have measured (zero, not finite) are ignored.
+        Ignores an empty share and an impossible time (zero, not finite).
 
         Args:
-            patience: How many times as much must speak for a change of speed as usually.
+            n: Number of samples.
+            seconds: Compute time of the rank, without waiting.
+            patience: Factor of the threshold from which a change of speed is detected.
 
         Returns:
-            New time over old, when the rank has just been found to have changed its speed; else None.
+            The ratio of new to old time if a change of speed was just detected; else None.
         """
         if n <= 0 or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
             return None
@@ -127,7 +136,7 @@ class SpeedModel:
         if before and new_level and self._knew(n, new_level):
             return self._start_over(before, new_level)
         self._add(n, seconds)
-        if new_level:  # a share that was never tried costs more or less than the line said
+        if new_level:  # a share of unknown size costs more or less than the line predicted
             self._cusum = Cusum()
             self._refit()
         elif self._count in FIRST_FITS or self._count % REFIT == 0:
@@ -135,7 +144,7 @@ class SpeedModel:
         return None
 
     def residual(self, n: int, seconds: float) -> float | None:
-        """Logarithm of the time over what the line says; None where there is no time, or no line to rely on."""
+        """Returns log(seconds / predicted seconds). Returns None if the time is invalid or the line not settled."""
         if self._baseline is None or self._count < SETTLED or n <= 0:
             return None
         if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
@@ -144,12 +153,12 @@ class SpeedModel:
 
     @property
     def known(self) -> bool:
-        """Whether anything was observed."""
+        """True if anything was observed."""
         return bool(self._sizes)
 
     @property
     def seems_faster(self) -> bool:
-        """Whether the last observations hint at a gain in speed that is not established yet."""
+        """True if the last observations suggest a gain in speed that is not certain yet."""
         return self._cusum.below > HINT
 
     @property
@@ -158,15 +167,15 @@ class SpeedModel:
         return self.fit().sigma
 
     def predict(self, n: int) -> float:
-        """Seconds for ``n`` samples. Raises ValueError before the first observation."""
+        """Returns the predicted seconds for ``n`` samples. Raises ValueError before the first observation."""
         return self.fit().line(n)
 
     def error(self, n: int) -> float:
-        """Standard error of ``predict(n)`` in seconds; it grows away from the sizes that were observed."""
+        """Returns the standard error of ``predict(n)`` in seconds. It grows away from the observed sizes."""
         return self.fit().error(n)
 
     def fit(self) -> Fit:
-        """The line as of the last observation. Raises ValueError before the first."""
+        """Returns the line as of the last observation. Raises ValueError before the first."""
         if self._latest is None:
             if not self._sizes:
                 raise ValueError("no time can be predicted before one was observed: call observe first")
@@ -178,13 +187,13 @@ class SpeedModel:
         return self._latest
 
     def expect(self, fit: Fit) -> None:
-        """Begins anew with a device that was once like ``fit``; nothing of it has been observed."""
+        """Resets the model. Uses ``fit`` as the prior until new measurements arrive."""
         self._shelf = None
-        self._start(Shape.of(fit))
+        self._start(Shape.from_fit(fit))
         self._prior_sigma = fit.sigma
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was learned, as plain values that JSON can hold."""
+        """Returns everything that was learned, as values that JSON can hold."""
         return {
             "sizes": _size_values(self._sizes),
             "recent": [list(pair) for pair in self._recent],
@@ -198,14 +207,14 @@ class SpeedModel:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues exactly where ``state_dict`` was taken."""
+        """Restores the state that ``state_dict`` returned, exactly."""
         self._start(Shape(*state["shape"]))
         self._sizes = _sizes_of(state["sizes"])
         self._recent.extend((n, seconds) for n, seconds in state["recent"])
         self._count = state["count"]
         vars(self._cusum).update(state["cusum"])
         self._baseline = Fit.from_values(state["baseline"]) if state["baseline"] else None
-        # A state of a version that knew no more goes on with what is usual.
+        # Older versions did not save these; then the defaults apply.
         self._memory = state.get("memory", USUAL_MEMORY)
         self._prior_sigma = state.get("prior_sigma", PRIOR_SIGMA)
         shelf = state.get("shelf")
@@ -221,14 +230,15 @@ class SpeedModel:
         self._latest = None
 
     def _refit(self) -> None:
-        """Compares what comes with the line as it is now, and counts observations by how alike neighbours are."""
+        """Makes the present line the baseline, and estimates anew how correlated successive observations are."""
         fit = self.fit()
         residuals = [math.log(seconds / fit.line(n)) / fit.sigma for n, seconds in self._recent]
         self._memory, self._latest = memory(residuals), None
         self._baseline = self.fit()
 
     def _start_over(self, before: Fit, length: int) -> float | None:
-        """Drops all but the last observations; returns new over old time at the last size, if that is a change."""
+        """Drops all but the latest observations. Returns the ratio of new to old time at the last size. Returns None if
+        it is too small for a change of speed."""
         last, sizes, recent = self._recent[-1][0], self._sizes, list(self._recent)
         self._begin_with(recent[-length:], before)
         fit = self.fit()
@@ -244,19 +254,19 @@ class SpeedModel:
         return self._baseline.line(last) / before.line(last)
 
     def _knew(self, n: int, length: int) -> bool:
-        """Whether ``n`` was within the sizes that were known before the last ``length`` observations."""
+        """Returns True if ``n`` is within the range of sizes observed before the last ``length`` observations."""
         earlier = [size for size, _ in self._recent][:-length]
         return len(earlier) >= KNOWN and min(earlier) / NEAR <= n <= max(earlier) * NEAR
 
     def _begin_with(self, kept: Sequence[tuple[int, float]], before: Fit) -> None:
-        self._start(Shape.of(before))
+        self._start(Shape.from_fit(before))
         self._prior_sigma = before.sigma
         self._recent.extend(kept)
         for n, seconds in kept:
             self._add(n, seconds)
 
     def _is_back(self, known: Fit) -> bool:
-        """Whether the last observations are at a level that was known before."""
+        """Returns True if the last observations agree with the line ``known`` from before."""
         apart = statistics.median(math.log(seconds / known.line(n)) for n, seconds in self._recent)
         return abs(apart) < max(SAME, 2.0 * known.sigma / math.sqrt(len(self._recent)))
 
@@ -267,13 +277,16 @@ class SpeedModel:
             self._add(n, seconds)
 
     def _surprise(self, fit: Fit, n: int, seconds: float) -> float:
-        """The observation's distance from the line in standard errors, of the noise and of the line together."""
+        """Returns the observation's distance from the line, in combined standard errors of the noise and the line."""
         expected = fit.line(n)
         noise = fit.sigma * math.sqrt(max(1.0, self._memory / USUAL_MEMORY))
         return math.log(seconds / expected) / math.hypot(noise, fit.error(n) / expected)
 
     def _robust_sigma(self) -> float:
-        """From differences of successive times at one size, which a drift or a wrong level does not widen."""
+        """Estimates sigma from differences of successive times at one size, which drift or a wrong level do not affect.
+
+        The estimate is shrunk to a prior.
+        """
         steps = [
             abs(second - first) / (first + second)
             for size in self._sizes.values()

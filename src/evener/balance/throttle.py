@@ -1,8 +1,8 @@
-"""Unequal devices on a machine that has none: ranks that sleep in proportion to their own compute time.
+"""Emulates unequal devices on a machine with equal ones: ranks sleep in proportion to their own compute time.
 
-An emulation, not a measurement: a rank at half its speed computes, then sleeps as long as it computed. That
-rehearses how shares find their place and how a run meets a slowdown. It says nothing about the memory or the
-kernels of a real slower device, whose time is not proportional everywhere.
+A rank at half its speed computes, then sleeps as long as it computed. This shows how load balancing converges and how a
+run reacts to a slowdown. It says nothing about the memory or the kernels of a real slower device, whose times are not
+proportional everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from evener.errors import ConfigurationError
 
 
 class Change(NamedTuple):
-    """From ``step`` on, ``rank`` runs at the fraction ``factor`` of its own speed."""
+    """A change of speed: from ``step`` on, ``rank`` runs at the fraction ``factor`` of its own speed."""
 
     step: int
     rank: int
@@ -25,12 +25,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Throttle:
-    """Fractions of their own speed at which the ranks run; ConfigurationError for any that cannot be."""
+    """Fractions of their own speed at which the ranks run. Raises ConfigurationError for invalid values."""
 
     factors: tuple[float, ...]
     """By rank, above 0 and at most 1 (full speed)."""
     changes: tuple[Change, ...] = field(default=())
-    """In any order; of two for one rank and step the later in the list holds."""
+    """Changes in any order. Of two for the same rank and step, the later in the list applies."""
 
     def __post_init__(self) -> None:
         for rank, factor in enumerate(self.factors):
@@ -46,7 +46,7 @@ class Throttle:
 
     @classmethod
     def parse(cls, text: str | None, changes: Sequence[str], world_size: int) -> Throttle:
-        """From ``"1,0.5,0.25"`` (one factor a rank; None: all 1) and changes, each ``"STEP:RANK:FACTOR"``."""
+        """Parses factors such as ``"1,0.5,0.25"`` (one per rank; None: all 1) and changes ``"STEP:RANK:FACTOR"``."""
         factors = (1.0,) * world_size if text is None else _parse_factors(text)
         if len(factors) != world_size:
             raise ConfigurationError(
@@ -56,7 +56,7 @@ class Throttle:
 
     @property
     def words(self) -> str:
-        """What the user must know about every figure of such a run."""
+        """Warning, to be shown with every figure of a throttled run, that the speeds are emulated."""
         factors = ", ".join(f"{factor:g}" for factor in self.factors)
         changes = "".join(
             f"; rank {rank} at {factor:g} from step {step}" for step, rank, factor in self.changes
@@ -64,7 +64,7 @@ class Throttle:
         return f"EMULATION of unequal devices by sleeping: ranks run at {factors} of their speed{changes}"
 
     def factor(self, step: int, rank: int) -> float:
-        """The fraction of its speed at which ``rank`` runs in ``step``."""
+        """Returns the fraction of its speed at which ``rank`` runs in ``step``."""
         factor = self.factors[rank]
         for change in self.changes:
             if change.rank == rank and change.step <= step:
@@ -72,7 +72,7 @@ class Throttle:
         return factor
 
     def sleep_seconds(self, step: int, rank: int, compute_seconds: float) -> float:
-        """How long ``rank`` sleeps after ``compute_seconds`` of its own: ``t * (1 / factor - 1)``."""
+        """Returns how long ``rank`` sleeps after computing for ``compute_seconds``: ``t * (1 / factor - 1)``."""
         return compute_seconds * (1.0 / self.factor(step, rank) - 1.0)
 
 

@@ -1,10 +1,10 @@
-"""A rank's time as a function of its share: a line, fitted robustly to what was measured at a few sizes.
+"""A rank's time as a function of its share: a line, fitted robustly to times measured at a few sizes.
 
-``seconds(n) = a + b * n``, an overhead and a price per sample. The overhead cannot be left out: one
-proportional step that ignores it lands 12 to 27 % above the optimum at usual sizes.
+``seconds(n) = a + b * n``, an overhead and a time per sample. The overhead cannot be ignored: shares that are adjusted
+once in proportion to speed, without it, are 12 to 27 % slower than the optimum at usual sizes.
 
-The slope is that of Theil and Sen (Sen, J. Am. Stat. Assoc. 63, 1968), the weighted median of the slopes
-between all pairs of sizes, shrunk to a prior where the sizes are too few or too close together to tell.
+The slope is that of Theil and Sen (Sen, J. Am. Stat. Assoc. 63, 1968): the weighted median of the slopes
+between all pairs of sizes, shrunk to a prior if the sizes are too few or too close together.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 LEAST_VARYING = 0.05
-"""No device is believed to take more samples for nothing."""
+"""Least part of the time that is assumed to grow with the share: no device computes samples at no cost."""
 
 DRIFT = 0.02
-"""Relative drift that old observations may hide, reached half way after ``DRIFT_AGE`` observations."""
+"""Assumed relative drift since an old observation; half of it after ``DRIFT_AGE`` observations."""
 DRIFT_AGE = 100
 CLIFF = 0.05
-"""Relative height from which a size above its line is a cliff."""
+"""A size is a cliff only if its time is above the line by more than this fraction."""
 CLIFF_AGE = 150
-"""Observations after which one is tried again: what seemed to be one may have been a bad moment."""
+"""Observations after which a cliff is forgotten and tried again: it may have been a temporary slowdown."""
 CLIFF_REPEATS = 3
 
 MEDIAN_VARIANCE = math.pi / 2
-"""Variance of the median of normal values over that of their mean."""
+"""Ratio of the variance of the median of normal values to that of their mean."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds as a non-decreasing function of the number of samples; an idle rank costs nothing."""
+    """Seconds as a non-decreasing function of the number of samples; 0 seconds for 0 samples."""
 
     overhead_seconds: float
     seconds_per_sample: float
     cliffs: tuple[tuple[int, float], ...] = ()
-    """(size, seconds) below which no share of at least that size falls."""
+    """Pairs (size, seconds): a share of at least this size takes at least these seconds."""
 
     def __call__(self, n: int) -> float:
         if n <= 0:
@@ -50,45 +50,45 @@ class Line:
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> Line:
-        """Undoes what JSON makes of a line: lists."""
+        """Creates a line from nested lists, as JSON stores it."""
         overhead, price, cliffs = values
         return cls(overhead, price, tuple((size, least) for size, least in cliffs))
 
     def scaled(self, factor: float) -> Line:
-        """The same device, ``factor`` times as slow."""
+        """Returns the line of a device that is ``factor`` times as slow."""
         cliffs = tuple((size, least * factor) for size, least in self.cliffs)
         return Line(self.overhead_seconds * factor, self.seconds_per_sample * factor, cliffs)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is believed of a device before it is measured: the part of its time that grows with the share.
+    """Prior of a device's line: the part of the time that grows with the share.
 
-    A change of speed leaves the ratio of overhead to price about as it was, so that ratio is carried over.
+    A change of speed hardly changes the ratio of overhead to time per sample, so this ratio is carried over.
     """
 
     overhead_samples: float | None = None
-    """``a / b``, the samples that cost as much as the overhead; None: nothing is known but what is usual."""
+    """``a / b``: how many samples cost as much as the overhead; None if unknown."""
     spread: float = 0.0
-    """Standard error of its logarithm, where it is known."""
+    """Standard error of the logarithm of ``overhead_samples``."""
 
     USUAL_PART: ClassVar[float] = 0.8
     USUAL_ERROR: ClassVar[float] = 0.25
     LEAST_ERROR: ClassVar[float] = 0.01
     CHANGE_SPREAD: ClassVar[float] = 0.2
-    """What a change of speed adds to the spread."""
+    """Standard error that a change of speed adds to the spread."""
     MOST_SPREAD: ClassVar[float] = 1.5
 
     def growing(self, n: float) -> tuple[float, float]:
-        """``b * n / (a + b * n)`` and its standard error."""
+        """Returns ``b * n / (a + b * n)`` and its standard error."""
         if self.overhead_samples is None:
             return self.USUAL_PART, self.USUAL_ERROR
         part = n / (n + self.overhead_samples)
         return part, max(self.LEAST_ERROR, self.spread * part * (1.0 - part))
 
     @classmethod
-    def of(cls, fit: Fit) -> Shape:
-        """What a fit of before a change of speed tells of the time after it."""
+    def from_fit(cls, fit: Fit) -> Shape:
+        """Derives the prior after a change of speed from the fit before it."""
         grows = fit.line.seconds_per_sample * fit.center
         seconds = fit.line.overhead_seconds + grows
         part = max(LEAST_VARYING, min(grows / seconds, 1.0 - LEAST_VARYING))
@@ -98,7 +98,7 @@ class Shape:
 
 
 class Point(NamedTuple):
-    """What was measured at one size."""
+    """Measurement at one size: samples, median seconds, number of observations, and observations since the last one."""
 
     n: int
     seconds: float
@@ -108,11 +108,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """A line with its standard errors, which grow away from the sizes that were measured."""
+    """A line with its standard errors, which grow away from the measured sizes."""
 
     line: Line
     center: float
-    """Weighted mean of the measured sizes, where the line is known best."""
+    """Weighted mean of the measured sizes. The line's error is smallest there."""
     level_error: float
     """Standard error of the seconds at ``center``."""
     slope_error: float
@@ -122,17 +122,17 @@ class Fit:
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> Fit:
-        """Undoes what JSON makes of a fit: lists."""
+        """Creates a fit from nested lists, as JSON stores it."""
         line, *errors = values
         return cls(Line.from_values(line), *errors)
 
     def error(self, n: int) -> float:
-        """Standard error in seconds of ``line(n)``."""
+        """Returns the standard error of ``line(n)`` in seconds."""
         return math.hypot(self.level_error, self.slope_error * (n - self.center))
 
 
 def weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
-    """The value of (value, weight) pairs at which half of the weight is reached."""
+    """Returns the weighted median of (value, weight) pairs: the value at which half of the weight is reached."""
     ordered = sorted(pairs)
     left = sum(weight for _, weight in ordered) / 2
     for value, weight in ordered:
@@ -161,7 +161,7 @@ def _theil_sen(points: Sequence[Point], weights: Sequence[float]) -> float:
 def _cliffs(
     points: Sequence[Point], line: Line, sigma: float, memory: float
 ) -> tuple[tuple[int, float], ...]:
-    """Sizes far above the line that were seen often and of late, and no larger one of which was less."""
+    """Returns the cliffs: sizes far above the line, observed often and recently, with no clearly faster larger size."""
     seen = [point for point in points if point.repeats >= CLIFF_REPEATS]
 
     def stands_out(point: Point) -> bool:
@@ -175,14 +175,14 @@ def _cliffs(
 
 
 def fit_line(points: Sequence[Point], sigma: float, shape: Shape, memory: float = 1.0) -> Fit:
-    """The line through ``points`` (of distinct sizes), its slope shrunk to the prior by their precisions.
+    """Fits a line to ``points``. The slope is the mean of measurement and prior, weighted by their precisions.
 
     Args:
-        points: At least one, the sizes distinct.
+        points: At least one point; the sizes must be distinct.
         sigma: Relative standard deviation of one observation.
         shape: The prior.
-        memory: Successive observations that are worth one. It widens the error of the level alone: between sizes that
-            take turns noise that lasts makes no difference.
+        memory: How many successive observations are worth one independent one. It increases only the error of the
+            level: if sizes take turns, lasting noise does not affect the differences between them.
     """
     weights = [_weight(point, sigma) for point in points]
     total = sum(weights)

@@ -1,8 +1,8 @@
-"""What a change of shares was found to bring, by the steps themselves.
+"""Measures from step times what a change of shares brings.
 
-A step takes as long as its slowest rank, whatever any model says. So small gains are tried first: old and new shares
-take turns, and what was predicted and what was measured count each by its error. A large one is followed at once, and
-its steps are compared with those before.
+A step takes as long as its slowest rank, whatever a model predicts. So a small predicted gain is tried first: old and
+new shares take turns, and prediction and measurement are combined, each weighted by its error. A change with a large
+predicted gain is made at once, and the steps after it are compared with those before.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from typing import Any
 from evener.balance.policy import Policy
 
 MEDIAN_ERROR = 1.2533
-"""Standard error of a median of normal values over that of their mean."""
+"""Ratio of the standard error of a median of normal values to that of their mean."""
 USUAL_SIGMA, USUAL_COUNT = 0.05, 4
-"""Noise of a step time before it is known, and how many steps this prior is worth."""
+"""Prior of the relative noise of step times, and how many steps this prior is worth."""
 
 
 @dataclass
-class Comparison:
-    """Logarithms of the step times of two divisions of one batch, of which the new one is said to gain."""
+class DivisionComparison:
+    """Compares the step times of two divisions of one batch, of which the new one is predicted to be faster."""
 
     effective: int
-    """First step in which both may be found."""
+    """First step of the comparison."""
     batch_size: int
     old: tuple[int, ...]
     new: tuple[int, ...]
     gain: float
-    """Predicted part of the step time that is saved, ..."""
+    """Predicted fraction of the step time that is saved."""
     error: float
-    """... and its standard error."""
+    """Standard error of ``gain``."""
     cause: str = ""
-    """The kind of reason for which the new division was thought of."""
+    """Why the new division was considered, for the decision's reason."""
     promised: float | None = None
-    """If the new division is the one of before: the gain that the old one was said to bring."""
+    """If the new division would revert a change: the gain that was predicted for that change. Else None."""
     of_old: list[float] = field(default_factory=list)
+    """Logarithms of the step times with the old division."""
     of_new: list[float] = field(default_factory=list)
+    """Logarithms of the step times with the new division."""
 
     def add(self, sizes: Sequence[int], seconds: float) -> None:
-        """A step with these shares took its slowest rank so long; others' shares are ignored."""
+        """Adds a step with the shares ``sizes``, whose slowest rank took ``seconds``. Ignores other shares."""
         if seconds > 0 and math.isfinite(seconds):
             if tuple(sizes) == self.old:
                 self.of_old.append(math.log(seconds))
@@ -51,11 +53,11 @@ class Comparison:
 
     @property
     def fewest(self) -> int:
-        """Steps of the division that had fewer."""
+        """Number of steps of the division that had fewer."""
         return min(len(self.of_old), len(self.of_new))
 
     def measured(self) -> tuple[float, float]:
-        """The gain and its standard error, from at least one step of each."""
+        """Returns the measured gain (a difference of logarithms) and its standard error. Each division needs a step."""
         middles = [statistics.median(times) for times in (self.of_old, self.of_new)]
         apart = [abs(time - middles[0]) for time in self.of_old] + [
             abs(time - middles[1]) for time in self.of_new
@@ -66,7 +68,7 @@ class Comparison:
         return middles[0] - middles[1], MEDIAN_ERROR * sigma * each
 
     def together(self, model_error: float) -> tuple[float, float]:
-        """The gain as predicted and measured, each by its precision, and its standard error."""
+        """Returns the mean of predicted and measured gain, weighted by precision, and its standard error."""
         predicted, trusted = -math.log(max(1e-9, 1.0 - self.gain)), math.hypot(self.error, model_error)
         measured, error = self.measured()
         weights = 1 / trusted**2, 1 / error**2
@@ -74,7 +76,7 @@ class Comparison:
         return mean, math.sqrt(1 / sum(weights))
 
     def verdict(self, policy: Policy) -> bool | None:
-        """Whether the new division stays; None while steps are too few to tell."""
+        """Returns True if the new division stays, False if not. Returns None while there are too few steps."""
         if self.fewest < policy.trial_steps[0] // 2:
             return None
         gain, error = self.together(policy.model_error)
@@ -89,7 +91,7 @@ class Comparison:
 
     @property
     def words(self) -> str:
-        """What was measured against what was predicted."""
+        """Text that compares measurement and prediction."""
         measured, _ = self.measured()
         if self.promised is not None:
             return f"steps were {_change(1.0 - math.exp(measured))}, not {_change(self.promised)}"
@@ -102,7 +104,7 @@ class Comparison:
         return [list(value) if isinstance(value, tuple | list) else value for value in vars(self).values()]
 
     @classmethod
-    def from_values(cls, values: Sequence[Any]) -> Comparison:
+    def from_values(cls, values: Sequence[Any]) -> DivisionComparison:
         effective, batch_size, old, new, *rest = values
         return cls(effective, batch_size, tuple(old), tuple(new), *rest)
 

@@ -1,8 +1,8 @@
-"""The lines of many ranks as arrays, and the shares by them: what a look at thousands of ranks may cost.
+"""The lines of many ranks as arrays, and the shares computed from them, fast enough for thousands of ranks.
 
-The same shares as :func:`~evener.balance.shares.solve` gives, found without going from rank to rank. Every rank of a
-run computes them from the same numbers and must come to the same shares on any processor. So there is nothing here but
-sums, products, quotients, roots and comparisons, which IEEE 754 rounds in one way only.
+The shares are those of :func:`~evener.balance.shares.solve`, computed without loops over ranks. Every rank of a run
+computes them from the same numbers, and must get the same shares on any processor. So this module uses only sums,
+products, quotients, roots and comparisons, whose rounding IEEE 754 defines exactly.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """For each rank the line of :class:`~evener.balance.time_model.Line`."""
+    """The :class:`~evener.balance.time_model.Line` of every rank, as arrays indexed by rank."""
 
     overhead_seconds: Array
     seconds_per_sample: Array
     cliffs: tuple[tuple[Array, Array], ...] = ()
-    """Of each rank a size and seconds; a size without end where it has none."""
+    """Pairs of arrays with a size and seconds for each rank; the size is infinite for a rank without a cliff."""
 
     def __len__(self) -> int:
         return len(self.overhead_seconds)
@@ -40,35 +40,35 @@ class Lines:
         return Line(float(self.overhead_seconds[rank]), float(self.seconds_per_sample[rank]), own)
 
     def __call__(self, n: Array) -> Array:
-        """Seconds for ``n[rank]`` samples of each rank."""
+        """Returns each rank's seconds for ``n[rank]`` samples."""
         seconds = self.overhead_seconds + self.seconds_per_sample * n
         for sizes, least in self.cliffs:
             seconds = np.where((sizes <= n) & (least > seconds), least, seconds)
         return np.where(n <= 0, 0.0, seconds)
 
     def scaled(self, factors: Array) -> Lines:
-        """The same devices, each so many times as slow."""
+        """Returns the lines of devices that are ``factors[rank]`` times as slow."""
         cliffs = tuple((sizes, least * factors) for sizes, least in self.cliffs)
         return Lines(self.overhead_seconds * factors, self.seconds_per_sample * factors, cliffs)
 
     def tilted(self, step: int, spread: float) -> Lines:
-        """As :func:`~evener.balance.division.tilted`."""
+        """Returns the lines of :func:`~evener.balance.division.tilted`."""
         odd = (np.arange(len(self)) + step) % 2 == 1
         return self.scaled(np.where(odd, 1.0 / (1.0 + spread), 1.0 / (1.0 - spread)))
 
     @classmethod
     def even(cls, ranks: int) -> Lines:
-        """Of ranks of which nothing is known."""
+        """Returns the lines of ranks of unknown speed, all equally fast."""
         return cls(np.zeros(ranks), np.ones(ranks))
 
 
 @dataclass(frozen=True, eq=False)
 class DivisionOfMany:
-    """Shares by the lines of many ranks; see :class:`~evener.balance.division.Divides`."""
+    """Divides batches by the lines of many ranks; implements :class:`~evener.balance.division.Divides`."""
 
     lines: Lines
     floors: Array | None = None
-    """The least parts of the batch of each rank; None: 0."""
+    """The least fraction of the batch for each rank; None: 0 for all."""
 
     def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
         found: list[int] = _Solver(self, batch_size, caps, quantum, placeholder).shares.astype(int).tolist()
@@ -91,13 +91,13 @@ class DivisionOfMany:
 
 
 class _Solver:
-    """One batch, divided."""
+    """Computes the shares of one batch."""
 
     def __init__(
         self, division: DivisionOfMany, batch_size: int, caps: Caps, quantum: int, placeholder: int
     ) -> None:
         self._lines, self._quantum, ranks = division.lines, quantum, len(division.lines)
-        capped = np.array(caps, dtype=np.float64)  # of None, NaN
+        capped = np.array(caps, dtype=np.float64)  # None becomes NaN
         self._limits = np.where(capped < batch_size, capped, batch_size).astype(int)
         self._room = self._limits // quantum
         floors = np.zeros(ranks) if division.floors is None else division.floors
@@ -112,8 +112,9 @@ class _Solver:
         return np.where(n <= self._free, 0.0, self._lines(n.astype(np.float64)))
 
     def _units(self, steps: int) -> NDArray[Any]:
-        """What a greedy gives that hands each quantum to the rank which then ends soonest, the lower of two: all that
-        end before some time, and of those that end at just that time the ones of lower ranks."""
+        """Returns the quanta of each rank as the greedy of `solve` hands them out: each to the rank that then ends
+        soonest. These are all quanta that end before a certain time, found by bisection, and of those that end exactly
+        at that time the ones of lower ranks."""
         working = self._room > 0
         low = float(self._seconds(np.full(len(self._room), self._quantum))[working].min(initial=0.0))
         high = float(self._seconds(self._room * self._quantum).max())
@@ -130,7 +131,7 @@ class _Solver:
         return units
 
     def _within(self, seconds: float) -> NDArray[Any]:
-        """Quanta that each rank finishes in so long."""
+        """Returns how many quanta each rank finishes within ``seconds``."""
         quantum, room = self._quantum, self._room
         lines = self._lines
         within = (seconds - lines.overhead_seconds) / (lines.seconds_per_sample * quantum)
@@ -151,7 +152,7 @@ class _Solver:
         return seconds
 
     def _with_remainder(self, shares: NDArray[Any]) -> NDArray[Any]:
-        """What is no whole quantum goes to the one rank that ends soonest with it."""
+        """Adds the remainder, which is less than a quantum, to the share of the rank that ends soonest with it."""
         remainder = self._remainder
         if not remainder:
             return shares

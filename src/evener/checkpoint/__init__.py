@@ -1,8 +1,8 @@
-"""What a run can go on from: directories, each whole or absent, that say nothing of how many ranks wrote them.
+"""Checkpoints: directories from which a run resumes. Each is whole or absent, and works for any number of ranks.
 
-Tensors go through ``torch.distributed.checkpoint``: every rank writes the pieces that it alone holds, the first rank
-what all hold, and a rank that goes on reads what it needs; nobody ever holds the whole of a divided model. All else
-lies in one small file::
+Tensors are stored by ``torch.distributed.checkpoint``: every rank writes the pieces that it alone holds, and the first
+rank writes what all hold. A resuming rank reads what it needs. So no rank ever holds the whole of a sharded model.
+Everything else is in one small file::
 
     checkpoints/
         step-00000120/
@@ -13,37 +13,37 @@ lies in one small file::
             evener.json                     the mark: Evener wrote this, which run it is of
             evaluation.json                 what is remembered after the evaluation of these weights
             sums.json                       length and checksum of each of these files
-        step-00000110/                      the one before, for the case that the latest is damaged
+        step-00000110/                      the one before, in case the latest is damaged
         latest                              "step-00000120"; written last, so that a torn write is never the latest
-        best                                likewise, of the best evaluation so far, if one is kept
+        best                                the same for the best evaluation so far, if one is kept
 
 ====================  ===========================================================
-:mod:`.run_mark`      marks, and the run that a checkpoint is of
-:mod:`.layout`        names, pointers, what is kept and what goes
-:mod:`.evaluation`    what an evaluation adds: what is remembered after it, and the best
+:mod:`.run_mark`      marks, and the run that a checkpoint belongs to
+:mod:`.layout`        names, pointers, and which checkpoints are kept
+:mod:`.evaluation`    state after an evaluation, and the best checkpoint
 :mod:`.writer`        copies of the state, and the thread that writes them
-:mod:`.reader`        what is there, whether it is whole, and a rank's part of it
-:mod:`.structure`     of what form the parts are that are no tensors
+:mod:`.reader`        finds whole checkpoints, and reads a rank's part of one
+:mod:`.structure`     checks the parts that are not tensors
 :mod:`.checksums`     checksums
-:mod:`.tensor_index`  which tensors there are, and where
-:mod:`.inert_pickle`  the same of earlier versions, out of PyTorch's pickle
+:mod:`.tensor_index`  names, types, shapes and places of the tensors
+:mod:`.inert_pickle`  reads PyTorch's pickle, for earlier versions
 :mod:`.rng_state`     the states of random generators as a tensor
-:mod:`.digest`        of weights
+:mod:`.digest`        digest of weights
 ====================  ===========================================================
 """
 
 from evener.checkpoint.digest import weights_digest
 from evener.checkpoint.layout import BEST, FORMAT, LATEST, Keep
-from evener.checkpoint.reader import Found, agreed, find
+from evener.checkpoint.reader import StoredCheckpoint, agreed, find
 from evener.checkpoint.writer import Saver, Writers
 
 __all__ = [
     "BEST",
     "FORMAT",
     "LATEST",
-    "Found",
     "Keep",
     "Saver",
+    "StoredCheckpoint",
     "Writers",
     "agreed",
     "find",

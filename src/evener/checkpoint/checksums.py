@@ -1,8 +1,8 @@
-"""Lengths and checksums of a checkpoint's files, so that a damaged one is not gone on from.
+"""Lengths and checksums of a checkpoint's files, so that no run resumes from a damaged one.
 
-CRC-32 finds every burst of errors of up to 32 bits and misses one of 2**32 others; it is no protection against malice.
-The list of checksums itself may be malicious: it names files that Evener writes, and these are read no further than
-their length.
+CRC-32 finds every burst of errors of up to 32 bits, and misses one in 2**32 others. It does not protect against malice.
+The list of checksums itself may be malicious: it may name only files that Evener writes, and these are not read beyond
+their listed length.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from evener.files import open_regular, read_json
 
 SUMS = "sums.json"
 _NAME = re.compile(r"rest\.pt|evaluation\.json|evener\.json|tensors\.json|\.metadata|__[0-9]+_[0-9]+\.distcp")
-"""Files that Evener writes into a checkpoint."""
+"""Names of files that Evener writes into a checkpoint."""
 _CHUNK = 1 << 22
 
 Sums = Mapping[str, tuple[int, int]]
-"""Of each file, by name, its length in bytes and its CRC-32."""
+"""For each file, by name, its length in bytes and its CRC-32."""
 
 
 def sum_of(path: Path) -> tuple[int, int]:
-    """Length in bytes, and CRC-32."""
+    """Returns length in bytes and CRC-32 of a file."""
     nbytes = crc = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
@@ -35,7 +35,7 @@ def sum_of(path: Path) -> tuple[int, int]:
 
 
 def write(place: Path, sums: Sums) -> None:
-    """Leaves them beside the files, on the disk itself."""
+    """Writes the sums beside the files, and syncs them to disk."""
     with (place / SUMS).open("w") as file:
         json.dump(sums, file)
         file.flush()
@@ -43,10 +43,10 @@ def write(place: Path, sums: Sums) -> None:
 
 
 def damage(place: Path, part: int = 0, parts: int = 1) -> str:
-    """What is wrong with the files of a checkpoint, in words; empty if nothing is.
+    """Describes what is wrong with the files of a checkpoint. Returns "" if nothing is.
 
     Args:
-        part: Every ``parts``-th file from this one on is looked at.
+        part: Index of the first file to check; every ``parts``-th file from it on is checked.
     """
     try:
         sums = _read(place)
@@ -56,7 +56,7 @@ def damage(place: Path, part: int = 0, parts: int = 1) -> str:
 
 
 def lacking(place: Path, names: Collection[str]) -> str:
-    """Which of the files ``names`` have no checksum, in words; empty if all have one."""
+    """Names one of the files ``names`` that has no checksum, in a message. Returns "" if all have one."""
     try:
         missing = sorted(set(names) - _read(place).keys())
     except (OSError, ValueError) as error:

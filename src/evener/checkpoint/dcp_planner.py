@@ -1,8 +1,8 @@
-"""How ``torch.distributed.checkpoint`` writes and reads a piece of a tensor.
+"""Lets ``torch.distributed.checkpoint`` write and read a piece of a tensor.
 
-PyTorch cuts a DTensor into equal pieces, and these may be of any length. An object with two methods of certain names
-may say itself which part of a whole it holds: the planners ask for them before they look at types. The names have two
-underscores on each side and no documentation, so that tests/torch_internals/test_torch_names.py holds them.
+PyTorch cuts a DTensor into equal pieces, but the pieces here may have any length. An object with two specially named
+methods can say itself which part of a whole it holds: the planners ask for these methods before they look at types. The
+names have two underscores on each side and are undocumented, so tests/torch_internals/test_torch_names.py checks them.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from evener.components.sharded_tensor.shard_spec import Box, Slice
-from evener.components.state_dict import Held
+from evener.components.sharded_tensor.shard_spec import ShardBounds, ShardSpec
+from evener.components.state_dict import HeldState
 
 
-class Piece:
-    """What this rank holds of a divided tensor."""
+class ShardPiece:
+    """This rank's part of a sharded tensor."""
 
-    def __init__(self, held: Tensor, piece: Slice) -> None:
+    def __init__(self, held: Tensor, piece: ShardSpec) -> None:
         self.held, self._piece = held.detach(), piece
         self._whole = torch.Size(piece.whole_shape(held.shape))
-        # Without empty ones, whose place would be that of another rank's part.
+        # Without empty ones, whose offset would be that of another rank's part.
         self._parts = {box.whole: _view(self.held, box) for box in piece.boxes(held.shape) if all(box.shape)}
 
     @classmethod
-    def of(cls, value: Tensor, piece: Slice | None) -> Piece | Tensor:
-        """``value`` as it is written: a piece, or all of it."""
+    def from_tensor(cls, value: Tensor, piece: ShardSpec | None) -> ShardPiece | Tensor:
+        """Returns ``value`` in the form to write: a piece, or the whole tensor."""
         return cls(value, piece) if piece else value.detach()
 
     @classmethod
-    def room(cls, key: str, entry: TensorStorageMetadata, held: Held) -> Piece | Tensor:
-        """Memory for what this rank needs of the saved tensor ``key``."""
+    def room(cls, key: str, entry: TensorStorageMetadata, held: HeldState) -> ShardPiece | Tensor:
+        """Allocates memory for this rank's part of the saved tensor ``key``."""
         kind, _, name = key.partition("/")
         name = name if kind == "model" else name.rpartition("/")[0]
         piece, parameter = held.slices.get(name), held.model.get(name)
@@ -56,12 +56,12 @@ class Piece:
             return cls(torch.empty(parameter.shape, dtype=entry.properties.dtype), piece)
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
-    def on(self, other: Tensor) -> Piece:
-        """The same piece, of what ``other`` holds."""
-        return Piece(other, self._piece)
+    def on(self, other: Tensor) -> ShardPiece:
+        """Returns the same piece with the values of ``other``."""
+        return ShardPiece(other, self._piece)
 
     def size(self) -> torch.Size:
-        """Of the whole."""
+        """Returns the shape of the whole tensor."""
         return self._whole
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -76,7 +76,7 @@ class Piece:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Not of an empty piece, which begins where another rank's does and would be taken for that."""
+        """Returns the chunks that are not empty: an empty one would be mistaken for another rank's at its offset."""
         return [
             ChunkStorageMetadata(torch.Size(start), part.shape)
             for start, part in self._parts.items()
@@ -84,20 +84,22 @@ class Piece:
         ]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The part that begins there."""
+        """Returns the part at that offset."""
         assert index.offset is not None
         return self._parts[tuple(index.offset)]
 
 
-def _view(held: Tensor, box: Box) -> Tensor:
+def _view(held: Tensor, box: ShardBounds) -> Tensor:
     return held[
         tuple(slice(start, start + length) for start, length in zip(box.held, box.shape, strict=True))
     ]
 
 
 class PieceSaver(DefaultSavePlanner):
-    """Writes a flat state of tensors and pieces. What all ranks hold is the first rank's to write: on hosts without a
-    common disk its file is the checkpoint."""
+    """Writes a flat state of tensors and pieces.
+
+    The first rank writes what all ranks hold: on hosts without a shared disk, its file is the checkpoint.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -106,11 +108,11 @@ class PieceSaver(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.at(index) if isinstance(found, Piece) else super().lookup_object(index)
+        return found.at(index) if isinstance(found, ShardPiece) else super().lookup_object(index)
 
 
 class PieceLoader(DefaultLoadPlanner):
-    """Reads into a flat state of tensors and pieces; the planner that it derives from drops what is no tensor."""
+    """Reads into a flat state of tensors and pieces. The base class would drop what is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -123,12 +125,12 @@ class PieceLoader(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]
-        return found.at(index) if isinstance(found, Piece) else super().lookup_tensor(index)
+        return found.at(index) if isinstance(found, ShardPiece) else super().lookup_tensor(index)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warning that one process saves or loads alone, which is what was asked for."""
+    """Suppresses the warning that one process saves or loads alone, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
         yield

@@ -1,4 +1,4 @@
-"""The digest by which two sets of weights are compared without keeping them."""
+"""A digest of weights, to compare two sets without keeping them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from evener.components.sharded_tensor.local import local
 
 
 def weights_digest(weights: nn.Module | Mapping[str, Tensor]) -> str:
-    """sha256 over the parameters and buffers in order of name: each name, type, shape, then the bytes.
+    """Returns the sha256 of parameters and buffers in order of name: each name, dtype and shape, then the bytes.
 
-    Every name under which a tied parameter is known counts; buffers that are not saved with the model count too. Of
-    a sparse tensor the places and values count.
+    Every name of a tied parameter counts, and so do buffers that are not saved with the model. For a sparse tensor,
+    indices and values count.
     """
     named = named_tensors(weights) if isinstance(weights, nn.Module) else weights
     digest = hashlib.sha256()

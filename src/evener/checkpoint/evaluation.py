@@ -1,4 +1,4 @@
-"""What an evaluation adds to checkpoints: what is remembered after it, and which checkpoint is the best."""
+"""Adds the results of an evaluation to checkpoints: the state kept after it, and which checkpoint is the best."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from evener.files import read_json
 
 
 def is_of(checkpoint: Path, identity: Identity) -> bool:
-    """Whether a checkpoint is there, complete, and was written by this very run."""
+    """Returns True if a checkpoint exists, is complete, and was written by this very run."""
     found = mark_in(checkpoint)
     return found is not None and found["run"] == identity.run and not wrong_mark(checkpoint)
 
 
 def write_evaluation(checkpoint: Path, kept: str) -> None:
-    """Adds to a checkpoint what is remembered after the evaluation of its weights."""
+    """Adds the state after the evaluation of its weights to a checkpoint."""
     partial = checkpoint / f".{EVALUATION}.{os.getpid()}"
     partial.write_text(json.dumps({"crc32": zlib.crc32(kept.encode()), "kept": kept}) + "\n")
     partial.replace(checkpoint / EVALUATION)
 
 
 def evaluation_of(checkpoint: Path) -> str | None:
-    """What :func:`write_evaluation` wrote; None if that is not there, or damaged, so that it has to be done again."""
+    """Returns what :func:`write_evaluation` wrote. Returns None if it is missing or damaged: then evaluate again."""
     try:
         found = read_json(checkpoint / EVALUATION)
         kept: str = found["kept"]
@@ -44,7 +44,7 @@ def mark_best(directory: Path, name: str, metric: str, value: float) -> None:
     """Keeps the checkpoint ``name`` until another one is better.
 
     Raises:
-        CheckpointError: If a file of another program has the name of the one that holds the value.
+        CheckpointError: If another program's file has the name of the file with the best value.
     """
     for path in foreign_value(directory):
         raise CheckpointError(f"{path} is there and is not of Evener: move it away")
@@ -55,7 +55,7 @@ def mark_best(directory: Path, name: str, metric: str, value: float) -> None:
 
 
 def forget_best(directory: Path) -> None:
-    """There is no best checkpoint any more, or not yet."""
+    """Removes the pointer to the best checkpoint."""
     if names_one(directory / BEST):
         for path in (directory / BEST, *([] if foreign_value(directory) else [directory / BEST_VALUE])):
             path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""A pickle read as a picture of itself: what it names is written down and never imported, called or changed.
+"""Reads a pickle as plain data: whatever it names is recorded, and never imported, called or changed.
 
 PyTorch describes a checkpoint's tensors in a pickle, ``.metadata``. Python's unpickler calls what a pickle names, and a
 list of allowed names does not help: an opcode may change an allowed class, and PyTorch's code would run what was put
-there. Here the opcodes that such a description is made of work on plain values and on `Named` and `Made`, which do
-nothing; every other opcode is refused. Checkpoints that Evener writes today are read without it (`tensor_index`).
+there. Here the opcodes that such a description needs work on plain values and on `PickledName` and `Made`, which do
+nothing. Every other opcode is refused. Checkpoints that Evener writes today are read without it (`tensor_index`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Named:
-    """A name of a module, as text."""
+class PickledName:
+    """The name of an object in a module, as text."""
 
     module: str
     name: str
 
 
 class Made:
-    """An object that the pickle would have made: of what, with which arguments, and with which state."""
+    """An object that the pickle would have made: its class, the arguments, and the state."""
 
-    def __init__(self, kind: Named, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, kind: PickledName, arguments: tuple[Any, ...]) -> None:
         self.kind, self.arguments = kind, arguments
         self.state: Any = None
 
 
 def read(content: bytes) -> Any:
-    """What the pickle pictures: dictionaries, lists, tuples, numbers, texts, `Named` and `Made`.
+    """Returns the content of the pickle: dictionaries, lists, tuples, numbers, texts, `PickledName` and `Made`.
 
     Raises:
-        pickle.UnpicklingError: If it is torn, or no such description.
+        pickle.UnpicklingError: If it is damaged, or not such a description.
     """
     machine = _Machine()
     try:
@@ -53,8 +53,11 @@ def read(content: bytes) -> Any:
 
 
 _DEEPEST = 4
-"""Tuples within tuples, at most. Python hashes, compares and prints them by recursion, and visits those that are named
-twice twice: few bytes would take all of the stack, or years."""
+"""Maximum depth of nested tuples.
+
+Python hashes, compares and prints tuples by recursion, and visits one that is named twice twice. So a few bytes could
+use up all of the stack, or take years.
+"""
 _KEYS = (str, int, Made)
 
 
@@ -64,7 +67,7 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self._levels: dict[int, tuple[int, Any]] = {}
-        """Of tuples, by their id, which stays theirs while they are kept here."""
+        """Depth of each tuple, by its id. The tuples are kept here, so that ids stay unique."""
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -83,7 +86,7 @@ class _Machine:
         return found
 
     def top(self, kind: type[Any]) -> Any:
-        """What lies on top, which must be a value of exactly this kind."""
+        """Returns the value on top of the stack, which must be of exactly this type."""
         if type(self.stack[-1]) is not kind:
             raise pickle.UnpicklingError(
                 f"it changes a {_words(self.stack[-1])}, which none needs: it may run code"
@@ -103,7 +106,7 @@ class _Machine:
 
     def make(self) -> None:
         kind, arguments = self.last(2)
-        if type(kind) is not Named or type(arguments) is not tuple:
+        if type(kind) is not PickledName or type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"it calls a {_words(kind)}, which none needs: it may run code")
         self.push(Made(kind, arguments))
 
@@ -124,14 +127,14 @@ class _Machine:
         self.memo[key] = self.stack[-1]
 
 
-def _named(module: Any, name: Any) -> Named:
+def _named(module: Any, name: Any) -> PickledName:
     if not isinstance(module, str) or not isinstance(name, str):
         raise ValueError("its names are no texts")
-    return Named(module, name)
+    return PickledName(module, name)
 
 
 def _words(value: Any) -> str:
-    return f"{value.module}.{value.name}" if isinstance(value, Named) else type(value).__name__
+    return f"{value.module}.{value.name}" if isinstance(value, PickledName) else type(value).__name__
 
 
 _Act = Callable[[_Machine, Any], object]

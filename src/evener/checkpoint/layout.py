@@ -1,4 +1,4 @@
-"""The directory of checkpoints: what they are called, which is the latest and the best, and which may go."""
+"""The directory of checkpoints: names, the pointers to the latest and the best, and which may be removed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from evener.errors import CheckpointError, ConfigurationError
 from evener.files import read_json, read_text
 
 FORMAT = 2
-"""Of what is written here; another is refused."""
+"""Format that is written here; any other is refused."""
 LATEST, BEST = "latest", "best"
 BEST_VALUE = "best.json"
 REST = "rest.pt"
 EVALUATION = "evaluation.json"
 DAMAGED = "damaged-"
-"""Before the name of a checkpoint with a damaged mark, when another of the same step takes its place."""
+"""Prefix for a checkpoint with a damaged mark when a new one of the same step takes its place."""
 CHECKPOINTS = "checkpoints"
 """The directory of checkpoints in a run directory."""
 _PREFIX = "step-"
@@ -35,47 +35,47 @@ _PARTIAL_MARK = re.compile(rf"\.{re.escape(MARK)}\.[0-9]+")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay."""
+    """Which checkpoints are kept."""
 
     last: int = 2
-    """So many of the last ones; two, so that there is one before a damaged one."""
+    """Number of latest checkpoints to keep. Two, so that there is one before a damaged one."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointDirectory:
     """The directory of a checkpoint."""
 
     path: Path
     steps: int
     identity: Identity
     marked: bool
-    """Whether it carries Evener's mark; only then may it be removed."""
+    """True if it carries Evener's mark; only then may it be removed."""
     torn: bool = False
-    """Whether its mark is damaged, so that its run is not known; it is told of and passed over."""
+    """True if its mark is damaged, so that its run is unknown. Such a checkpoint is reported and skipped."""
 
 
 def name_of(steps: int) -> str:
-    """``step-00000120``."""
+    """Returns the directory name of a checkpoint, such as ``step-00000120``."""
     return f"{_PREFIX}{steps:08d}"
 
 
 def partial_of(target: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Returns the path where a checkpoint is written before it is whole."""
     return target.with_name(f".{target.name}")
 
 
 def fresh_partial_of(target: Path) -> Path:
-    """As :func:`partial_of`, under a name that nothing has."""
+    """Returns a path like :func:`partial_of` with a new, unique name."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
 
 # What is there
 
 
-def saved_in(directory: Path) -> list[Saved]:
-    """The checkpoints of a directory, of whatever run, the last steps first.
+def saved_in(directory: Path) -> list[CheckpointDirectory]:
+    """Returns the checkpoints in a directory, of any run, latest step first.
 
-    One that lacks a file is among them, so that whoever passes it over can say so.
+    Includes checkpoints that lack a file, so that the caller can report skipping them.
     """
     latest = named(directory / LATEST)
     found = []
@@ -87,26 +87,28 @@ def saved_in(directory: Path) -> list[Saved]:
         identity = identity_in(path, steps)
         torn = identity is None and _is_torn(path)
         if identity is not None or torn or (path / REST).is_file() or path.name == latest:
-            found.append(Saved(path, steps, identity or UNMARKED, identity is not None, torn))
+            found.append(CheckpointDirectory(path, steps, identity or UNMARKED, identity is not None, torn))
     return sorted(found, key=lambda each: each.steps, reverse=True)
 
 
 def wrong_mark(path: Path) -> str:
-    """What is wrong with the mark of a directory with the name of a checkpoint, in words; empty if nothing is."""
+    """Describes what is wrong with the mark of a checkpoint directory. Returns "" if nothing is."""
     match = _NAME.fullmatch(path.name)
     return lost_mark(path, int(match[1])) if match else ""
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a checkpoint of Evener, by its other files, has lost its mark."""
+    """Returns True if a directory is a checkpoint of Evener, by its other files, whose mark is damaged."""
     return any(os.path.lexists(path / name) for name in (MARK, REST)) and bool(wrong_mark(path))
 
 
-def own_of(saved: Sequence[Saved], latest: str, run: Identity | None = None) -> list[Saved]:
-    """Those of one training: the latest first and then those before it.
+def own_of(
+    saved: Sequence[CheckpointDirectory], latest: str, run: Identity | None = None
+) -> list[CheckpointDirectory]:
+    """Returns the checkpoints of one training, the latest first.
 
-    Later ones than the latest are of a history that was left, and others of another run. Damaged marks do not say whose
-    they are: such checkpoints are among them, and decide nothing. ::
+    Checkpoints after the latest belong to an abandoned history, and others to other runs. Those with damaged marks do
+    not tell their run: they are included, but decide nothing. ::
 
         latest     damaged     step 4 ── step 6 ── step 8 ?    8, 6, 4: whoever reads them passes 8 over
         latest     of `run`    step 4 ── step 6 ── step 8      8, 6, 4
@@ -114,12 +116,12 @@ def own_of(saved: Sequence[Saved], latest: str, run: Identity | None = None) -> 
                                            └── run
 
     Args:
-        latest: The name of the latest, whose training it is; where that is none of them, the training to which all
-            belong.
+        latest: Name of the latest checkpoint, which decides the training. If it is not among them, the training is the
+            one to which all belong.
         run: The run to which they must belong; None if any will do.
 
     Raises:
-        ConfigurationError: If that cannot be known.
+        ConfigurationError: If the training cannot be determined.
     """
     known = [each for each in saved if not each.torn and (run is None or _belongs(each, run))]
     head = next((each for each in saved if each.path.name == latest and (each.torn or each in known)), None)
@@ -136,41 +138,41 @@ def own_of(saved: Sequence[Saved], latest: str, run: Identity | None = None) -> 
     return [each for each in saved if each.steps <= last and (each.torn or each in own)]
 
 
-def _includes(identity: Identity, other: Saved) -> bool:
+def _includes(identity: Identity, other: CheckpointDirectory) -> bool:
     return identity.includes(other.identity.run, other.steps)
 
 
-def _belongs(each: Saved, run: Identity) -> bool:
+def _belongs(each: CheckpointDirectory, run: Identity) -> bool:
     return _includes(run, each) or each.identity.knows(run.run)
 
 
 def complete(directory: Path) -> list[Path]:
-    """The checkpoints of the last run in a directory, the latest first and then those before it.
+    """Returns the checkpoints of the last run in a directory, latest first.
 
-    Empty if that run has none to go on from: those of an earlier one, which it does not continue, are not its own.
+    Empty if that run has saved none. Checkpoints of an earlier run that it does not continue are not its own.
 
     Raises:
-        ConfigurationError: If it cannot be known which run they are of.
+        ConfigurationError: If it cannot be known which run they belong to.
     """
     return [each.path for each in own_of(saved_in(directory), named(directory / LATEST), _run_of(directory))]
 
 
 def _run_of(directory: Path) -> Identity | None:
-    """The run in the run directory of a directory of checkpoints, as far as that has a mark."""
+    """Returns the run in the run directory of a directory of checkpoints, or None if that has no mark."""
     return run_in(directory.parent) if directory.name == CHECKPOINTS else None
 
 
 def continued(checkpoint: Path, steps: int, identity: Identity) -> Identity:
-    """The run that goes on from the newest checkpoint of a directory.
+    """Returns the identity of the run that resumes from the newest checkpoint of a directory.
 
-    It is that of the checkpoint, or one that went on from just there before and has saved nothing yet.
+    It is that of the checkpoint, or of a run that resumed from it before and has saved nothing yet.
     """
     run = _run_of(checkpoint.parent)
     return run if run is not None and run.history[-1:] == ((identity.run, steps),) else identity
 
 
 def named(pointer: Path) -> str:
-    """The checkpoint that ``latest`` or ``best`` names; empty if there is no such pointer."""
+    """Returns the name of the checkpoint in the file ``latest`` or ``best``, or "" if there is no such pointer."""
     try:
         name = read_text(pointer, _LONGEST_NAME).strip()
     except (OSError, ValueError):
@@ -179,12 +181,14 @@ def named(pointer: Path) -> str:
 
 
 def names_one(pointer: Path) -> bool:
-    """Whether ``latest`` or ``best`` names something that may be a checkpoint."""
+    """Returns True if ``latest`` or ``best`` names something that may be a checkpoint."""
     return _NAME.fullmatch(named(pointer)) is not None
 
 
 def candidates(path: Path) -> list[Path]:
-    """What may be meant by a run directory, a directory of checkpoints, one of these, or a pointer, best first.
+    """Returns the checkpoints that ``path`` may mean, best first.
+
+    ``path`` is a run directory, a directory of checkpoints, one checkpoint, or a pointer.
 
     Raises:
         ConfigurationError: If there is none.
@@ -214,7 +218,7 @@ def _best_in(directory: Path) -> Path:
 
 
 def is_by_directory(path: Path) -> bool:
-    """Whether the path names a directory of checkpoints, or its latest, rather than one of them."""
+    """Returns True if the path names a directory of checkpoints, or its latest, rather than one of them."""
     return path.name != BEST and not _is_checkpoint(path)
 
 
@@ -223,7 +227,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def lost_latest(directory: Path) -> str:
-    """In words, that ``latest`` names no checkpoint that is there; empty if it does, or does not exist."""
+    """Describes a pointer ``latest`` to a missing checkpoint. Returns "" if it is right, or does not exist."""
     pointer = directory / LATEST
     name = named(pointer)
     if not os.path.lexists(pointer) or (_NAME.fullmatch(name) and (directory / name).is_dir()):
@@ -235,7 +239,7 @@ def lost_latest(directory: Path) -> str:
 
 
 def refuse_unwritable(directory: Path) -> None:
-    """Raises ConfigurationError if no checkpoint can be written there, whoever's what is there is."""
+    """Raises ConfigurationError if no checkpoint can be written to the directory, whatever it contains."""
     if directory.is_symlink() and not directory.exists():
         raise ConfigurationError(
             f"{directory} is a symbolic link to {os.readlink(directory)}, which is not there: make that directory, or "
@@ -249,7 +253,7 @@ def refuse_unwritable(directory: Path) -> None:
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raises ConfigurationError if something of another program has a name that a checkpoint or pointer will need."""
+    """Raises ConfigurationError if another program's file has a name that a checkpoint or pointer will need."""
     if not directory.is_dir():
         return
     known = [each.path for each in saved_in(directory)]
@@ -264,7 +268,7 @@ def refuse_foreign(directory: Path) -> None:
 
 
 def foreign_pointers(directory: Path) -> list[Path]:
-    """Files with the names of pointers that are not of Evener: none of its checkpoints is there, and they name none."""
+    """Returns files named like pointers that are not Evener's: they name no checkpoint, and no marked one exists."""
     if any(each.marked for each in saved_in(directory)):
         return []
     pointers = (directory / LATEST, directory / BEST)
@@ -272,7 +276,7 @@ def foreign_pointers(directory: Path) -> list[Path]:
 
 
 def foreign_value(directory: Path) -> list[Path]:
-    """The file with the name of the one that holds the best value, if it is not of Evener; else none."""
+    """Returns the file named like the one with the best value, if it is not Evener's; otherwise nothing."""
     path = directory / BEST_VALUE
     if not os.path.lexists(path) or names_one(directory / BEST):
         return []
@@ -284,12 +288,12 @@ def foreign_value(directory: Path) -> list[Path]:
 
 
 def publish(target: Path, keep: Keep) -> None:
-    """Makes what was written the latest, and removes what is not kept.
+    """Makes a written checkpoint the latest, and removes those that are not kept.
 
     Raises:
-        CheckpointError: If something that is not of Evener has the checkpoint's name.
+        CheckpointError: If something that is not Evener's has the checkpoint's name.
     """
-    if os.path.lexists(target):  # of the same step: out of the way in no time, to be removed with the others
+    if os.path.lexists(target):  # of the same step: renamed at once, removed later with the others
         refuse_to_replace(target)
         aside = target.with_name(f"{DAMAGED}{target.name}-{uuid.uuid4().hex[:8]}")
         target.rename(fresh_partial_of(target) if is_marked(target) else aside)
@@ -300,25 +304,25 @@ def publish(target: Path, keep: Keep) -> None:
 
 
 def refuse_to_replace(*checkpoints: Path) -> None:
-    """Raises CheckpointError for something that is not of Evener, be it a checkpoint or a pointer."""
+    """Raises CheckpointError if one of the checkpoints, or a pointer beside them, exists and is not Evener's."""
     foreign = [path for path in checkpoints if os.path.lexists(path) and not _is_ours(path)]
     for path in (*foreign, *foreign_pointers(checkpoints[0].parent)):
         raise CheckpointError(f"{path} is there and is not of Evener: move it away")
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it may be moved out of the way: removed if it is marked, and kept if its mark is damaged."""
+    """Returns True if a path may be moved away: to be removed if it is marked, to be kept if its mark is damaged."""
     return is_marked(path) or _is_unmarked_partial(path) or (_is_torn(path) and not path.is_symlink())
 
 
 def _is_unmarked_partial(path: Path) -> bool:
-    """Whether a save died between making this directory and marking it."""
+    """Returns True for a directory of a save that died before it wrote the mark."""
     is_partial = _PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     return bool(is_partial) and all(_PARTIAL_MARK.fullmatch(file.name) for file in path.iterdir())
 
 
 def point(pointer: Path, name: str) -> None:
-    """Has ``latest`` or ``best`` name a checkpoint, in one step."""
+    """Makes ``latest`` or ``best`` name a checkpoint, atomically."""
     partial = pointer.with_name(f".{pointer.name}.{os.getpid()}")
     with partial.open("w") as file:
         file.write(name + "\n")
@@ -329,7 +333,7 @@ def point(pointer: Path, name: str) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """What was renamed in it is on the disk."""
+    """Syncs renames in a directory to disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -338,9 +342,9 @@ def _sync(directory: Path) -> None:
 
 
 def _prune(target: Path, keep: Keep) -> None:
-    """Removes what is not kept; also what saves that were broken off have left.
+    """Removes checkpoints that are not kept, and remains of interrupted saves.
 
-    Checkpoints of an earlier run go when this one has as many of its own as are kept.
+    Checkpoints of an earlier run are removed when this run has as many of its own as are kept.
     """
     directory = target.parent
     marked = [each for each in saved_in(directory) if each.marked]
@@ -356,7 +360,7 @@ def _prune(target: Path, keep: Keep) -> None:
 
 
 def is_marked(path: Path) -> bool:
-    """Whether Evener wrote this directory under this name, as a checkpoint or for a save that was broken off."""
+    """Returns True if Evener wrote this directory under this name, as a checkpoint or in an interrupted save."""
     match = _NAME.fullmatch(path.name) or _PARTIAL.fullmatch(path.name)
     return match is not None and not path.is_symlink() and identity_in(path, int(match[1])) is not None
 
@@ -365,9 +369,9 @@ _OWN_FILES = (REST, "sums.json", EVALUATION, "tensors.json", ".metadata", ".meta
 
 
 def remove(checkpoint: Path) -> None:
-    """Removes a checkpoint that carries Evener's mark: its own files, and the directory if it holds no more.
+    """Removes a checkpoint with Evener's mark: its own files, and the directory if nothing else is in it.
 
-    The mark goes last, so that a removal that is broken off is completed by the next.
+    The mark is removed last, so that the next removal completes an interrupted one.
     """
     with suppress(OSError):
         gone = checkpoint
@@ -376,14 +380,14 @@ def remove(checkpoint: Path) -> None:
         torn = [path for name in (*_OWN_FILES, MARK) for path in gone.glob(f".{name}.*")]
         for path in (*gone.glob("__*.distcp"), *(gone / name for name in _OWN_FILES), *torn, gone / MARK):
             path.unlink(missing_ok=True)
-        if any(gone.iterdir()):  # files of the user's
+        if any(gone.iterdir()):  # the user's own files
             gone.rename(checkpoint)
         else:
             gone.rmdir()
 
 
 def clear(directory: Path) -> None:
-    """Removes all checkpoints that carry Evener's mark, and the pointers to them."""
+    """Removes all checkpoints with Evener's mark, and the pointers to them."""
     for path in directory.glob(f"*{_PREFIX}*"):
         if is_marked(path) or _is_unmarked_partial(path):
             remove(path)

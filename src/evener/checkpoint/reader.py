@@ -1,4 +1,4 @@
-"""What checkpoints there are, whether they are whole, and a rank's part of one."""
+"""Finds checkpoints, checks that they are whole, and reads a rank's part of one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
 from evener.checkpoint import structure as form
-from evener.checkpoint.dcp_planner import Piece, PieceLoader, quiet
+from evener.checkpoint.dcp_planner import PieceLoader, ShardPiece, quiet
 from evener.checkpoint.run_mark import UNMARKED, Identity, identity_in
 from evener.checkpoint.tensor_index import IndexReader, files_of, index_in, index_name
-from evener.components.state_dict import Held
+from evener.components.state_dict import HeldState
 from evener.core.text import said, shortened
 from evener.distributed.control_channel import Channel, LocalChannel
 from evener.errors import ConfigurationError, DataError
@@ -31,25 +31,25 @@ _LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint that is there."""
+class StoredCheckpoint:
+    """An existing checkpoint."""
 
     path: Path
     rest: dict[str, Any]
     index: Metadata
-    """Which tensors it holds, and where."""
+    """Which tensors it holds, and in which files."""
     identity: Identity = UNMARKED
-    """The run that it is of, or that goes on from it and has saved nothing yet."""
+    """The run that it belongs to, or one that resumed from it and has saved nothing yet."""
     newest: bool = False
-    """Whether it was found as the newest of a directory, whose run whoever goes on from it may continue."""
+    """True if it was found as the newest of a directory. A run that resumes from it may then continue the same run."""
 
-    def read(self, held: Held) -> dict[str, Any]:
-        """Model and optimizer as this rank holds them, in memory of their own.
+    def read(self, held: HeldState) -> dict[str, Any]:
+        """Reads this rank's part of model and optimizer into new memory.
 
         Args:
-            held: The present state, which says what this rank holds; it is not changed.
+            held: The current state, which tells what this rank holds; it is not changed.
         """
-        room = {key: Piece.room(key, entry, held) for key, entry in self._of("model/", "optimizer/")}
+        room = {key: ShardPiece.room(key, entry, held) for key, entry in self._of("model/", "optimizer/")}
         self.fill(room)
         state: dict[str, Any] = {
             "model": dict(self.rest["model"]),
@@ -59,14 +59,14 @@ class Found:
             },
         }
         for key, value in room.items():
-            _put(state, key, value.held if isinstance(value, Piece) else value)
+            _put(state, key, value.held if isinstance(value, ShardPiece) else value)
         for name, value in held.model.items():
             if isinstance(value, Tensor) and not isinstance(state["model"].get(name, value), Tensor):
                 raise DataError(f"{self.path} cannot be read as a checkpoint: it has no tensor for {name}")
         return state
 
     def random(self, rank: int) -> Tensor | None:
-        """The states of the random generators of ``rank``; None if there was no such rank."""
+        """Returns the states of the random generators of ``rank``, or None if there was no such rank."""
         key = f"random/{rank}"
         entry = self.stored().get(key)
         if entry is None:
@@ -77,19 +77,19 @@ class Found:
 
     @property
     def files(self) -> set[str]:
-        """The names of all files that are read of it."""
+        """The names of all files that are read from it."""
         return {folder.REST, index_name(self.path), *files_of(self.index)}
 
     def _of(self, *prefixes: str) -> Iterator[tuple[str, TensorStorageMetadata]]:
         return ((key, entry) for key, entry in self.stored().items() if key.startswith(prefixes))
 
     def stored(self) -> dict[str, TensorStorageMetadata]:
-        """Type and shape of every tensor, by key."""
+        """Returns type and shape of every tensor, by key."""
         entries = self.index.state_dict_metadata
         return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
-    def fill(self, room: Mapping[str, Piece | Tensor]) -> None:
-        """Reads tensors, or pieces of them, into memory that is there, by key.
+    def fill(self, room: Mapping[str, ShardPiece | Tensor]) -> None:
+        """Reads tensors, or pieces of them, into existing memory, by key.
 
         Raises:
             DataError: If they cannot be read.
@@ -108,11 +108,11 @@ def _put(state: dict[str, Any], key: str, value: Tensor) -> None:
     state["optimizer"]["state"].setdefault(name, {})[entry] = value
 
 
-def find(path: Path, tell: Callable[[str], object] = warnings.warn) -> Found:
-    """The checkpoint of a run directory, its latest whole one, or the one that is named (``step-...``, ``latest``).
+def find(path: Path, tell: Callable[[str], object] = warnings.warn) -> StoredCheckpoint:
+    """Returns a run directory's latest whole checkpoint, or the one that is named (``step-...``, ``latest``).
 
     Args:
-        tell: Gets the words about each that is damaged and passed over.
+        tell: Called with a message about each damaged checkpoint that is skipped.
 
     Raises:
         ConfigurationError: If there is none.
@@ -123,8 +123,8 @@ def find(path: Path, tell: Callable[[str], object] = warnings.warn) -> Found:
 
 def agreed(
     path: Path, control: Channel, rank: int, ranks: int, tell: Callable[[str], object] = warnings.warn
-) -> Found:
-    """As :func:`find`, on all ranks together, each of which looks at some of the files."""
+) -> StoredCheckpoint:
+    """Does the same as :func:`find` on all ranks together. Each rank checks some of the files."""
     damaged, places = "", _candidates(path, control, rank, tell)
     by_directory = folder.is_by_directory(path)
     for place in places:
@@ -149,14 +149,14 @@ def agreed(
     raise DataError(damaged)
 
 
-def _identity_of(place: Path, found: Found, newest: bool) -> Identity:
+def _identity_of(place: Path, found: StoredCheckpoint, newest: bool) -> Identity:
     steps = int(found.rest["progress"]["steps"])
     identity = identity_in(place, steps) or UNMARKED
     return folder.continued(place, steps, identity) if newest else identity
 
 
 def _candidates(path: Path, control: Channel, rank: int, tell: Callable[[str], object]) -> list[Path]:
-    """Rank 0's, for others may see a pointer that is being written in another state."""
+    """Returns the candidates that rank 0 finds. Other ranks might see a pointer that is just being written."""
     found: list[Path] | str = []
     if rank == 0:
         try:
@@ -172,7 +172,7 @@ def _candidates(path: Path, control: Channel, rank: int, tell: Callable[[str], o
     return places
 
 
-def _read(place: Path) -> Found:
+def _read(place: Path) -> StoredCheckpoint:
     with _explained(place):
         with open_regular(place / folder.REST) as file:
             rest = torch.load(file, map_location="cpu", weights_only=True)
@@ -187,7 +187,7 @@ def _read(place: Path) -> Found:
     wrong = form.lacks(rest)
     if wrong:
         raise DataError(f"{place} is no checkpoint of Evener: its {folder.REST} does not hold {wrong}")
-    found = Found(place, rest, index)
+    found = StoredCheckpoint(place, rest, index)
     if strange := _strange_key(found):
         raise DataError(
             f"{place} is no checkpoint of Evener: {strange!r} is of no parameter of its optimizer"
@@ -195,8 +195,8 @@ def _read(place: Path) -> Found:
     return found
 
 
-def _strange_key(found: Found) -> str:
-    """A tensor's key that is of nothing that the optimizer updates; empty if none is."""
+def _strange_key(found: StoredCheckpoint) -> str:
+    """Returns the key of an optimizer tensor whose parameter the optimizer does not have, or ""."""
     names = form.parameters_of(found.rest["optimizer"])
     for key in found.stored():
         kind, _, rest = key.partition("/")
@@ -210,15 +210,15 @@ def _strange_key(found: Found) -> str:
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except (Exception, CheckpointException) as error:  # which is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         raise DataError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what it says; PyTorch packs errors into one that shows the tracebacks of all."""
+    """Returns one line of the error. PyTorch packs errors into one that shows the tracebacks of all."""
     if isinstance(error, CheckpointException):
         error = next((cause for cause, _ in error.failures.values()), error)
     line = next((line for line in said(error).splitlines() if line.strip()), type(error).__name__)
-    if "weights_only" in line:  # with the advice to read it without
+    if "weights_only" in line:  # PyTorch advises to turn weights_only off
         line = "it is torn, or holds more than tensors and plain values, which may run code"
     return shortened(line, _LONGEST_REASON)

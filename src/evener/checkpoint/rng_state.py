@@ -1,7 +1,8 @@
-"""The states of a rank's random generators: PyTorch's on its device and on the CPU, NumPy's and Python's own.
+"""States of a rank's random generators: PyTorch's on its device and on the CPU, NumPy's and Python's.
 
-What draws from them by place (:mod:`evener.nn.dropout`, the order of samples) needs none of it. It is for everything
-else, such as PyTorch's own dropout: a run that goes on on as many ranks draws what it would have drawn.
+Numbers that are drawn by position (:mod:`evener.nn.dropout`, the order of samples) do not need these states. They are
+for everything else, such as PyTorch's own dropout: a run that resumes on the same number of ranks draws what it would
+have drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from evener.hardware import accelerators
 
 
 def drawn(device: torch.device) -> Tensor:
-    """The states, as bytes."""
+    """Returns the states, as bytes."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     host, *card = accelerators.generator_states(device)
     states: dict[str, Any] = {
@@ -33,10 +34,10 @@ def drawn(device: torch.device) -> Tensor:
 
 
 def draw_on(found: Tensor, device: torch.device) -> None:
-    """Sets the generators to what :func:`drawn` gave.
+    """Sets the generators to the result of :func:`drawn`.
 
     Raises:
-        DataError: If it is something else.
+        DataError: If ``found`` is something else.
     """
     try:
         _set(json.loads(bytes(found.tolist())), device)

@@ -1,11 +1,12 @@
-"""Who wrote a directory, and which training a checkpoint is of.
+"""Marks directories as written by Evener, and identifies the run of a checkpoint.
 
 Names are no proof: another program may call its directories ``step-00000004`` too, and a user may copy one. So every
-checkpoint holds a mark, ``evener.json``, and so does a run directory. Evener removes and replaces only what has one.
+checkpoint and every run directory holds a mark, ``evener.json``. Evener removes and replaces only marked directories.
 
-A mark names its run by a random number. A run that goes on from the newest checkpoint of its directory keeps the name.
-One that begins elsewhere, or goes on from an earlier checkpoint, is a new run, whose history says where it branches.
-The mark of the run directory has that history too, so that a run which dies before its first save is known again::
+A mark names its run by a random number. A run that resumes from the newest checkpoint of its directory keeps the name.
+A run that begins elsewhere, or resumes from an earlier checkpoint, is a new run. Its history says where it branches
+off. The mark of the run directory has that history too, so that a run that dies before its first save can be
+identified::
 
     run a    step 4 ── step 6 ── step 8
                          │
@@ -25,7 +26,7 @@ from typing import Any
 from evener.files import read_json
 
 MARK = "evener.json"
-"""The file that tells whose a directory is."""
+"""Name of the mark file."""
 _AUTHOR = "evener"
 _LONGEST = 1 << 20
 _SUMS = "sums.json"
@@ -33,7 +34,7 @@ _SUMS = "sums.json"
 
 @dataclass(frozen=True)
 class Identity:
-    """The run that a checkpoint is of, and the runs that it continues."""
+    """The run of a checkpoint, and the runs that it continues."""
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     """A random name; empty for checkpoints of versions of Evener that wrote no mark."""
@@ -41,41 +42,41 @@ class Identity:
     """Earlier runs that this one continues, each with its last step that counts."""
 
     def includes(self, run: str, steps: int) -> bool:
-        """Whether a checkpoint of ``run`` after ``steps`` steps belongs to this training."""
+        """Returns True if a checkpoint of ``run`` after ``steps`` steps belongs to this training."""
         return run == self.run or any(run == earlier and steps <= last for earlier, last in self.history)
 
     def knows(self, run: str) -> bool:
-        """Whether ``run`` is this run, or one that it continues."""
+        """Returns True if ``run`` is this run, or one that it continues."""
         return self.includes(run, 0)
 
     def branch(self, steps: int) -> Identity:
-        """A new run that continues this one after ``steps`` steps."""
+        """Returns a new run that continues this one after ``steps`` steps."""
         return Identity(history=(*self.history, (self.run, steps)))
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Returns the identity as values for JSON."""
         return {"run": self.run, "history": [list(entry) for entry in self.history]}
 
     @staticmethod
     def from_plain(saved: Mapping[str, Any]) -> Identity:
-        """What :meth:`as_plain` gave.
+        """Returns the identity from the result of :meth:`as_plain`.
 
         Raises:
-            KeyError, TypeError, ValueError: If it is something else.
+            KeyError, TypeError, ValueError: If ``saved`` is something else.
         """
         history = tuple((run, last) for run, last in saved["history"])
         texts = all(type(run) is str for run in (saved["run"], *(run for run, _ in history)))
-        if not texts or not all(type(last) is int for _, last in history):  # Infinity too is a number in JSON
+        if not texts or not all(type(last) is int for _, last in history):  # JSON may hold Infinity
             raise ValueError("it names no run, or no step")
         return Identity(saved["run"], history)
 
 
 UNMARKED = Identity("")
-"""Of a checkpoint without a mark."""
+"""Identity of a checkpoint without a mark."""
 
 
 def write_mark(directory: Path, mark: Mapping[str, Any]) -> None:
-    """Marks a directory as Evener's, on the disk itself; a mark that is there is replaced whole."""
+    """Marks a directory as Evener's, and syncs the mark to disk. Replaces an existing mark atomically."""
     partial = directory / f".{MARK}.{os.getpid()}"
     with partial.open("w") as file:
         json.dump({"written_by": _AUTHOR, **mark}, file)
@@ -85,7 +86,7 @@ def write_mark(directory: Path, mark: Mapping[str, Any]) -> None:
 
 
 def mark_in(directory: Path) -> dict[str, Any] | None:
-    """What the mark of a directory says; None if there is no mark, so that the directory is not Evener's."""
+    """Returns the content of a directory's mark, or None if it has none, and so is not Evener's."""
     try:
         found = read_json(directory / MARK, _LONGEST)
     except (OSError, ValueError):
@@ -95,9 +96,9 @@ def mark_in(directory: Path) -> dict[str, Any] | None:
 
 
 def identity_in(checkpoint: Path, steps: int) -> Identity | None:
-    """The identity of the checkpoint after ``steps`` steps; None if the directory carries no mark of one.
+    """Returns the identity of the checkpoint after ``steps`` steps, or None if the directory has no mark of it.
 
-    A copy under the name of another step is not what the mark says, and is the user's.
+    A copy with the name of another step does not match its mark, and belongs to the user.
     """
     mark = mark_in(checkpoint)
     if mark is None or mark.get("steps") != steps:
@@ -109,7 +110,7 @@ def identity_in(checkpoint: Path, steps: int) -> Identity | None:
 
 
 def run_in(run_dir: Path) -> Identity | None:
-    """The run in a run directory; None if that has no mark. A mark of an earlier version knows no history."""
+    """Returns the run in a run directory, or None if that has no mark. Marks of earlier versions have no history."""
     mark = mark_in(run_dir)
     try:
         return None if mark is None else Identity.from_plain({"history": (), **mark})
@@ -118,9 +119,9 @@ def run_in(run_dir: Path) -> Identity | None:
 
 
 def lost_mark(checkpoint: Path, steps: int) -> str:
-    """What is wrong with the mark of the checkpoint after ``steps`` steps, in words.
+    """Describes what is wrong with the mark of the checkpoint after ``steps`` steps.
 
-    Empty if nothing is, and for a checkpoint of a version that wrote no mark, whose checksums have none of it.
+    Returns "" if nothing is, and for a checkpoint of a version that wrote no mark, whose checksums do not list one.
     """
     if identity_in(checkpoint, steps) is not None:
         return ""

@@ -1,7 +1,7 @@
-"""Which form the parts of a checkpoint have that are no tensors: a stranger may have written others.
+"""Checks the types of a checkpoint's parts that are not tensors, because it may come from a stranger.
 
-What is read here is taken up much later, by an optimizer, a scheduler or an observer. There something of another form
-would end in a traceback, or worse, be used. So all of it is checked where it is read.
+An optimizer, a scheduler or an observer uses these parts much later. A wrong type would then cause a traceback or,
+worse, be used. So everything is checked when it is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Check = Callable[[Any], bool]
 
 
 def lacks(rest: Any) -> str:
-    """The parts of ``rest.pt`` that are missing or of another form, in words; empty if none is."""
+    """Names the parts of ``rest.pt`` that are missing or of a wrong type. Returns "" if none is."""
     wrong = [name for name, check in _PARTS.items() if not check(rest.get(name))]
     wrong += [
         name for name, check in _FURTHER.items() if rest.get(name) is not None and not check(rest[name])
@@ -25,12 +25,12 @@ def lacks(rest: Any) -> str:
 
 
 def parameters_of(optimizer: Mapping[str, Any]) -> set[str]:
-    """The names of the parameters that an optimizer of the right form updates."""
+    """Returns the names of the parameters that an optimizer state updates."""
     return {name for group in optimizer["groups"] for name in group["params"]}
 
 
 def is_kept(found: Any) -> bool:
-    """Whether it is what a run remembers beside its weights, in JSON."""
+    """Returns True for the JSON text of a run's other state, as ``RunState.kept_text`` returns it."""
     try:
         parts = parsed(found)
     except (TypeError, ValueError):
@@ -42,7 +42,7 @@ def is_kept(found: Any) -> bool:
 
 
 def _is(*kinds: type[Any]) -> Check:
-    """Exactly of one of these types: True is no number."""
+    """Returns a check for exactly one of these types. So True is not a number."""
     return lambda value: type(value) in kinds
 
 
@@ -51,7 +51,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_dict(value: Any, check: Check) -> bool:
-    """Whether it is a dictionary by names of what passes the check."""
+    """Returns True for a dictionary with text keys whose values all pass the check."""
     return isinstance(value, dict) and all(type(key) is str and check(each) for key, each in value.items())
 
 
@@ -73,7 +73,7 @@ def _is_group(value: Any) -> bool:
 
 def _is_optimizer(value: Any) -> bool:
     return (
-        _has(value, _OPTIMIZER) and value["state"].keys() <= parameters_of(value)  # nobody takes up others
+        _has(value, _OPTIMIZER) and value["state"].keys() <= parameters_of(value)  # others are unused
     )
 
 
@@ -119,4 +119,4 @@ _FURTHER: dict[str, Check] = {
     "said": lambda value: _has(value, _SAID),
     **dict.fromkeys(("balancer", "scheduler", "loss_scale"), _is_named),
 }
-"""Parts that a checkpoint of an earlier version has not."""
+"""Parts that a checkpoint of an earlier version may lack."""

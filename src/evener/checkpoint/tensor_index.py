@@ -1,9 +1,9 @@
-"""Which tensors a checkpoint holds, of which type and shape, and where in its files each piece lies: ``tensors.json``.
+"""The index of a checkpoint, ``tensors.json``: its tensors, their types and shapes, and where each piece is stored.
 
-PyTorch keeps that in a pickle, ``.metadata``, which it reads without asking what the pickle would run. Evener writes
-and reads JSON, and hands PyTorch the object that it would have read. The pickle stays beside it for PyTorch's tools; it
-is read, by `plain_pickle`, in checkpoints from before there was the JSON. Neither source is believed: types, shapes,
-names of files and lengths are checked against each other and against the files themselves.
+PyTorch keeps this in a pickle, ``.metadata``, and reads it without checking what code the pickle would run. Evener
+writes and reads JSON, and gives PyTorch the object that it would have read. The pickle is still written for PyTorch's
+tools. It is read, by `inert_pickle`, only in checkpoints from before the JSON existed. Neither source is trusted:
+types, shapes, file names and lengths are checked against each other and against the files.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from evener.checkpoint.inert_pickle import Made, Named, read
+from evener.checkpoint.inert_pickle import Made, PickledName, read
 from evener.files import read_bytes, read_json
 
 INDEX = "tensors.json"
 PICKLE = ".metadata"
 _FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _LONGEST_SIZE = 64
-"""Dimensions of a tensor, at most."""
+"""Maximum number of dimensions of a tensor."""
 _MOST_NUMBERS = 1 << 60
-"""Of a tensor."""
+"""Limit for the number of elements of a tensor."""
 _MOST_DIVIDED = 6
-"""Dimensions along which a tensor is in pieces, at most."""
+"""Maximum number of dimensions along which a tensor is cut into pieces."""
 
 Rows = Mapping[str, Mapping[str, Any]]
 """By key: ``dtype``, ``size``, and ``pieces``, each with ``offsets``, ``sizes``, ``file``, ``start`` and ``length``."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the bytes of a piece lie, with the attributes by which PyTorch's reader asks for them."""
+class StoredPiece:
+    """Place of a piece's bytes, with the attribute names that PyTorch's reader uses."""
 
     relative_path: str
     offset: int
@@ -60,7 +60,7 @@ class Place:
 
 
 class IndexWriter(FileSystemWriter):
-    """Writes the pieces of this rank, and on the first rank the index."""
+    """Writes the pieces of this rank and, on the first rank, the index."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -71,7 +71,7 @@ class IndexWriter(FileSystemWriter):
 
 
 class IndexReader(FileSystemReader):
-    """Reads pieces, by an index that was read and checked before."""
+    """Reads pieces with an index that was read and checked before."""
 
     def __init__(self, place: Path, metadata: Metadata) -> None:
         super().__init__(place)
@@ -82,12 +82,12 @@ class IndexReader(FileSystemReader):
 
 
 def index_name(place: Path) -> str:
-    """The file of a checkpoint that says which tensors there are."""
+    """Returns the name of a checkpoint's index file."""
     return INDEX if os.path.lexists(place / INDEX) else PICKLE
 
 
 def index_in(place: Path) -> Metadata:
-    """The index of a checkpoint.
+    """Returns the index of a checkpoint.
 
     Raises:
         OSError: If it, or a file that it names, cannot be read.
@@ -100,11 +100,11 @@ def index_in(place: Path) -> Metadata:
 
 
 def files_of(metadata: Metadata) -> set[str]:
-    """The names of the files in which the tensors lie."""
+    """Returns the names of the files that hold the tensors."""
     return {place.relative_path for place in metadata.storage_data.values()}
 
 
-# Out
+# Writing
 
 
 def _rows(metadata: Metadata) -> dict[str, Any]:
@@ -125,11 +125,11 @@ def _place(metadata: Metadata, key: str, chunk: ChunkStorageMetadata) -> dict[st
     return {"file": info.relative_path, "start": info.offset, "length": info.length}
 
 
-# In
+# Reading
 
 
 class _Files:
-    """The files of a checkpoint, each looked at once."""
+    """The files of a checkpoint. The size of each is read once."""
 
     def __init__(self, place: Path) -> None:
         self._place, self._known = place, dict[str, int]()
@@ -147,14 +147,14 @@ class _Files:
 
 def _metadata(rows: Any, files: _Files) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, StoredPiece] = {}
     for key, row in _checked(rows, dict, "it").items():
         dtype = _dtype(_at(row, "dtype", str))
         size, pieces = _size(_at(row, "size", list)), _at(row, "pieces", list)
         chunks = []
         for piece in pieces:
             chunk = ChunkStorageMetadata(_size(_at(piece, "offsets", list)), _size(_at(piece, "sizes", list)))
-            place = Place(_at(piece, "file", str), _at(piece, "start", int), _at(piece, "length", int))
+            place = StoredPiece(_at(piece, "file", str), _at(piece, "start", int), _at(piece, "length", int))
             _check_piece(key, chunk, size, dtype.itemsize, place, files)
             chunks.append(chunk)
             if places.setdefault(MetadataIndex(key, chunk.offsets), place) is not place:
@@ -168,7 +168,7 @@ def _metadata(rows: Any, files: _Files) -> Metadata:
 
 
 def _check_piece(
-    key: str, chunk: ChunkStorageMetadata, size: torch.Size, itemsize: int, place: Place, files: _Files
+    key: str, chunk: ChunkStorageMetadata, size: torch.Size, itemsize: int, place: StoredPiece, files: _Files
 ) -> None:
     ends = [offset + length for offset, length in zip(chunk.offsets, chunk.sizes, strict=True)]
     if len(ends) != len(size) or any(end > whole for end, whole in zip(ends, size, strict=True)):
@@ -180,10 +180,10 @@ def _check_piece(
 
 
 def _is_tiled(size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether pieces cover a tensor, each of its numbers once, in time linear in their number.
+    """Returns True if the pieces cover a tensor, each element once. Takes time linear in the number of pieces.
 
-    A box is known by its corners with alternating signs, and so is a sum of boxes: where boxes meet, theirs cancel, and
-    those of the whole are left if and only if the sum of the boxes is the whole::
+    A box is determined by its corners with alternating signs, and so is a sum of boxes. Where boxes meet, their corners
+    cancel. The corners of the whole remain if and only if the sum of the boxes is the whole::
 
         +───-      +───-───+───-      +───────-
         │   │      │   │   │   │  =   │       │
@@ -232,7 +232,7 @@ def _size(numbers: list[Any]) -> torch.Size:
     if len(numbers) > _LONGEST_SIZE:
         raise ValueError(f"{len(numbers):,} dimensions are no shape")
     strange = next((number for number in numbers if type(number) is not int), 0)
-    if type(strange) is not int:  # which may be a whole structure, and is not printed
+    if type(strange) is not int:  # may be a whole structure, so it is not printed
         raise ValueError(f"a {type(strange).__name__} in a shape is no length")
     if any(not 0 <= number < _MOST_NUMBERS for number in numbers) or math.prod(numbers) >= _MOST_NUMBERS:
         raise ValueError("a shape has a negative length, or one of more numbers than there can be")
@@ -246,7 +246,7 @@ _MODULE = "torch.distributed.checkpoint"
 
 
 def _pictured(found: Any) -> dict[str, Any]:
-    """The rows that a picture of PyTorch's pickle says."""
+    """Returns the rows that a read pickle of PyTorch describes."""
     state = _state(found, f"{_MODULE}.metadata", "Metadata")
     places = {}
     for key, value in _at(state, "storage_data", dict).items():
@@ -273,7 +273,7 @@ def _row(key: Any, value: Any, places: Mapping[Any, Any]) -> dict[str, Any]:
     properties = entry.get("properties")
     held = properties.state if isinstance(properties, Made) else None
     dtype = held[0] if isinstance(held, tuple) and held else None
-    if not isinstance(dtype, Named) or dtype.module != "torch":
+    if not isinstance(dtype, PickledName) or dtype.module != "torch":
         raise ValueError(f"{key!r} has no type of numbers")
     pieces = []
     for chunk in _at(entry, "chunks", list):
@@ -283,21 +283,25 @@ def _row(key: Any, value: Any, places: Mapping[Any, Any]) -> dict[str, Any]:
     return {"dtype": dtype.name, "size": _numbers(entry.get("size")), "pieces": pieces}
 
 
-def _kind(value: Any) -> Named | None:
+def _kind(value: Any) -> PickledName | None:
     return value.kind if isinstance(value, Made) else None
 
 
 def _state(value: Any, module: str, name: str) -> dict[str, Any]:
-    """The attributes of an object of that class."""
-    if _kind(value) != Named(module, name) or type(value.state) is not dict:
+    """Returns the attributes of an object of that class.
+
+    Raises:
+        ValueError: If ``value`` is of another class.
+    """
+    if _kind(value) != PickledName(module, name) or type(value.state) is not dict:
         raise ValueError(f"it has no {name} where one is needed: it may run code")
     state: dict[str, Any] = value.state
     return state
 
 
 def _numbers(value: Any) -> list[Any]:
-    """The numbers of a ``torch.Size``."""
-    if _kind(value) != Named("torch", "Size") or len(value.arguments) != 1:
+    """Returns the numbers of a ``torch.Size``."""
+    if _kind(value) != PickledName("torch", "Size") or len(value.arguments) != 1:
         raise ValueError("it has no torch.Size where one is needed")
     return [
         _checked(number, int, "a number of a torch.Size")

@@ -20,7 +20,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -99,7 +99,7 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Pat
     return to
 
 
-def _entries(found: checkpoint.Found) -> dict[str, TensorStorageMetadata]:
+def _entries(found: checkpoint.StoredCheckpoint) -> dict[str, TensorStorageMetadata]:
     """What the checkpoint holds of the model, by name."""
     entries = {
         key.removeprefix(_PREFIX): entry
@@ -131,7 +131,7 @@ def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, st
     return struct.pack("<Q", len(text)) + text
 
 
-def _read(found: checkpoint.Found, name: str, entry: TensorStorageMetadata) -> Tensor:
+def _read(found: checkpoint.StoredCheckpoint, name: str, entry: TensorStorageMetadata) -> Tensor:
     tensor = torch.zeros(entry.size, dtype=entry.properties.dtype)  # and never what lay in memory before
     found.fill({_PREFIX + name: tensor})
     return tensor
@@ -189,7 +189,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         DataError: If it is neither safetensors nor a plain ``state_dict``, or holds more than tensors.
     """
     if path.is_dir():
-        return _Stored(checkpoint.find(path))
+        return _stored(checkpoint.find(path))
     if not path.is_file():
         raise ConfigurationError(
             f"there are no weights at {from_here(path)}: name a file of safetensors (evener export writes one) or of a "
@@ -206,17 +206,15 @@ def _is_safetensors(path: Path) -> bool:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """The tensors of an open file of safetensors."""
+    """Tensors by name, each of which is read when it is asked for."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._names = list(file.keys())
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -225,27 +223,18 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self._names)
 
 
-class _Stored(Mapping[str, Tensor]):
-    """The tensors of the model in a checkpoint."""
-
-    def __init__(self, found: checkpoint.Found) -> None:
-        self._found, self._entries = found, _entries(found)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return _read(self._found, name, self._entries[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+def _stored(found: checkpoint.StoredCheckpoint) -> Mapping[str, Tensor]:
+    """Returns the tensors of the model in a checkpoint."""
+    entries = _entries(found)
+    return _Lazy(entries, lambda name: _read(found, name, entries[name]))
 
 
 def _safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
-        return _Lazy(safe_open(path, framework="pt"))
+        file: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise DataError(f"{path} cannot be read as safetensors: {error}") from error
+    return _Lazy(file.keys(), file.get_tensor)
 
 
 def _state_dict(path: Path) -> Mapping[str, Tensor]:

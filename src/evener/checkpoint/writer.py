@@ -1,4 +1,4 @@
-"""Writing a checkpoint while training goes on.
+"""Writes a checkpoint while training continues.
 
 ::
 
@@ -6,9 +6,9 @@
     every rank, a thread                                  └─ write ─ checksums ─┐
     rank 0, its thread                                                          └─ publish, remove old ones
 
-The copies are made into memory that is kept from one save to the next, on the CPU: a rank needs room there for what it
-writes a second time. Without the copies (``wait``) nothing goes on meanwhile. The ranks talk over a group of their own,
-and tell each other after each part whether it went well, so that all learn of a failure of any.
+The copies go into CPU memory that is kept from one save to the next: a rank needs memory there for a second copy of
+what it writes. With ``wait`` there are no copies, and training waits. The ranks communicate over a process group of
+their own. After each part they tell each other if it succeeded, so that all learn of any failure.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
 from evener.checkpoint import rng_state as randomness
-from evener.checkpoint.dcp_planner import Piece, PieceSaver, quiet
+from evener.checkpoint.dcp_planner import PieceSaver, ShardPiece, quiet
 from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, write_mark
 from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
-from evener.components.sharded_tensor.shard_spec import Slice
-from evener.components.state_dict import Held
+from evener.components.sharded_tensor.shard_spec import ShardSpec
+from evener.components.state_dict import HeldState
 from evener.core.os_errors import words
 from evener.core.text import said
 from evener.distributed.hosts import all_gather, connected, destroy
@@ -58,15 +58,15 @@ class Writers:
     """The ranks that write a checkpoint together."""
 
     group: dist.ProcessGroup | None = None
-    """None for one rank alone."""
+    """None if there is only one rank."""
     rank: int = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank passed."""
+        """Returns the values of all ranks. A collective call."""
         return [value] if self.group is None else all_gather(value, self.group)
 
     def together(self, act: Callable[[], Any], place: Path) -> list[Any]:
-        """Does a part of the work on every rank, and gives what all of them got.
+        """Does a part of the work on every rank, and returns the results of all ranks. A collective call.
 
         Args:
             place: The directory that is written to.
@@ -77,11 +77,11 @@ class Writers:
         found, wrong = None, {}
         try:
             found = act()
-        except CheckpointException as error:  # of all ranks
+        except CheckpointException as error:  # has the errors of all ranks
             wrong = {rank: said(failure) for rank, (failure, _) in error.failures.items()}
             if self.rank in error.failures:
                 wrong[self.rank] = _reason(error.failures[self.rank][0], place, self.rank)
-        except Exception as error:  # other ranks wait to hear of it
+        except Exception as error:  # the other ranks must learn of it
             wrong = {self.rank: _reason(error, place, self.rank)}
         rows = self.gather((found, wrong))
         told = {rank: reason for _, of_all in rows for rank, reason in of_all.items()}
@@ -92,7 +92,7 @@ class Writers:
 
 
 def _reason(error: BaseException, place: Path, rank: int) -> str:
-    """Why writing failed. PyTorch's writer does not say what the operating system said: it is asked once more."""
+    """Returns why writing failed. PyTorch's writer hides the operating system's error, so it is provoked once more."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -101,7 +101,7 @@ def _reason(error: BaseException, place: Path, rank: int) -> str:
 
 
 def _shortage(place: Path, rank: int) -> OSError | None:
-    """What the operating system says to a longer file of this rank; None if nothing."""
+    """Returns the operating system's error when a file of this rank is made longer, or None if there is none."""
     own = sorted(place.glob(f"__{rank}_*"), key=lambda path: path.stat().st_size)
     if not own:
         return None
@@ -117,22 +117,22 @@ def _shortage(place: Path, rank: int) -> OSError | None:
 
 
 class _Copies:
-    """Memory for copies on the CPU, kept from one save to the next."""
+    """CPU memory for copies, kept from one save to the next."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def of(self, key: str, value: Tensor) -> Tensor:
+    def copy_of(self, key: str, value: Tensor) -> Tensor:
         kept = self._kept.get(key)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            with made_as(UNCOUNTED):  # of the host's memory, and not of what training takes
+            with made_as(UNCOUNTED):  # host memory that is not counted for training
                 kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
             self._kept[key] = kept
         return kept.copy_(value.detach(), non_blocking=value.is_cuda)
 
 
 class _Write(threading.Thread):
-    """A save under way. Of a daemon: nothing waits for one that hangs when the process ends."""
+    """The thread of a save. A daemon, so that the process can end while a save hangs."""
 
     def __init__(self, act: Callable[[], None], target: Path, step: int) -> None:
         super().__init__(name="evener-checkpoint", daemon=True)
@@ -147,10 +147,10 @@ class _Write(threading.Thread):
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All ranks call its methods together.
+    """Writes the checkpoints of a run, one at a time. All ranks must call its methods together.
 
     Args:
-        session: The ranks; it is known only when there is something to save.
+        session: The session of ranks. Its process group for saving is created at the first save.
     """
 
     def __init__(self, session: Session, mesh: Mesh) -> None:
@@ -161,7 +161,7 @@ class Saver:
 
     def save(
         self,
-        held: Held,
+        held: HeldState,
         rest: Mapping[str, Any],
         steps: int,
         directory: Path,
@@ -169,20 +169,20 @@ class Saver:
         wait: bool = True,
         identity: Identity = UNMARKED,
     ) -> Path:
-        """Writes the state after ``steps`` steps; a run that is killed meanwhile leaves the one before.
+        """Writes the state after ``steps`` steps. If the run is killed meanwhile, the previous checkpoint stays.
 
         Args:
-            wait: Returns when it is written; otherwise :meth:`finish` tells what became of it.
-            identity: The run that the checkpoint is of.
+            wait: Whether to return only when it is written. Otherwise :meth:`finish` reports the result.
+            identity: The run that the checkpoint belongs to.
 
         Returns:
             The directory that the checkpoint has, or will have.
 
         Raises:
-            CheckpointError: On all ranks, if it could not be written, or if the one before could not.
+            CheckpointError: On all ranks, if this or the previous checkpoint could not be written.
         """
         self.finish()
-        directory = directory.absolute()  # code of the user's may change to another while it is written
+        directory = directory.absolute()  # user code may change the working directory meanwhile
         target = directory / folder.name_of(steps)
         writers = Writers(self._writers(), self._session.rank)
         tensors = {key: self._copied(key, value, wait) for key, value in self._own(held, writers)}
@@ -205,32 +205,32 @@ class Saver:
                 self._group = connected(dist.new_group(backend="gloo", timeout=_PATIENCE))
         return self._group
 
-    def _own(self, held: Held, writers: Writers) -> Iterator[tuple[str, Piece | Tensor]]:
-        """What this rank writes."""
-        found = [(key, value, held.slice_of(name, value)) for key, name, value in held.tensors()]
+    def _own(self, held: HeldState, writers: Writers) -> Iterator[tuple[str, ShardPiece | Tensor]]:
+        """Yields what this rank writes."""
+        found = [(key, value, held.shard_spec(name, value)) for key, name, value in held.tensors()]
         whole = "\n".join(key for key, _, piece in found if piece is None)
-        alike = len(set(writers.gather(zlib.crc32(whole.encode())))) == 1  # else each holds what others lack
+        alike = len(set(writers.gather(zlib.crc32(whole.encode())))) == 1  # else ranks hold different tensors
         for key, value, piece in found:
             if (piece is None and not alike) or _is_first(self._mesh, piece):
-                yield key, Piece.of(value, piece)
+                yield key, ShardPiece.from_tensor(value, piece)
         yield f"random/{self._session.rank}", randomness.drawn(self._session.device)
 
-    def _copied(self, key: str, value: Piece | Tensor, wait: bool) -> Piece | Tensor:
+    def _copied(self, key: str, value: ShardPiece | Tensor, wait: bool) -> ShardPiece | Tensor:
         if wait:
             return value
         return (
-            value.on(self._copies.of(key, value.held))
-            if isinstance(value, Piece)
-            else self._copies.of(key, value)
+            value.on(self._copies.copy_of(key, value.held))
+            if isinstance(value, ShardPiece)
+            else self._copies.copy_of(key, value)
         )
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows of a save under way that it failed."""
+        """True if this rank knows that its current save has failed."""
         return self._writing is not None and not self._writing.is_alive() and self._writing.error is not None
 
     def finish(self) -> Path | None:
-        """Waits for the save under way; returns its directory.
+        """Waits for the current save; returns its directory, or None if there is no save.
 
         Raises:
             CheckpointError: On all ranks, if it could not be written.
@@ -251,8 +251,10 @@ class Saver:
                 raise write.error
 
     def give_up(self) -> None:
-        """Nothing will be saved any more. A save under way, which other ranks have left, has a little time to end: it
-        is not to publish its checkpoint after a later one."""
+        """Ends saving for good, after other ranks have left. Waits a little for a current save.
+
+        That save must not publish its checkpoint after a later one.
+        """
         self._end()
         self._copies = _Copies()
 
@@ -263,26 +265,26 @@ class Saver:
         return write
 
     def close(self) -> None:
-        """Gives the group back. A save under way has a little time to end."""
+        """Destroys the process group, after waiting a little for a current save."""
         write = self._end()
         if self._group is not None and (write is None or not write.is_alive()):
             destroy(self._group)
             self._group = None
 
 
-def _is_first(mesh: Mesh, piece: Slice | None) -> bool:
-    """Whether no rank before this one holds the same."""
+def _is_first(mesh: Mesh, piece: ShardSpec | None) -> bool:
+    """Returns True if no lower rank holds the same piece."""
     return all(mesh.index(axis) == 0 for axis in AXES if piece is None or axis not in piece.axes)
 
 
-def _serialized(rest: Mapping[str, Any], held: Held) -> bytes:
+def _serialized(rest: Mapping[str, Any], held: HeldState) -> bytes:
     buffer = io.BytesIO()
     torch.save({**rest, **_leftovers(held)}, buffer)
     return buffer.getvalue()
 
 
-def _leftovers(held: Held) -> dict[str, Any]:
-    """What is no dense tensor: of the model, of the optimizer's state, and its groups."""
+def _leftovers(held: HeldState) -> dict[str, Any]:
+    """Returns what is not a dense tensor, of the model and the optimizer's state, and the optimizer's groups."""
     kept = {key for key, _, _ in held.tensors()}
     model = {name: value for name, value in held.model.items() if f"model/{name}" not in kept}
     state = {
@@ -296,7 +298,7 @@ def _leftovers(held: Held) -> dict[str, Any]:
 
 
 def _write(
-    tensors: Mapping[str, Piece | Tensor],
+    tensors: Mapping[str, ShardPiece | Tensor],
     rest: bytes,
     mark: Mapping[str, Any],
     target: Path,
@@ -328,7 +330,7 @@ def _prepare(target: Path, rest: bytes, mark: Mapping[str, Any]) -> None:
 
 
 def _make(place: Path, mark: Mapping[str, Any]) -> Path:
-    """Makes a directory that has its mark before it gets the name by which others know it."""
+    """Makes a marked directory under a temporary name. The caller renames it when the mark is there."""
     place.mkdir(parents=True)
     try:
         write_mark(place, mark)
@@ -338,7 +340,7 @@ def _make(place: Path, mark: Mapping[str, Any]) -> Path:
     return place
 
 
-def _write_tensors(tensors: Mapping[str, Piece | Tensor], partial: Path, writers: Writers) -> None:
+def _write_tensors(tensors: Mapping[str, ShardPiece | Tensor], partial: Path, writers: Writers) -> None:
     with quiet():
         state_dict_saver.save(
             dict(tensors),
@@ -350,7 +352,7 @@ def _write_tensors(tensors: Mapping[str, Piece | Tensor], partial: Path, writers
 
 
 def _sums(partial: Path, rank: int) -> dict[str, tuple[int, int]]:
-    """Of the files that this rank wrote."""
+    """Returns the checksums of the files that this rank wrote."""
     own = [*partial.glob(f"__{rank}_*")]
     if rank == 0:
         own += [partial / MARK, partial / folder.REST, partial / INDEX, partial / PICKLE]

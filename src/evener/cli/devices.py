@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from evener.hardware.diagnosis.findings import Finding
-    from evener.hardware.survey.facts import Card, Host, Path, Software, Speed, Survey
+    from evener.hardware.survey.facts import Card, Host, Software, Speed, Survey
 
 _WIDTH = 100
 
@@ -23,8 +23,8 @@ _WIDTH = 100
 WORDS = Words(
     "devices",
     "survey this machine, and say what is wrong or slow",
-    "Survey this machine: its devices and what they do, the links between ranks, the topology, the "
-    "versions, and what is wrong or slow, with its remedy. Exit status 1 if a device cannot train.",
+    "Survey this machine: its devices and what they do, the links between ranks, the versions, and "
+    "what is wrong or slow, with its remedy. Exit status 1 if a device cannot train.",
     usage="[OPTIONS]",
     examples=(
         "evener devices",
@@ -80,10 +80,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.save is not None:
         files.save(survey, arguments.save)
     if arguments.json is not None:
-        write_json(
-            arguments.json,
-            {"survey": files.as_json(survey), "findings": [as_json(each) for each in findings]},
-        )
+        found = [as_json(each) for each in findings]
+        write_json(arguments.json, {"survey": files.as_json(survey), "findings": found})
     return 1 if any(finding.level == "wrong" for finding in findings) else 0
 
 
@@ -107,15 +105,15 @@ def text(survey: Survey, findings: Sequence[Finding]) -> str:
         *_host(survey.host),
         *_software(survey.software),
         *(f"{name:<9} {value}" for name, value in survey.variables.items()),
-        *(line for number, card in enumerate(survey.cards) for line in _card(number, card)),
-        *(line for path in survey.paths for line in _path(survey, path)),
+        *(_card(number, card) for number, card in enumerate(survey.cards)),
         *(line for speed in survey.speeds for line in _speed(speed)),
         *(
             f"ranks {link.a}-{link.b}: {link.latency_seconds * 1e6:.0f} us, {link.bytes_per_second / 1e9:.2f} GB/s"
             for link in survey.links
         ),
         "",
-        *(_findings(findings) or ["nothing found wrong"]),
+        *(line for finding in findings for line in _finding(finding)),
+        *([] if findings else ["nothing found wrong"]),
     ]
     return "\n".join(lines)
 
@@ -128,8 +126,6 @@ def _host(host: Host) -> Iterator[str]:
     limit = f", {_gib(host.memory_limit_nbytes)} for the container" if host.memory_limit_nbytes else ""
     shm = f"; /dev/shm {_gib(host.shm_nbytes)}" if host.shm_nbytes is not None else ""
     yield f"memory    {_gib(host.memory_nbytes)}, {_gib(host.available_nbytes)} free{limit}{shm}"
-    if len(host.numa) > 1:
-        yield f"NUMA      {'; '.join(f'node {node.number}: cores {node.cores}' for node in host.numa)}"
 
 
 def _software(software: Software) -> Iterator[str]:
@@ -139,32 +135,21 @@ def _software(software: Software) -> Iterator[str]:
     built += [f"{each.name} {each.loaded or 'not usable'}" for each in software.libraries]
     yield f"built for {', '.join(built) or 'CPUs alone'}"
     knows = f" (CUDA {software.driver_cuda})" if software.driver_cuda else ""
-    drivers = [f"NVIDIA {software.nvidia_driver}{knows}"] if software.nvidia_driver else []
-    drivers += [f"AMD {software.amd_driver}"] if software.amd_driver else []
-    if drivers:
-        yield f"drivers   {', '.join(drivers)}"
+    if software.nvidia_driver:
+        yield f"driver    NVIDIA {software.nvidia_driver}{knows}"
 
 
-def _card(number: int, card: Card) -> Iterator[str]:
+def _card(number: int, card: Card) -> str:
     told = [
         card.device or "not seen by torch",
         card.architecture,
         _gib(card.memory_nbytes) if card.memory_nbytes else "",
         f"{_gib(card.free_nbytes)} free" if card.free_nbytes is not None else "",
         card.pci,
-        f"NUMA node {card.numa}" if card.numa is not None else "",
         f"PCIe {card.pcie_generation} x{card.pcie_width}" if card.pcie_width else "",
         f"{card.temperature} °C" if card.temperature is not None else "",
     ]
-    yield f"card {number}    {card.name}: {', '.join(filter(None, told))}"
-
-
-def _path(survey: Survey, path: Path) -> Iterator[str]:
-    ways = (
-        [f"NVLink x{path.nvlinks}"] if path.nvlinks else [f"PCIe over {path.through}"] if path.through else []
-    )
-    access = {True: ["peer access"], False: ["no peer access"], None: []}[path.peer]
-    yield f"cards {path.a}-{path.b} {', '.join(ways + access) or 'not known'}"
+    return f"card {number}    {card.name}: {', '.join(filter(None, told))}"
 
 
 def _speed(speed: Speed) -> Iterator[str]:
@@ -177,20 +162,11 @@ def _speed(speed: Speed) -> Iterator[str]:
         yield f"{speed.device:<9} memory copy in GB/s: {', '.join(told)}"
 
 
-def _findings(findings: Sequence[Finding]) -> list[str]:
-    """A paragraph each."""
-    return [
-        line
-        for finding in findings
-        for line in (
-            *textwrap.wrap(f"{finding.level}: {finding.seen}", _WIDTH, subsequent_indent="  "),
-            *textwrap.wrap(finding.remedy, _WIDTH, initial_indent="  -> ", subsequent_indent="     "),
-        )
-    ]
+def _finding(finding: Finding) -> Iterator[str]:
+    yield from textwrap.wrap(f"{finding.level}: {finding.seen}", _WIDTH, subsequent_indent="  ")
+    yield from textwrap.wrap(finding.remedy, _WIDTH, initial_indent="  -> ", subsequent_indent="     ")
 
 
-def _gib(nbytes: int | None) -> str:
-    """Of less than one GiB its part in MiB, which is what small limits are set in."""
-    if nbytes is None:
-        return "unknown"
+def _gib(nbytes: int) -> str:
+    """A size; of less than one GiB in MiB, which is what small limits are set in."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"

@@ -10,7 +10,7 @@ from evener.cli import options
 from evener.cli.parsing import Parser, Words
 
 if TYPE_CHECKING:
-    from evener.training.inference import Applied
+    from evener.training.inference import InferenceSetup
 
 SETTINGS = (
     *("batch_size", "micro_batch", "processes", "device", "strategy", "strategy_option", "mesh", "devices"),
@@ -52,16 +52,16 @@ def add_run_options(parser: Parser) -> None:
     )
 
 
-def applied_of(arguments: argparse.Namespace) -> Applied:
+def applied_of(arguments: argparse.Namespace) -> InferenceSetup:
     """What the command names: the weights, the task, and how they are applied."""
     options.find_modules_here()
-    from evener.training.inference import Applied
+    from evener.training.inference import InferenceSetup
     from evener.training.reporting.task_file import origin
 
     run: Path = arguments.run / "checkpoints" / "best" if arguments.best else arguments.run
     config = options.config_of(arguments, origin(arguments.run).settings)
     of_task = options.task_options_of(arguments)
-    return Applied.of(run, arguments.task, config, of_task, arguments.trust)
+    return InferenceSetup.from_run(run, arguments.task, config, of_task, arguments.trust)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"{out} does not end with .svg, which is what is drawn")
     if out.exists() and not arguments.overwrite:
         raise ConfigurationError(f"{out} is there already: name another file with --out, or give --overwrite")
-    runs = [RunSteps.of(run) for run in arguments.runs]
+    runs = [RunSteps.from_directory(run) for run in arguments.runs]
     text = drawn(runs)
     with in_words(f"the drawing cannot be written to {out}"):
         out.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rows of which each rank has as many as it likes, gathered."""
+"""Gathers rows, of which each rank may have another number."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def rows_of_all(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """(rows of all ranks, ...) from (rows of this rank, ...), in the order of the ranks, which all know ``counts``.
+    """Gathers (rows of this rank, ...) to (rows of all ranks, ...), in the order of the ranks.
 
-    Filled up to the most of them on the way. A collective call.
+    All ranks must call this together, with the same ``counts``: the number of rows of each rank. Messages are padded to
+    the largest count.
     """
     filled = rows.new_zeros((max(counts), *rows.shape[1:]))
     filled[: len(rows)] = rows
@@ -21,7 +22,7 @@ def rows_of_all(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | 
 
 
 def gathered(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Tensors of one shape and type of all ranks."""
+    """Gathers the tensors of all ranks, which must have the same shape and type."""
     found = [torch.empty_like(tensor) for _ in range(ranks)]
     dist.all_gather(found, tensor, group=group)
     return found

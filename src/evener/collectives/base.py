@@ -1,15 +1,14 @@
-"""What every all-reduce is: a callable that sums a flat tensor in place, over the group it was built for.
+"""The all-reduce interface: an object that sums tensors in place over the ranks of a process group.
 
-An all-reduce is an object and not a function because it owns things: buffers shared with the other ranks, a
-process group of its own, a thread. It is therefore built once for a group and closed after use, and whoever
-calls it needs to know nothing else about it::
+An all-reduce is an object and not a function because it owns resources: buffers shared with the other ranks, a
+process group, a thread. It is built once for a group and closed after use::
 
     with SharedMemory(group) as all_reduce:
         work = all_reduce(tensor)       # returns at once, or when it is done, as the implementation sees fit
         work.wait()                     # now every rank holds the same bits
 
-The one promise that no implementation may break is the last line: *the same bits on all ranks*. Replicas
-that differ in the last bit drift apart, and nothing notices until the run is lost.
+Every implementation must keep the promise of the last line: *the same bits on all ranks*. Replicas that differ in
+the last bit drift apart, and nobody notices until the run is lost.
 """
 
 from __future__ import annotations
@@ -31,14 +30,15 @@ from evener.core.half_precision import is_half
 from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 
 Key = Hashable
-"""Which tensor a call is about, for an all-reduce that remembers something of it until its next call.
+"""Identifies a tensor across calls, for an all-reduce that keeps state for each tensor (error feedback).
 
-The same in every call for one tensor, another for every other. A tuple names the parts of a tensor, each of which is
-remembered as a part of one tensor at most: other buckets of the same parameters take the place of the former ones.
+It must be the same in every call for a tensor, and differ between tensors. A tuple lists the parts of a tensor, such as
+the parameters of a bucket. If a new key contains a part of an older key, it replaces the older one: a part belongs to
+one bucket only.
 """
 
 
-class Piece(NamedTuple):
+class PieceKey(NamedTuple):
     """The key of a piece of a tensor that is summed in pieces."""
 
     whole: Key
@@ -46,19 +46,19 @@ class Piece(NamedTuple):
 
 
 def key_of(tensors: Iterable[Tensor]) -> tuple[Key, ...]:
-    """The key of a tensor whose parts belong to ``tensors``, as a bucket of gradients does to parameters.
+    """Returns the key of a tensor whose parts belong to ``tensors``, such as a gradient bucket to its parameters.
 
-    It is who they are and not where they lie: memory that one gives back is soon another's. It does not keep them.
+    The key goes by object identity and not by address, as freed memory is reused. It holds weak references only.
     """
     return tuple(WeakIdRef(tensor) for tensor in tensors)
 
 
 class Work(ABC):
-    """An all-reduce under way."""
+    """Handle of an all-reduce that is under way."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the tensor holds the sum.
+        """Waits until the tensor holds the sum.
 
         Raises:
             RankTimeoutError: A rank did not take part in time; the message names it.
@@ -67,11 +67,11 @@ class Work(ABC):
 
     @abstractmethod
     def future(self) -> Future[Tensor]:
-        """A future of the summed tensor, as a communication hook of DDP has to return it."""
+        """Returns a future of the summed tensor, as a DDP communication hook must return it."""
 
 
 class Done(Work):
-    """The work of an all-reduce that was finished before the call returned."""
+    """Work of an all-reduce that was finished before the call returned."""
 
     __slots__ = ("_tensor",)
 
@@ -86,14 +86,14 @@ class Done(Work):
 
 
 def _kept(tensor: Tensor) -> Future[Tensor]:
-    """A future that is done, for the streams of its tensor's device when the current one has come this far."""
+    """Returns a completed future; on a GPU, streams that use it wait for the work queued on the current stream."""
     future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
     return future
 
 
 class Promised(Work):
-    """The work of a thread: it sets the future's result, or the exception that ``wait`` raises."""
+    """Work done by a thread, which sets the future's result, or the exception that ``wait`` raises."""
 
     def __init__(self, future: Future[Tensor]) -> None:
         self._future = future
@@ -102,12 +102,12 @@ class Promised(Work):
         self._future.wait()
 
     def future(self) -> Future[Tensor]:
-        # An exception set by Python is a mere value to C++; one raised in a callback is an error there too.
+        # C++ takes an exception set from Python for a value; one raised in a callback is an error there too.
         return self._future.then(lambda done: done.value())
 
 
 class NativeWork(Work):
-    """The work of PyTorch's own collective, whose errors say neither who is missing nor what to do."""
+    """Work of a PyTorch collective. Replaces its errors, which do not name missing ranks, by ones that do."""
 
     def __init__(self, tensor: Tensor, work: dist.Work, roll_call: RollCall) -> None:
         self._tensor = tensor
@@ -130,14 +130,14 @@ class NativeWork(Work):
             raise self._roll_call.explain(error) from error
 
 
-class After(Work):
-    """``work``, and then ``finish``, once: what makes the result of the sum.
+class ChainedWork(Work):
+    """Waits for ``work`` and then calls ``finish`` once, which computes the result from the sum.
 
     Args:
         work: The sum.
-        finish: Returns the tensor that was to be summed.
-        touched: What ``finish`` reads and writes. It may run on a stream of the future's own; memory that came from
-            another stream must not be given out again before that one is done with it.
+        finish: Writes the result, and returns the tensor that was to be summed.
+        touched: All tensors that ``finish`` reads or writes. ``finish`` may run on another stream than they were
+            allocated on, so they are recorded there: their memory must not be reused before that stream is done.
     """
 
     def __init__(self, work: Work, finish: Callable[[], Tensor], touched: Sequence[Tensor]) -> None:
@@ -146,7 +146,7 @@ class After(Work):
         self._future: Future[Tensor] | None = None
 
     def wait(self) -> None:
-        self._work.wait()  # first, as its errors are those of Python
+        self._work.wait()  # first, as it raises Python errors
         if self._future is not None:
             self._future.wait()
         elif self._finished is None:
@@ -167,27 +167,27 @@ class After(Work):
 
 
 def only(value: Tensor | list[Tensor]) -> Tensor:
-    """The tensor of a future's value, which torch's collectives wrap in a list."""
+    """Returns the tensor of a future's value, which torch's collectives wrap in a list."""
     return value[0] if isinstance(value, list) else value
 
 
 class AllReduce(ABC):
-    """Sums a tensor over the ranks of a group, in place; owns what it needs for that until it is closed.
+    """Sums tensors over the ranks of a group, in place. Owns resources until it is closed.
 
-    All ranks of the group build it, call it and close it in the same order, with tensors of the same number
+    All ranks of the group must build it, call it and close it in the same order, with tensors of the same number
     of elements and dtype. Calls are carried out in the order in which they were made.
 
     Args:
         group: The ranks that take part; None is the default group.
-        timeout_seconds: How long any wait for another rank may last.
+        timeout_seconds: The longest wait for another rank.
     """
 
     name: str
-    """What the user calls it."""
+    """The name by which the user selects it."""
     held_nbytes: int = 0
-    """Bytes of this process's memory, shared memory too, that it holds all the time."""
+    """Bytes of this process's memory that it holds permanently, including shared memory."""
     adds_halves_in_float32: bool = False
-    """Whether it adds float16 and bfloat16 in float32 by itself; else they are sent in float32."""
+    """True if it adds float16 and bfloat16 in float32 by itself; else they are converted to float32 and sent so."""
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
@@ -200,37 +200,37 @@ class AllReduce(ABC):
         self.world_size = dist.get_world_size(resolved)
         self.roll_call = RollCall(resolved)
         self.note = ""
-        """Why it was made in place of another, if it was."""
+        """A remark for the user, such as why it was made in place of another one; may be empty."""
 
     @property
     def words(self) -> str:
-        """What runs, for people and for the record of a run."""
+        """Description of the implementation that runs, for people and for the record of a run."""
         return f"{self.name} ({self.note})" if self.note else self.name
 
     @property
     def remembers(self) -> bool:
-        """Whether a call adds what an earlier one for the same tensor left out, and so wants a key."""
+        """True if calls need a key, because each adds what the call before left out of the tensor (error feedback)."""
         return False
 
     @property
     def exact(self) -> bool:
-        """Whether the result is the sum, but for the rounding of each addition."""
+        """True if the result is the sum, up to the rounding of each addition; False if it is compressed."""
         return True
 
     def expected_seconds(self, nbytes: int) -> float | None:
-        """How long a tensor of ``nbytes`` is expected to take, the same on all ranks; None if that was not measured."""
+        """Returns the expected time for a tensor of ``nbytes``, the same on all ranks, or None if not measured."""
         return None
 
     def __call__(self, tensor: Tensor, key: Key = None, *, lasting: bool = False) -> Work:
         """Starts to replace ``tensor`` by its sum over the ranks.
 
         Args:
-            tensor: Of any shape, dtype that torch can add, and number of elements (0 included). One that is not
-                contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collectives. float16
-                and bfloat16 are added in float32, and the sum is rounded once.
-            key: Which tensor this is, for an all-reduce that ``remembers``; with None nothing of it is remembered.
-            lasting: This very memory will come again, call after call, alike on all ranks, and only torch refers to it:
-                an all-reduce may move it, in place, to where it is summed faster.
+            tensor: A tensor of any shape, number of elements (also 0), and dtype that torch can add. A tensor that is
+                not contiguous is summed in a contiguous copy; a sparse one is summed by PyTorch's own collectives.
+                float16 and bfloat16 are added in float32, and the sum is rounded once.
+            key: Identifies the tensor, for an all-reduce that ``remembers``; with None nothing is remembered.
+            lasting: True if the same memory is passed in call after call, on all ranks alike, and only torch refers to
+                it. The all-reduce may then move the tensor's storage, in place, to memory where it is summed faster.
         """
         if tensor.layout is not torch.strided:
             return self._start_sparse(tensor)
@@ -238,11 +238,11 @@ class AllReduce(ABC):
             tensor = tensor.detach()
         if is_half(tensor) and not self.adds_halves_in_float32:
             wide = tensor.float().contiguous()
-            return After(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))
+            return ChainedWork(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))
         if tensor.is_contiguous() and not tensor.is_conj():
             return self.start_lasting(tensor, key) if lasting else self.start_for(tensor, key)
         flat = tensor.contiguous().resolve_conj()
-        return After(self.start_for(flat, key), lambda: tensor.copy_(flat), (tensor, flat))
+        return ChainedWork(self.start_for(flat, key), lambda: tensor.copy_(flat), (tensor, flat))
 
     def _start_sparse(self, tensor: Tensor) -> Work:
         if is_native(tensor):
@@ -253,24 +253,25 @@ class AllReduce(ABC):
             raise self.roll_call.explain(error) from error
 
     def start_for(self, tensor: Tensor, key: Key) -> Work:
-        """As ``start``; what an all-reduce overrides that remembers something, or hands the key on."""
+        """Does the same as ``start``. Override it in an all-reduce that uses the key or passes it on."""
         return self.start(tensor)
 
     def start_lasting(self, tensor: Tensor, key: Key) -> Work:
-        """As ``start_for``, for a tensor that may be moved; what an all-reduce overrides that gains by that."""
+        """Does the same as ``start_for``, for a ``lasting`` tensor. Override it if moving the tensor saves time."""
         return self.start_for(tensor, key)
 
     def start_in(self, tensor: Tensor, segments: int, key: Key = None) -> Work:
-        """As ``start_for``, in ``segments`` parts that follow each other where it can be cut so."""
+        """Does the same as ``start_for``, pipelined in ``segments`` parts if the implementation supports that."""
         return self.start_for(tensor, key)
 
     @abstractmethod
     def start(self, tensor: Tensor) -> Work:
-        """The one method to write: as ``__call__``, for a dense, contiguous tensor that needs no gradient."""
+        """Starts the sum of a dense, contiguous tensor that requires no gradient. Subclasses must implement only this
+        method."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copies a dense, contiguous ``tensor`` of rank ``source`` (counted in the group) to all others, after the sums
-        that were waited for. On a GPU it is queued on the current stream.
+        """Copies a dense, contiguous ``tensor`` from rank ``source`` of the group to all others. All ranks must call
+        this together, after they have waited for earlier sums. On a GPU it is queued on the current stream.
 
         Raises:
             RankTimeoutError, RankError: As `Work.wait`.
@@ -282,7 +283,7 @@ class AllReduce(ABC):
             raise self.roll_call.explain(error) from error
 
     def close(self) -> None:  # noqa: B027 (most own nothing)
-        """Gives back what the all-reduce owns; closing twice does nothing."""
+        """Releases the resources of the all-reduce. Closing twice does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -294,7 +295,7 @@ class AllReduce(ABC):
 
 
 def start_native(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """PyTorch's own all-reduce, under way."""
+    """Starts PyTorch's own all-reduce and returns its work."""
     work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
     return work

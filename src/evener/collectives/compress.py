@@ -1,13 +1,13 @@
-"""Fewer bytes for a result that is not quite the sum: wrappers of any all-reduce.
+"""Gradient compression: wrappers that send fewer bytes through any all-reduce, for an approximate sum.
 
-Each needs nothing of the all-reduce that it wraps but sums, so it works over every one of them, and each keeps the one
-promise: the same bits on all ranks. What is lost is lost on all ranks alike.
+A wrapper only needs an all-reduce that sums, so it works over each of them. The result is bitwise the same on all
+ranks.
 
-With *error feedback* (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847) a rank remembers what it did not
-send of a tensor and adds it the next time, so that nothing is lost for good. Which tensor it is, the caller says with a
-key; without one nothing is remembered, and what a call leaves out is lost. It is for gradients; do not sum a model's
-state through it. The memory is no part of a checkpoint: a run that goes on starts with none, as does a training whose
-buckets are cut anew.
+With *error feedback* (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847) a rank keeps the part of a tensor
+that it did not send and adds it the next time, so that nothing is lost for good. The caller identifies the tensor by a
+key; without a key nothing is kept, and the error of a call is lost. Use it for gradients only, not for a model's state.
+Checkpoints do not contain the kept parts: a resumed run starts without them, and so does a training whose buckets are
+rebuilt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.base import After, AllReduce, Done, Key, Piece, Promised, Work
+from evener.collectives.base import AllReduce, ChainedWork, Done, Key, PieceKey, Promised, Work
 from evener.collectives.executor.subgroup import subgroup
 from evener.collectives.executor.worker import Worker
 from evener.distributed.hosts import destroy
@@ -35,7 +35,7 @@ _FP8_BLOCK_NBYTES = _BLOCK + 4
 
 
 class Compressed(AllReduce):
-    """Sums floats of 32 and 64 bits approximately through ``inner``, and all else exactly. Owns ``inner``."""
+    """Sums float32 and float64 approximately through ``inner``, and other types exactly. Owns and closes ``inner``."""
 
     def __init__(self, inner: AllReduce) -> None:
         super().__init__(inner.group, inner.timeout_seconds)
@@ -59,18 +59,18 @@ class Compressed(AllReduce):
 
     @abstractmethod
     def compress(self, flat: Tensor, key: Key) -> Work:
-        """The one method to write: replaces a float tensor of shape (n,), n > 0, by about its sum."""
+        """Starts to replace floats of shape (n,), n > 0, by their approximate sum. Subclasses must implement this."""
 
     def close(self) -> None:
         self.inner.close()
 
 
 class Half(Compressed):
-    """Rounds each term to ``dtype`` (float16 or bfloat16) and sums in that: 2 bytes an element.
+    """Rounds each term to ``dtype`` (float16 or bfloat16) and sums in that type: 2 bytes per element.
 
-    Exactness: a relative error of 2**-11 (float16) or 2**-8 (bfloat16) in each term, and as much in the sum if it is
-    added in float32 (shared memory), or at each addition if not. float16 overflows to infinity beyond 65504 and loses
-    terms below 6e-8; bfloat16 has the range of float32. No error feedback.
+    Exactness: a relative error of 2**-11 (float16) or 2**-8 (bfloat16) in each term. The sum has the same error once
+    more if ``inner`` adds in float32 (shared memory), else each addition has it. float16 overflows to infinity beyond
+    65504 and loses terms below 6e-8; bfloat16 has the range of float32. No error feedback.
     """
 
     def __init__(self, inner: AllReduce, dtype: torch.dtype) -> None:
@@ -79,16 +79,16 @@ class Half(Compressed):
         self._dtype = dtype
 
     def expected_seconds(self, nbytes: int) -> float | None:
-        """Of float32, and without the time of rounding."""
+        """Returns the expected time for a float32 tensor of ``nbytes``, without the time for rounding."""
         return self.inner.expected_seconds(nbytes // 2)
 
     def compress(self, flat: Tensor, key: Key) -> Work:
         half = flat.to(self._dtype)
-        return After(self.inner.start_for(half, None), lambda: flat.copy_(half), (flat, half))
+        return ChainedWork(self.inner.start_for(half, None), lambda: flat.copy_(half), (flat, half))
 
 
 class Feedback:
-    """What was not sent of each tensor, by its key; as many elements as the parts named in keys have, and no more."""
+    """Residuals: for each key, the part of the tensor that was not sent. Residuals of outdated keys are dropped."""
 
     def __init__(self) -> None:
         self._left: dict[Key, Tensor] = {}
@@ -96,8 +96,8 @@ class Feedback:
     def __len__(self) -> int:
         return len(self._left)
 
-    def of(self, flat: Tensor, key: Key) -> Tensor:
-        """What is left of the tensor, like ``flat`` and to be changed in place: zeros where nothing is."""
+    def residual(self, flat: Tensor, key: Key) -> Tensor:
+        """Returns the residual of the tensor, to be changed in place; zeros like ``flat`` if there is none."""
         if key is None:
             return torch.zeros_like(flat)
         left = self._left.get(key)
@@ -107,10 +107,8 @@ class Feedback:
         return left
 
     def _forget(self, new: Key) -> None:
-        """Drops what shares a part with ``new``, as after DDP has cut its buckets anew, and what has lost its owner.
-
-        Other pieces of the same tensor stay.
-        """
+        """Drops residuals whose keys share a part with ``new``, as after DDP rebuilt its buckets, or whose parameters
+        were deleted. Residuals of other pieces of the same tensor stay."""
         whole, parts = _whole(new), _parts(new)
         self._left = {
             key: left
@@ -121,7 +119,7 @@ class Feedback:
 
 
 def _whole(key: Key) -> Key:
-    return key.whole if isinstance(key, Piece) else key
+    return key.whole if isinstance(key, PieceKey) else key
 
 
 def _parts(key: Key) -> set[Key]:
@@ -134,7 +132,7 @@ def _is_gone(part: Key) -> bool:
 
 
 class WithFeedback(Compressed):
-    """Adds to a tensor what it did not send of it before."""
+    """Compression with error feedback: adds to a tensor the part that was not sent before."""
 
     def __init__(self, inner: AllReduce) -> None:
         super().__init__(inner)
@@ -146,12 +144,13 @@ class WithFeedback(Compressed):
 
 
 class Int8(WithFeedback):
-    """One byte an element, and one float for each block of 256, with error feedback.
+    """Sends one byte per element, and one float per block of 256, with error feedback.
 
-    First the ranks add up each block's largest magnitude, S. In units of S / (127 - world_size / 2) the rounded terms
-    of all ranks add up to 127 at most, so that int8 holds the sum, which is exact as a sum of integers.
+    First the ranks add up each block's largest magnitude: S. The terms are rounded to multiples of the unit
+    S / (127 - world_size / 2). All ranks' terms then add up to at most 127 units, so that int8 holds the sum, which is
+    exact as a sum of integers.
 
-    Exactness: an error of at most half a unit in each term, which is sent with the next step's.
+    Exactness: an error of at most half a unit in each term, which is sent in the next step.
     """
 
     name = "int8"
@@ -165,7 +164,7 @@ class Int8(WithFeedback):
             )
 
     def compress(self, flat: Tensor, key: Key) -> Work:
-        left = self.feedback.of(flat, key)
+        left = self.feedback.residual(flat, key)
         left += flat
         blocks = _blocks(left)
         largest = blocks.abs().amax(dim=1).float()
@@ -173,34 +172,36 @@ class Int8(WithFeedback):
         unit = (largest / self._most).to(flat.dtype)[:, None]
         levels = (blocks / unit).nan_to_num_(0, 0, 0).round_().clamp_(-self._most, self._most).to(torch.int8)
         left -= (levels * unit).view(-1)[: flat.numel()]
-        left.nan_to_num_(0, 0, 0)  # the result is not finite either; the next step starts afresh
+        left.nan_to_num_(0, 0, 0)  # not finite: the result is not finite either, keep nothing
 
         def scale() -> Tensor:
             return flat.copy_((levels * unit).view(-1)[: flat.numel()])
 
-        return After(self.inner(levels), scale, (flat, levels, unit))
+        return ChainedWork(self.inner(levels), scale, (flat, levels, unit))
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """Shape (blocks, 256), the last filled up with zeros."""
+    """Reshapes (n,) to (blocks, 256); the last block is padded with zeros."""
     missing = -flat.numel() % _BLOCK
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, _BLOCK)
 
 
 class Fp8(WithFeedback):
-    """One byte an element and a float32 for each block of 256, both ways, with error feedback on both.
+    """Sends one byte per element and a float32 per block of 256, both for terms and for sums, with error feedback on
+    both.
 
-    Sums of fp8 numbers are none, so nothing is added in fp8: each rank sends every other its terms of a slice, the
-    owner of a slice adds them in their own dtype, in the order of ranks, and sends all the sum. Any number of ranks::
+    The sum of fp8 numbers is no fp8 number, so nothing is added in fp8. Each rank sends its terms of a slice to the
+    slice's owner. The owner adds them in the tensor's own dtype, in the order of ranks, and sends the sum to all ranks.
+    Works for any number of ranks::
 
         rank 0   encode 0, 1 ─┐ ┌─ decode, add: slice 0 ─ encode ─┐
                               ├─┤                                 ├─ decode 0, 1
         rank 1   encode 0, 1 ─┘ └─ decode, add: slice 1 ─ encode ─┘
 
-    On CPUs all of it happens in a thread, so that a call returns at once.
+    On CPUs a thread does all of it, so that a call returns at once.
 
-    Exactness: a relative error of at most 2**-4 in each term and in the sum, or of 2**-18 of the largest of its block;
-    a rank sends what its terms lost with the next step's, an owner what its slice lost.
+    Exactness: in each term and in the sum, an error of at most 2**-4 relative, or of 2**-18 of the largest element in
+    the block. In the next step a rank sends the errors of its terms, and an owner the error of its slice.
     """
 
     name = "fp8"
@@ -243,7 +244,8 @@ class Fp8(WithFeedback):
         return flat.copy_(decode(sums, flat.dtype).view(-1)[: flat.numel()])
 
     def _tell(self, received: Tensor, sent: Tensor) -> None:
-        """A slice to each rank if there are as many to send as to receive, else the one to all."""
+        """Sends a slice to each rank (all-to-all) if ``sent`` is as large as ``received``, else one slice to all ranks
+        (all-gather)."""
         try:
             if sent.shape == received.shape:
                 dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._exchanging)
@@ -254,7 +256,7 @@ class Fp8(WithFeedback):
 
 
 def _added(rows: Tensor) -> Tensor:
-    """In the order of rows."""
+    """Returns the sum of the rows, added in their order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -262,35 +264,35 @@ def _added(rows: Tensor) -> Tensor:
 
 
 def _with_lost(feedback: Feedback, flat: Tensor, key: Key) -> Tensor:
-    return feedback.of(flat, key) + flat
+    return feedback.residual(flat, key) + flat
 
 
 def _keep_lost(feedback: Feedback, wanted: Tensor, sent: Tensor, key: Key) -> None:
-    """Not what is not finite: the result is not finite either; the next step starts afresh."""
-    feedback.of(wanted, key).copy_(wanted - sent).nan_to_num_(0, 0, 0)
+    """Keeps ``wanted - sent`` as residual. Values that are not finite become 0: the result is not finite either."""
+    feedback.residual(wanted, key).copy_(wanted - sent).nan_to_num_(0, 0, 0)
 
 
 def encode(blocks: Tensor) -> Tensor:
-    """Bytes of shape (blocks, 260) for floats of shape (blocks, 256): fp8 numbers, and what to multiply them by."""
+    """Encodes floats (blocks, 256) to bytes (blocks, 260): 256 fp8 numbers, and a float32 factor for them."""
     unit = blocks.abs().amax(dim=1, keepdim=True).float() / _FP8_MOST
     levels = (blocks.float() / unit).nan_to_num_(0, 0, 0).clamp_(-_FP8_MOST, _FP8_MOST).to(_FP8)
     return torch.cat([levels.view(torch.uint8), unit.view(torch.uint8)], dim=1)
 
 
 def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """What :func:`encode` made, as floats of shape (blocks, 256)."""
+    """Decodes the result of :func:`encode` to floats (blocks, 256)."""
     levels, unit = codes[:, :_BLOCK], codes[:, _BLOCK:_FP8_BLOCK_NBYTES]
     return levels.contiguous().view(_FP8).to(dtype) * unit.contiguous().view(torch.float32).to(dtype)
 
 
 class TopK(WithFeedback):
-    """The ``ratio`` of elements of largest magnitude of each rank, with error feedback.
+    """Sends the fraction ``ratio`` of each rank's elements with the largest magnitude, with error feedback.
 
-    The ranks' choices differ, so all are gathered, ``8 * ratio * world_size`` bytes an element, and each rank adds them
-    up in the order of ranks. It pays for few ranks and small ratios.
+    The ranks choose different elements. So these are gathered, which sends ``8 * ratio * world_size`` bytes per element
+    of the tensor, and each rank adds them up in the order of ranks. It pays for few ranks and small ratios.
 
-    Exactness: the elements sent are summed exactly (in their own dtype); the others count as zero, and are added
-    to the next step's.
+    Exactness: the sent elements are summed exactly (in their own dtype). The others count as zero, and are added
+    in the next step.
     """
 
     name = "top-k"
@@ -302,7 +304,7 @@ class TopK(WithFeedback):
         self._ratio = ratio
 
     def compress(self, flat: Tensor, key: Key) -> Work:
-        left = self.feedback.of(flat, key)
+        left = self.feedback.residual(flat, key)
         left += flat
         count = max(1, round(self._ratio * flat.numel()))
         chosen = left.abs().topk(count, sorted=False).indices
@@ -321,4 +323,4 @@ class TopK(WithFeedback):
                 flat.index_add_(0, where.long(), row)
             return flat
 
-        return After(second, add_up, (flat, values, narrow))
+        return ChainedWork(second, add_up, (flat, values, narrow))

@@ -1,14 +1,14 @@
-"""Short rows of numbers, added up over thousands of ranks: in blocks first, then over these.
+"""Sums short rows of numbers over thousands of ranks: first inside blocks of ranks, then over the blocks.
 
-A row that every rank gathers from all others goes through as many hands as there are ranks, and is read as often. Sums
-go up and down a tree of two levels, of about as many branches each::
+An all-gather of rows would send every rank's row to every other rank. Sums go up and down a tree of two levels instead;
+the number of blocks is about the number of ranks in a block::
 
     ranks     0 1 2 3   4 5 6 7   8 9 10 11
                ╲│╱╱      ╲│╱╱      ╲│╱╱            each block's first rank adds up its block
                 0 ──────── 4 ─────── 8             rank 0 adds up the blocks
                ╱│╲╲      ╱│╲╲      ╱│╲╲            and the sum goes back the same way: the same bits everywhere
 
-It travels while the ranks compute, in a thread and over groups of its own.
+The sum runs in a thread, over its own process groups, while the ranks compute.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from evener.distributed.hosts import destroy
 from evener.distributed.watchdog.watchdog import Watchdog
 
 MOST_ROWS = 64
-"""Ranks up to which each step's row of every rank is gathered on all."""
+"""Up to this number of ranks, every rank gathers the rows of all ranks in each step."""
 
 
 class Summing(Protocol):
-    """What adds up rows of all ranks."""
+    """Sums rows of numbers over all ranks."""
 
     def start(self, added: Sequence[float], greatest: Sequence[float]) -> Under:
-        """Starts to add up ``added``, and to find the greatest of each of ``greatest``, which are no NaN."""
+        """Starts the elementwise sums of ``added`` and maxima of ``greatest``, which must contain no NaN."""
 
 
 class Under(Protocol):
-    """Sums under way."""
+    """Handle of sums that are under way."""
 
     def wait(self) -> tuple[list[float], list[float]]:
-        """The sums and the greatest, the same bits on all ranks. To be called once.
+        """Waits and returns the sums and the maxima, bitwise the same on all ranks. Must be called once.
 
         Raises:
-            RankTimeoutError: If a rank did not take part in time; says which and where it stands.
-            RankError: If a rank is gone.
+            RankTimeoutError: If a rank did not take part in time; names it and where it stands.
+            RankError: If a rank's process died.
         """
 
 
 class Levels:
-    """Sums over the ranks of ``group`` in two levels. All ranks make the same calls in the same order.
+    """Sums over the ranks of ``group`` in two levels. All ranks must make the same calls in the same order.
 
     Args:
         group: All ranks.
-        timeout_seconds: How long to wait for a rank.
-        watchdog: Marks the waits, and says who is missing when one fails.
-        block: Ranks of a block, which are next to each other; by default as many as there are blocks.
+        timeout_seconds: The longest wait for a rank.
+        watchdog: Marks the waits, and names the missing rank if one fails.
+        block: Number of consecutive ranks in a block; by default about the square root of the number of ranks.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Levels:
             self._owned = owned.pop_all()
 
     def start(self, added: Sequence[float], greatest: Sequence[float]) -> Under:
-        """See :class:`Summing`."""
+        """Starts the sums and maxima; see :class:`Summing`."""
         row = torch.tensor([*added, *greatest], dtype=torch.float64)
         return _OnTheWay(self._worker.submit(lambda: self._sum(row, len(added))), len(added), self._watchdog)
 
     def close(self) -> None:
-        """Gives the groups back; every rank must have waited for all it started."""
+        """Destroys the groups. Every rank must have waited for all sums that it started."""
         self._owned.close()
 
     def _sum(self, row: Tensor, added: int) -> Tensor:
@@ -115,7 +115,7 @@ def _owned(
 
 
 def _to_the_first(row: Tensor, added: int, group: dist.ProcessGroup) -> None:
-    """Adds up the rows of the group, in order of rank, in that of its first rank."""
+    """Combines the rows of the group's ranks, in order of rank, into the row of its first rank, in place."""
     rows = None
     if dist.get_rank(group) == 0:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]

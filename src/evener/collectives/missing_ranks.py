@@ -1,8 +1,8 @@
-"""Who is missing, when a collective failed and cannot tell.
+"""Finds the missing ranks after a collective failed.
 
-Gloo says that a connection was closed or that a receive timed out, never which rank of the group did not
-come. The ranks can find out: all that wait fail at about the same time, and each then signs a list in the
-group's store. Whoever has not signed a moment later was not waiting with the others::
+Gloo reports that a connection was closed or that a receive timed out, but not which rank of the group is
+missing. The ranks can find out: all waiting ranks fail at about the same time, and each then signs a list in the
+store. A rank that has not signed a moment later was not waiting with the others::
 
     rank 0  all-reduce failed ─ sign ─┐
     rank 1  (stopped)                 ├─ after the grace period: signed {0, 2}, so rank 1 is missing
@@ -21,7 +21,7 @@ from torch.distributed import Store
 from evener.distributed.watchdog.peers import absent
 from evener.distributed.watchdog.watchdog import standings
 from evener.errors import EvenerError, RankError, RankTimeoutError
-from evener.torch_internals.default_store import default_store
+from evener.torch_internals.process_groups import default_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,15 +30,15 @@ _DEPARTED = ("closed by peer", "reset by peer", "connection refused", "broken pi
 
 
 _made: Counter[str] = Counter()
-"""Roll calls of each group: every one needs a list of its own, and all ranks make them in the same order."""
+"""Number of roll calls made for each group. Each has its own key in the store; all ranks make them in one order."""
 
 
 class RollCall:
     """Names the ranks of ``group`` that did not fail together with this one.
 
     Args:
-        group: The ranks that are called.
-        grace_seconds: How long the others are given to sign.
+        group: The ranks that should sign.
+        grace_seconds: The time that the other ranks have to sign.
     """
 
     def __init__(self, group: dist.ProcessGroup, grace_seconds: float = 3.0) -> None:
@@ -48,7 +48,8 @@ class RollCall:
         self._grace_seconds = grace_seconds
 
     def explain(self, error: RuntimeError) -> EvenerError:
-        """The error to raise in place of the backend's ``error``; it names the missing ranks (global)."""
+        """Returns the error to raise in place of the backend's ``error``. It names the missing ranks (global numbers).
+        Waits up to ``grace_seconds``."""
         who = _who(self.missing())
         if any(sign in str(error).lower() for sign in _DEPARTED):
             return RankError(
@@ -61,7 +62,8 @@ class RollCall:
         )
 
     def missing(self) -> list[int] | None:
-        """Global ranks that have not signed within the grace period; None if the store does not answer."""
+        """Signs, and returns the global ranks that have not signed within the grace period, or None if the store does
+        not answer."""
         try:
             return self._missing(default_store())
         except (RuntimeError, ValueError):
@@ -71,7 +73,7 @@ class RollCall:
         store.set(self._sign(dist.get_rank()), "here")
         deadline = time.monotonic() + self._grace_seconds
         signs = {self._sign(rank): rank for rank in self._ranks}
-        while not store.check(list(signs)):  # one question, however many ranks there are
+        while not store.check(list(signs)):  # one request for all ranks
             if time.monotonic() > deadline:
                 return [signs[sign] for sign in absent(store, list(signs))]
             time.sleep(0.05)

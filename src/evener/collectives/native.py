@@ -1,13 +1,13 @@
-"""PyTorch's own all-reduce, and how to tell NCCL which algorithm to run.
+"""PyTorch's own all-reduce, and the selection of NCCL's algorithm.
 
-NCCL chooses an algorithm for each message by a cost model of its own. ``NCCL_ALGO`` overrides it, but NCCL
-reads the variable only when a communicator is made: with the first collective of a process group, or in
-``init_process_group`` where that is given a ``device_id``. So the choice is a context manager around the
-*making* of a group, not an argument of the call::
+NCCL chooses an algorithm for each message by its own cost model. ``NCCL_ALGO`` overrides it, but NCCL reads the
+variable only when it creates a communicator: in the first collective of a process group, or in
+``init_process_group`` if that gets a ``device_id``. So the choice is a context manager around the *creation* of a
+group, not an argument of the call::
 
     with nccl_algorithm("Tree"):
         group = dist.new_group(backend="nccl")
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)      # makes the communicator
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)      # creates the communicator
     all_reduce = Native(group)
 
 Inside one machine, NCCL's ``Tree`` is a chain: its double binary tree runs between machines only.
@@ -28,9 +28,9 @@ NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVL
 
 
 class Native(AllReduce):
-    """PyTorch's own all-reduce over the group's backend: NCCL on GPUs, gloo on CPUs; sparse tensors too.
+    """PyTorch's own all-reduce over the group's backend: NCCL on GPUs, gloo on CPUs.
 
-    Its waits end after the timeout that the *process group* was made with.
+    Its waits end after the timeout of the *process group*.
     """
 
     name = "native"
@@ -41,7 +41,7 @@ class Native(AllReduce):
 
 @contextmanager
 def nccl_algorithm(name: str | None) -> Iterator[None]:
-    """``NCCL_ALGO=name`` for communicators that are made inside; None leaves the environment as it is.
+    """Sets ``NCCL_ALGO=name`` for communicators that are created inside; None leaves the environment as it is.
 
     Raises:
         ConfigurationError: NCCL has no all-reduce of that name.

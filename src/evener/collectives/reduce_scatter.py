@@ -1,6 +1,7 @@
-"""Sums that go to the owners of ranges, and ranges that come from their owners.
+"""Reduce-scatter and all-gather of a flat tensor with ranges of unequal length.
 
-A flat tensor is cut into one range for each rank, of any lengths::
+The tensor is cut into one range for each rank, its owner. A sum goes to the owners, and a gather brings all ranges back
+to all ranks::
 
                  range of 0   range of 1 of 2               range of 0   range of 1 of 2
     rank 0       a a a a a    b b   c               rank 0  x x x x x
@@ -9,8 +10,8 @@ A flat tensor is cut into one range for each rank, of any lengths::
 
     summed       rank 0 has a+d+g, rank 1 b+e+h     gathered     all ranks have x y z
 
-Backends have both for equal ranges only, or as one message for each rank. What serves here on all of them is an
-``all_to_all``, whose receiver adds the terms in order of rank, and a broadcast of each range.
+Backends support both for equal ranges only, or with one message for each rank. So the sum uses ``all_to_all``, whose
+receiver adds the terms in order of rank, and the gather broadcasts each range; all backends have these.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from torch import Tensor
 from evener.collectives.missing_ranks import RollCall
 
 Pending = Callable[[], Tensor]
-"""Waits for what is under way, and returns it."""
+"""Waits for the sum, and returns this rank's range of it."""
 
 
-class Owners(ABC):
-    """The ranks of a group, each of which owns a range of what they sum and gather.
+class RangeOwners(ABC):
+    """Reduce-scatter and all-gather over a group in which each rank owns a range of a flat tensor.
 
-    All ranks call it in the same order with the same sizes. Each range has the same bits on all ranks: those of its
-    owner.
+    All ranks must make the same calls in the same order, with the same sizes. Gathered ranges are bitwise those of
+    their owners.
     """
 
     words: str
-    """What records call it."""
+    """The name in records of a run."""
 
     def prepare(self, nbytes: int) -> None:  # noqa: B027 (most need nothing)
-        """Says how large the tensors are that will be summed, the same on all ranks. A collective call."""
+        """Announces the size of the largest tensor to be summed. All ranks must call this together, with one size."""
 
     def room(self, like: Tensor, count: int) -> Tensor:
-        """Memory for ``count`` elements that are to be summed, of the type and device of ``like``: where it is summed
-        fastest, and one's own until then."""
+        """Allocates memory for ``count`` elements to be summed, of the type and device of ``like``. It lies where sums
+        are fastest; the caller may write to it until it calls ``summed``."""
         return like.new_empty(count)
 
     @abstractmethod
@@ -50,23 +51,23 @@ class Owners(ABC):
         """Starts to sum ``flat`` over the ranks.
 
         Args:
-            flat: Of one dimension and contiguous; not to be written before the sum is there.
-            sizes: Elements of each rank's range, in order.
+            flat: A contiguous tensor of one dimension. Must not be written before the sum is there.
+            sizes: Number of elements of each rank's range, in order.
 
         Returns:
-            Gives this rank's range of the sum, in memory of its own.
+            A function that waits and returns this rank's range of the sum, in separate memory.
         """
 
     @abstractmethod
     def gather(self, flat: Tensor, sizes: Sequence[int]) -> None:
-        """Fills the ranges of the other ranks in ``flat``, which holds this rank's."""
+        """Fills the ranges of the other ranks in ``flat``, in which the caller has filled this rank's range."""
 
     def close(self) -> None:  # noqa: B027 (most own nothing)
-        """Gives back what it owns."""
+        """Releases resources."""
 
 
-class NativeOwners(Owners):
-    """Through the collectives of the group's backend."""
+class NativeOwners(RangeOwners):
+    """Uses the collectives of the group's backend."""
 
     words = "native"
 

@@ -1,8 +1,8 @@
-"""The all-reduces by the names that a command line takes: a new one is a new file and an entry here.
+"""Registry of the all-reduces, by the names that the command line takes. To add one, write a file and an entry here.
 
-A user's own is named ``package.module:make``: a class of :class:`AllReduce`, or a function that returns one. It is
-called with ``group``, the process group of the ranks that take part, and ``timeout_seconds``, the longest wait for a
-rank, of which it names those that it wants.
+Users name an all-reduce of their own as ``package.module:make``: a subclass of :class:`AllReduce`, or a function that
+returns an all-reduce. It is called with those of these arguments that it declares: ``group``, the process group of the
+ranks that take part, and ``timeout_seconds``, the longest wait for a rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evener.collectives.base import AllReduce
 from evener.collectives.compress import Fp8, Half, Int8, TopK
 from evener.collectives.executor.executor import SEGMENT_NBYTES, Scheduled
 from evener.collectives.native import Native
-from evener.collectives.reduce_scatter import NativeOwners, Owners
+from evener.collectives.reduce_scatter import NativeOwners, RangeOwners
 from evener.collectives.schedules.algorithms import ALGORITHMS, usable_on
 from evener.collectives.schedules.schedule import Topology
 from evener.collectives.shared_memory.all_reduce import SharedMemory
@@ -36,7 +36,7 @@ from evener.errors import ConfigurationError
 
 _TREE_NBYTES = 512 * 1024
 _DIRECT_RANKS = 8
-"""Up to which ``auto`` tries to send everything to everyone."""
+"""The largest number of ranks for which ``auto`` tries the algorithm "direct"."""
 
 
 def _scheduled(name: str, group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
@@ -50,9 +50,10 @@ def _tree(name: str, group: dist.ProcessGroup, timeout_seconds: float) -> AllRed
 
 
 def tree_segment_nbytes(topology: Topology) -> int:
-    """Bytes of a segment of what flows through trees between hosts: while one goes up, another goes down.
+    """Returns the bytes of a segment in tree algorithms. While one segment goes up the tree, another goes down.
 
-    Each rank of a host has a part of it. Inside a host, where the ranks' own cores move the bytes, it gains nothing.
+    Segments of several hosts are small and are divided over the ranks of a host. On a single host they have the default
+    size: there the ranks' own cores move the bytes, and small segments gain nothing.
     """
     ranks_per_host = max(map(len, topology.hosts))
     return _TREE_NBYTES * ranks_per_host if len(topology.hosts) > 1 else SEGMENT_NBYTES
@@ -64,8 +65,8 @@ def _two_level(
     wrap: Callable[[AllReduce], AllReduce] | None = None,
     inner_backend: str | None = None,
 ) -> AllReduce:
-    """Each host takes inside what is its default, over a backend of its own if it has one; ``wrap`` compresses what
-    goes between hosts."""
+    """Builds "two-level": each host uses its default inside, over ``inner_backend`` if given. ``wrap`` compresses what
+    is sent between hosts."""
 
     def between(leaders: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
         ring = _scheduled("ring", leaders, timeout_seconds)
@@ -75,7 +76,7 @@ def _two_level(
 
 
 def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
-    """The fastest of shared memory, where the ranks have it, and of what the messages of a backend can do."""
+    """Builds "auto", which measures the all-reduces that the ranks can use and takes the fastest for each size."""
     topology = Topology(hosts_of(group))
     names = candidates(topology)
     if device_of(group).type == "cpu":
@@ -91,8 +92,8 @@ def _auto(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
 
 
 def candidates(topology: Topology) -> list[str]:
-    """What of messages ``auto`` measures: each algorithm where it is of use, and PyTorch's own."""
-    useless = set() if len(topology.hosts) > 1 else {"ring-tree"}  # on one host it is the ring
+    """Returns the names of the message-based all-reduces that ``auto`` measures: "native" and all useful algorithms."""
+    useless = set() if len(topology.hosts) > 1 else {"ring-tree"}  # on one host it equals "ring"
     if topology.world_size > _DIRECT_RANKS:
         useless.add("direct")
     return ["native", *(name for name in usable_on(topology) if name not in useless)]
@@ -101,7 +102,11 @@ def candidates(topology: Topology) -> list[str]:
 def make_all(
     names: Iterable[str], group: dist.ProcessGroup, timeout_seconds: float
 ) -> tuple[dict[str, AllReduce], dict[str, str]]:
-    """Those of the all-reduces that can be made on every rank, and why the others cannot. A collective call."""
+    """Builds the named all-reduces. All ranks must call this together.
+
+    Returns:
+        The all-reduces that every rank could build, by name; and the reasons why the others could not be, by name.
+    """
     made: dict[str, AllReduce] = {}
     refused: dict[str, str] = {}
     with ExitStack() as unfinished:
@@ -148,20 +153,20 @@ COMPRESSIONS: Mapping[str, Callable[[AllReduce], AllReduce]] = MappingProxyType(
 BETWEEN_HOSTS: Mapping[str, Callable[[AllReduce], AllReduce]] = MappingProxyType(
     {f"{name}-between": wrap for name, wrap in COMPRESSIONS.items()}
 )
-"""Of what goes between hosts alone: the sum inside a host is exact."""
+"""Compressions of messages between hosts only; the sum inside a host is exact."""
 
 
 @dataclass(frozen=True)
 class Substitute:
-    """What takes the place of all that sums over a group."""
+    """Replaces all all-reduces and range owners for groups of a special backend, such as one that simulates ranks."""
 
     all_reduce: Callable[[str | None, dist.ProcessGroup, float], AllReduce]
-    """Called with the name that was asked for."""
-    owners: Callable[[str | None, dist.ProcessGroup, float], Owners]
+    """Called with the requested name, the group and the timeout."""
+    owners: Callable[[str | None, dist.ProcessGroup, float], RangeOwners]
 
 
 SUBSTITUTES: dict[str, Substitute] = {}
-"""By backend of a group; a stand-in for ranks that are not there brings its own."""
+"""Substitutes by the name of the group's backend. Backends that simulate ranks register theirs."""
 
 
 def make(
@@ -171,10 +176,15 @@ def make(
     compression: str | None = None,
     inner_backend: str | None = None,
 ) -> AllReduce:
-    """The all-reduce ``name`` (see :func:`find`) over ``group``; its default if None. A collective call.
+    """Builds the all-reduce ``name`` over ``group``. All ranks must call this together.
 
     Args:
-        inner_backend: Where hosts have different kinds of devices, that of this host's; ``group`` is gloo's then.
+        name: See :func:`find`; None for the default of the group.
+        group: The ranks; None is the default group.
+        timeout_seconds: The longest wait for a rank.
+        compression: A name in ``COMPRESSIONS`` or ``BETWEEN_HOSTS``; None for none.
+        inner_backend: If hosts have different kinds of devices, the backend for this host's; ``group`` must be a gloo
+            group then.
 
     Raises:
         ConfigurationError: There is no such name, or the group's ranks cannot use it.
@@ -206,15 +216,15 @@ def _check_mixed(name: str | None) -> None:
 
 
 def check_compression(compression: str, name: str | None = None, others: Iterable[str] = ()) -> None:
-    """Whether there is that compression for the all-reduce ``name``, the default one if None.
+    """Checks that a compression exists and works with an all-reduce.
 
     Args:
-        compression: Its name.
-        name: Of the all-reduce.
-        others: Compressions that there are besides.
+        compression: Name of the compression.
+        name: Name of the all-reduce; None for the default.
+        others: Names of further compressions.
 
     Raises:
-        ConfigurationError: There is none of that name, or it is none of that all-reduce.
+        ConfigurationError: There is no such compression, or it does not work with that all-reduce.
     """
     known = (*COMPRESSIONS, *BETWEEN_HOSTS, *others)
     if compression not in known:
@@ -227,7 +237,8 @@ def check_compression(compression: str, name: str | None = None, others: Iterabl
 
 
 def find(name: str) -> MakeAllReduce:
-    """What makes the all-reduce ``name``: one of ``ALL_REDUCES``, or ``package.module:make`` of the user's own.
+    """Returns the factory of the all-reduce ``name``: an entry of ``ALL_REDUCES``, or the user's own, named as
+    ``package.module:make``.
 
     Raises:
         ConfigurationError: There is no such name.
@@ -241,10 +252,10 @@ def find(name: str) -> MakeAllReduce:
 def make_own(
     function: Callable[..., object], name: str, group: dist.ProcessGroup, timeout_seconds: float
 ) -> AllReduce:
-    """The all-reduce of the user's ``function``, which errors call ``name``.
+    """Builds an all-reduce by the user's ``function``; errors call it ``name``.
 
     Raises:
-        ConfigurationError: It needs other arguments, or makes no all-reduce.
+        ConfigurationError: ``function`` needs other arguments, or does not return an all-reduce.
     """
     try:
         made = called_with(function, {"group": group, "timeout_seconds": timeout_seconds})
@@ -258,7 +269,7 @@ def make_own(
 
 
 def default(group: dist.ProcessGroup, timeout_seconds: float = TIMEOUT_SECONDS) -> AllReduce:
-    """Shared memory for CPU ranks of one host where it works, and what the backend has for all others."""
+    """Builds the default all-reduce: shared memory for CPU ranks of one host if that works, else the backend's own."""
     if device_of(group).type != "cpu" or len(hosts_of(group)) > 1:
         return Native(group, timeout_seconds)
     try:
@@ -269,10 +280,13 @@ def default(group: dist.ProcessGroup, timeout_seconds: float = TIMEOUT_SECONDS) 
         return native
 
 
-def make_owners(name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> Owners:
-    """What sums to the owners of ranges: ``native``, ``shared-memory``, or if None the better that there is.
+def make_owners(name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> RangeOwners:
+    """Builds a reduce-scatter and all-gather to and from range owners. All ranks must call this together.
 
-    A collective call.
+    Args:
+        name: ``native`` or ``shared-memory``; None for shared memory if the ranks can use it, else native.
+        group: The ranks.
+        timeout_seconds: The longest wait for a rank.
 
     Raises:
         ConfigurationError: There is none of that name, or the group's ranks cannot use it.

@@ -1,12 +1,13 @@
-"""The sum of sparse tensors over ranks. gloo has one for a CPU's; NCCL has none, so that theirs are gathered.
+"""Sums sparse tensors over ranks. gloo can do that for CPU tensors; NCCL cannot, so GPU tensors are gathered.
 
-Each rank has rows of its own, and as many as it likes. All learn how many the others have, gather indices and values
-that are filled up to the most of them, and add all rows in the order of the ranks::
+Each rank may have other rows, and another number of them. The ranks exchange these numbers, gather indices and values
+that are padded to the largest number, and add all rows in the order of the ranks::
 
     rank 0   rows 3 7        ──┐ filled up    ┌─▶ 3 7 2 - ─▶ sum by row, 2 3 7
     rank 1   rows 2          ──┴──────────────┴─▶ the same
 
-So a table of a million rows costs what its few rows take, times the ranks. The host waits for the numbers of rows.
+So the sum of a table of a million rows costs only its few nonzero rows, times the number of ranks. The host waits for
+the numbers of rows.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from evener.collectives.all_gather_rows import gathered, rows_of_all
 
 
 def is_native(tensor: Tensor) -> bool:
-    """Whether PyTorch's own all-reduce takes a tensor of this layout on this device."""
+    """Returns True if PyTorch's own all-reduce accepts a tensor of this layout on this device."""
     return tensor.layout is torch.strided or tensor.device.type == "cpu"
 
 
 @torch.no_grad()
 def sum_gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Replaces a sparse ``tensor`` (COO, of any sparse and dense dimensions) by its sum over the ranks, the same bits
-    on all; returns it."""
+    """Replaces a sparse ``tensor`` (COO, any sparse and dense dimensions) by its sum over the ranks, and returns it.
+    The sum is bitwise the same on all ranks. All ranks must call this together."""
     own = tensor.coalesce()
     ranks = dist.get_world_size(group)
     count = torch.tensor([own.indices().shape[1]], device=own.device)

@@ -1,2 +1,2 @@
-"""What strategies are built of: precision, compiling, recomputation, offloading, optimizers and checks. No strategy
-is known here."""
+"""Components of strategies: precision, compilation, activation checkpointing, offload, optimizers and checks. This
+package knows no strategy."""

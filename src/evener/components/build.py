@@ -1,7 +1,7 @@
-"""What a task's functions build, checked: an optimizer that trains all of the model and nothing else.
+"""Builds a task's optimizer and scheduler, and checks that the optimizer trains the whole model and nothing else.
 
-An optimizer that misses parameters raises no error: they stay as they were drawn, on one device as on many, and only
-the result is worse. So what it holds is compared with the model here.
+An optimizer that misses parameters raises no error. The parameters keep their initial values, and only the result is
+worse. So the optimizer's parameters are compared with the model's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from evener.nn.fqn import clean_names, unwrapped
 
 
 def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the model's parameters where they are.
+    """Builds the optimizer of the model's parameters, which are on their final device.
 
-    ``Task.optimizer`` is given a list of the parameters, each once, in the order of ``model.named_parameters()``. A
-    factory says by its first parameter that it wants something else: called ``named_parameters`` it gets a list of
-    pairs ``(name, parameter)``, called ``model`` or annotated as ``nn.Module`` the model itself.
+    ``Task.optimizer`` is called with a list of the parameters, each once, in the order of ``model.named_parameters()``.
+    The name of its first parameter can request something else: ``named_parameters`` gets a list of pairs ``(name,
+    parameter)``; ``model``, or an annotation ``nn.Module``, gets the model itself.
 
     Warns:
-        UserWarning: With the names, where parameters that require a gradient are in no group.
+        UserWarning: If parameters that require a gradient are in no group. Lists their names.
 
     Raises:
-        TaskError: If the task built something else; if the optimizer needs a closure, holds tensors that are no
-            parameters of the model, or has an empty group while there are parameters in none.
+        TaskError: If the task returns something else; if the optimizer needs a closure, holds tensors that are no
+            parameters of the model, or has an empty group while some parameters are in none.
     """
     optimizer = task.optimizer(_what_is_asked_for(task.optimizer, model))
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -50,10 +50,10 @@ def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
 def build_scheduler(
     task: Task, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """The task's scheduler, if it has one.
+    """Builds the task's learning rate scheduler. Returns None if the task has none.
 
     Raises:
-        TaskError: If it is one that has to be told a metric, or none at all.
+        TaskError: If it is a ReduceLROnPlateau, which needs a metric, or no scheduler at all.
     """
     scheduler = task.scheduler(optimizer) if task.scheduler else None
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -70,15 +70,13 @@ def build_scheduler(
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raises:
-    TaskError: If there is nothing to train.
-    """
+    """Raises TaskError if the model has no trainable parameter."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError(f"the model {type(model).__name__} has no parameter that requires a gradient")
 
 
 def explaining_model_errors(task: Task) -> AbstractContextManager[None]:
-    """Around the call of ``Task.model``: an error for want of a GPU becomes one that says what to do.
+    """Context for the call of ``Task.model``: replaces an error about a missing GPU by one that says what to do.
 
     Raises:
         TaskError: In place of PyTorch's error, and chained to it.
@@ -96,10 +94,10 @@ def _what_is_asked_for(factory: Any, model: nn.Module) -> Any:
 
 
 def _first_parameter(factory: Any) -> inspect.Parameter | None:
-    """The parameter that takes the one argument; None where a factory does not tell.
+    """Returns the factory's parameter that takes the one argument. Returns None if its signature is unknown.
 
     Raises:
-        TaskError: If it cannot be called with one argument.
+        TaskError: If the factory cannot be called with one argument.
     """
     try:
         signature = inspect.signature(factory)

@@ -1,4 +1,4 @@
-"""Several tensors sent as one: a message has a cost of its own, however short it is."""
+"""Sends several tensors as one message, because every message has a fixed cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evener.hardware.timers import waiting
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those of one type and device together, which can be sent as one."""
+    """Groups tensors by type and device. The tensors of a group can be sent as one."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -22,7 +22,8 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def sent_as_one(tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> None:
-    """Has ``send`` change one tensor of all of these, dense and of one kind, in place, and them accordingly."""
+    """Concatenates ``tensors``, passes the result to ``send``, which changes it in place, and copies it back. The
+    tensors must be dense, of one type and on one device."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     send(flat)
     for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
@@ -30,7 +31,8 @@ def sent_as_one(tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> Non
 
 
 def broadcast_together(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Gives all ranks of ``group`` the tensors of its rank ``source``, in a message for each kind."""
+    """Broadcasts the tensors of rank ``source`` of ``group``, with one message for each type and device. All ranks must
+    call this together."""
     for alike in by_kind(tensors):
         with waiting():
             sent_as_one(alike, partial(dist.broadcast, group=group, group_src=source))

@@ -1,14 +1,15 @@
-"""Models that ``torch.compile`` makes faster: whole, or block by block.
+"""Compiles models with ``torch.compile``, as a whole or block by block.
 
-What a model repeats is compiled once for all its blocks: they have the same code, and other weights. Shares of a batch
-change, so that graphs are made for any number of samples; only 1 has one of its own. A graph that is made in mid-run
-all the same takes seconds, which are no part of a rank's speed: the balancer does not learn from such a step.
+Repeated blocks of a model have the same code and different weights, so that they are compiled once. Load balancing
+changes the number of samples, so that graphs are compiled for any number; only the number 1 gets a graph of its own. If
+a graph is compiled in mid-run all the same, it takes seconds, which do not count as the rank's speed: the balancer
+ignores such a step.
 
-Compiled code is compared with the code that it was made of, and a block of which it computes something else runs
-uncompiled: see :mod:`evener.components.compile_check.graph`.
+The results of compiled code are compared with those of the original code. A block with wrong results runs uncompiled:
+see :mod:`evener.components.compile_check.graph`.
 
-Compiled functions take the place of ``forward`` of single modules, inside of all that strategies and policies put
-around them: no hook, no exchange of gradients and no autocast is part of a graph.
+Compiled functions replace the ``forward`` of single modules, inside everything that strategies and precision policies
+wrap around them. So hooks, gradient synchronization and autocast are in no graph.
 """
 
 from __future__ import annotations
@@ -38,26 +39,28 @@ BLOCKS, WHOLE, AUTO = "blocks", "whole", "auto"
 
 @dataclass(frozen=True)
 class Compiling:
-    """How a model is compiled."""
+    """Settings for compiling a model."""
 
     how: str | None = None
-    """``blocks``, ``whole``, ``auto`` for the first where there are any, or None."""
+    """``blocks`` compiles repeated blocks, ``whole`` the whole model, ``auto`` blocks if there are any. None compiles
+    nothing."""
     mode: str | None = None
-    """``torch.compile``'s: such as ``reduce-overhead``, which replays a CUDA graph for each number of samples."""
+    """The mode of ``torch.compile``: for example ``reduce-overhead``, which replays a CUDA graph for each number of
+    samples."""
     backend: str = "inductor"
     check: str = "replace"
-    """What becomes of compiled code that differs from the code it was made of: ``replace`` computes with that instead,
-    ``stop`` ends the run; ``no`` compares nothing."""
+    """Reaction to compiled code with wrong results: ``replace`` runs the original code instead, ``stop`` ends the run,
+    ``no`` makes no comparison."""
 
     def apply(self, model: nn.Module, kind: str, cut_open: bool = False) -> Graphs:
-        """Compiles, when it is first called, what is to be compiled.
+        """Replaces the ``forward`` of the chosen modules by functions that are compiled at their first call.
 
         Args:
-            kind: Of device.
-            cut_open: Whether no rank calls the model as one.
+            kind: The type of device.
+            cut_open: True if a pipeline divides the model, so that no rank calls it as a whole.
 
         Raises:
-            ConfigurationError: If there is nothing of the kind, or no compiler.
+            ConfigurationError: If there is nothing to compile, or no C++ compiler.
         """
         findings, strict = Findings(), self.check == "stop"
         if self.how is None:
@@ -73,7 +76,7 @@ class Compiling:
         _lend_globals(model)
         for name in names:
             module = model.get_submodule(name)
-            module.forward = Forward(module.forward, self, Caller(clean_name(name), module, findings))
+            module.forward = CompiledForward(module.forward, self, Caller(clean_name(name), module, findings))
         return Graphs(tuple(map(clean_name, names)), findings, strict)
 
     def _chosen(self, model: nn.Module) -> tuple[str, ...]:
@@ -86,7 +89,7 @@ class Compiling:
         return blocks or ("",)
 
     def function(self, forward: Any) -> Any:
-        """``forward``, compiled when it is first called."""
+        """Returns ``forward`` as a function that is compiled at its first call."""
         if self.check == "no":
             return torch.compile(
                 forward, backend=backend_called(self.backend, self.mode, fallback_random=True)
@@ -94,8 +97,8 @@ class Compiling:
         return torch.compile(forward, backend=Compared(self.backend, self.mode))
 
 
-class Forward:
-    """In the place of the ``forward`` of a module."""
+class CompiledForward:
+    """Replaces the ``forward`` of a module by compiled code."""
 
     def __init__(self, inner: Any, compiling: Compiling, caller: Caller) -> None:
         self._inner, self._compiling, self._caller = inner, compiling, caller
@@ -109,13 +112,14 @@ class Forward:
             return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """A copy of the module compiles its own."""
-        return Forward, (self._inner, self._compiling, self._caller)
+        """Makes a copied module compile its own function."""
+        return CompiledForward, (self._inner, self._compiling, self._caller)
 
 
 def _lend_globals(model: nn.Module) -> None:
-    """What the code of a script or a notebook refers to is put into the module that the code says it is from, where
-    torch.compile looks for it: a class that came to this process by value has brought globals of its own."""
+    """Copies the globals of the modules' functions into the Python module that the functions name as their own, where
+    torch.compile looks them up. Needed for classes of a script or notebook that were pickled by value: they bring
+    globals of their own."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     for function in (value for kind in kinds for value in vars(kind).values()):
         if isinstance(function, FunctionType) and function.__globals__.get("__name__") in sys.modules:
@@ -131,12 +135,12 @@ def _mark(leaf: Any) -> Any:
 
 
 class Graphs:
-    """What was compiled on this rank.
+    """The compiled modules of this rank.
 
     Args:
-        names: Of the modules that are; none if nothing is to be compiled.
-        findings: Of code that computes something else.
-        strict: Whether that ends the run.
+        names: The names of the compiled modules. Empty if nothing is to be compiled.
+        findings: Wrong results of compiled code.
+        strict: True if wrong results end the run.
     """
 
     def __init__(
@@ -150,37 +154,37 @@ class Graphs:
 
     @property
     def made(self) -> int:
-        """Graphs so far."""
+        """The number of graphs compiled so far."""
         return 0 if self._before is None else compiled_so_far().graphs - self._before.graphs
 
     @property
     def breaks(self) -> int:
-        """Places so far at which code could not be compiled, so that a graph ends there."""
+        """The number of graph breaks so far: places where code could not be compiled."""
         return 0 if self._before is None else compiled_so_far().breaks - self._before.breaks
 
     @property
     def untold(self) -> int:
-        """What this rank has found of compiled code, and other ranks do not know yet."""
+        """The number of findings on this rank that other ranks do not know yet."""
         return len(self.findings.untold)
 
     @property
     def uncompiled(self) -> list[str]:
-        """Blocks that are computed uncompiled on all ranks, for the compiled code of some rank was wrong."""
+        """The blocks that all ranks run uncompiled, because compiled code was wrong on some rank."""
         return sorted(name or "the model" for name in self.findings.uncompiled)
 
     def heard(self, step: int) -> None:
-        """Some rank has told with ``step`` that it has found something; all hear it."""
+        """Records that some rank has reported a finding with ``step``. Called on all ranks."""
         self._told_with.add(step)
 
     def check(self, step: int, gather: Callable[[Any], list[Any]]) -> None:
-        """In every update, when all ranks have heard what each told with the steps before.
+        """Called in every update, on all ranks, after they have received each other's messages of earlier steps.
 
         Args:
-            gather: Brings together what all ranks tell; a collective call.
+            gather: Gathers an object of every rank; a collective call.
 
         Raises:
-            ConfigurationError: After the first step, if no rank has compiled anything: nobody else would say so. One
-                whose process has compiled before may have found all its graphs there.
+            ConfigurationError: After the first step, if no rank has compiled a graph. A process that compiled before
+                may have reused its graphs.
             DivergenceError: As :meth:`agree`.
         """
         if self.names and not self._checked and not any(gather(compiled_so_far().graphs)):
@@ -196,13 +200,14 @@ class Graphs:
         self._checked = True
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
-        """All ranks tell what they have found, and compute the same blocks uncompiled.
+        """Exchanges the findings of all ranks, so that all run the same blocks uncompiled. All ranks must call this
+        together.
 
         Args:
-            gather: Brings together what all ranks tell; a collective call.
+            gather: Gathers an object of every rank; a collective call.
 
         Raises:
-            DivergenceError: If something is wrong, and that ends the run.
+            DivergenceError: If results are wrong and ``compile_check=stop``.
         """
         of_ranks = gather(self.findings.untold)
         self.findings.untold = []
@@ -223,7 +228,7 @@ class Graphs:
 
 
 def _warn(words: str) -> None:
-    """On rank 0, for all."""
+    """Warns on rank 0 only."""
     if detect().rank == 0:
         warnings.warn(words, stacklevel=3)
 

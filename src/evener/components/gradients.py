@@ -1,16 +1,15 @@
-"""Gradients, dense and sparse, whole and divided: their norm, clipping, and whether all of them are numbers.
+"""Gradients, dense and sparse, whole and divided: their norm, clipping, and a check that all are finite.
 
-Whether they are numbers is asked of what a rank adds, before it is lost in the sum of all. One sum over many elements
-is cheap; that they are searched for the parameter at fault costs thirty times as much, and is done on a CPU only where
-the sum says that there is one::
+The check looks at a rank's own gradients before they are summed over the ranks. One sum over many elements is cheap.
+The search for the parameter at fault costs thirty times as much; on a CPU it runs only if the sum is not finite::
 
     sum is finite          ─▶ all are                                                     always, 0.1 ms a million
-    sum is not finite      ─▶ look at each; the last in the order of the model, which     once
-                              is the first that backward came to, is named; or none:
-                              finite numbers may add up to more than their type holds
+    sum is not finite      ─▶ look at each; report the last in the order of the model,    once
+                              which is the first that backward reached; or none, if
+                              finite numbers overflow in the sum
 
-A GPU's host cannot ask in between. There the largest of each gradient is taken, and the place of the one that is not
-finite travels with the sums.
+The host must not wait for a GPU in the middle of a step. There, the device checks the largest element of each gradient,
+and the position of a gradient that is not finite is read later, with the losses.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ from evener.components.sharded_tensor.local import local, off_host
 from evener.components.sharded_tensor.shard_spec import by_axes
 from evener.distributed.mesh import Mesh
 from evener.errors import DivergenceError
-from evener.hardware.async_read import Here, Readout, is_late, kept
+from evener.hardware.async_read import Readout, ReadyValue, is_late, kept
 from evener.hardware.timers import waiting
-from evener.torch_internals.norms import largest
-from evener.torch_internals.sparse_values import stored_values
+from evener.torch_internals.optimizers import largest
+from evener.torch_internals.storages import stored_values
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
-    """Scales the gradients so that the 2-norm of all of them, divided ones counted whole, is at most ``max_norm``.
+    """Clips the gradients: scales them so that their total 2-norm, with divided gradients counted whole, is at most
+    ``max_norm``. All ranks must call this together if some are divided.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which takes neither sparse gradients nor those of slices; returns the norm
-    that there was.
+    Works like ``torch.nn.utils.clip_grad_norm_``, but also for sparse gradients and those of shards. Returns the norm
+    before clipping.
     """
     given = list(parameters)
     found = norm_over(given, mesh)
@@ -47,18 +47,19 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Ten
 
 
 class Clipping:
-    """Clips the gradients of every update to one norm, and knows how large they were.
+    """Clips the gradients of every update to a maximum norm, and records their norm.
 
     Args:
-        max_norm: None leaves them as they are.
+        max_norm: The maximum norm. None disables clipping.
     """
 
     def __init__(self, max_norm: float | None) -> None:
         self._max_norm = max_norm
         self.measures = max_norm is not None
-        """Whether the norm is taken: set it to have it where nothing is clipped."""
+        """True if the norm is computed. Set it to True to get the norm without clipping."""
         self.norm: Tensor | None = None
-        """Of all gradients in the last update, before clipping; None if it was not taken, or the update left out."""
+        """The norm of all gradients in the last update, before clipping. None if it was not computed or the update was
+        skipped."""
 
     def __call__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
         if self._max_norm is not None:
@@ -68,13 +69,14 @@ class Clipping:
 
 
 def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies the gradients of ``parameters``."""
+    """Multiplies the gradients of ``parameters`` by ``factor``."""
     for value in map(values, _with_gradient(parameters)):
         value.mul_(factor)
 
 
 def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
-    """The 2-norm of all gradients together; a collective call where some are divided. No host waits for it."""
+    """Returns the 2-norm of all gradients together, without making the host wait. If some are divided, all ranks must
+    call this together."""
     groups = by_axes(parameters)
     whole = norm(groups.pop(()))
     if not groups:
@@ -86,14 +88,14 @@ def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
 
 
 def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of the gradients that this rank holds."""
+    """Returns the 2-norm of the gradients that this rank holds."""
     given = list(parameters)
     found = [values(parameter) for parameter in _with_gradient(given)]
     return nn.utils.get_total_norm(found) if found else torch.zeros((), device=_device_of(given))
 
 
 def values(parameter: nn.Parameter) -> Tensor:
-    """The numbers of a parameter's gradient that this rank holds, each place counted once."""
+    """Returns the values of a parameter's gradient that this rank holds. Coalesces a sparse gradient."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return local(parameter.grad)
@@ -102,13 +104,13 @@ def values(parameter: nn.Parameter) -> Tensor:
 
 
 def sparse_weights(model: nn.Module) -> set[Tensor]:
-    """Those whose gradients are sparse."""
+    """Returns the parameters of the model whose gradients are sparse."""
     kinds = nn.Embedding | nn.EmbeddingBag
     return {module.weight for module in model.modules() if isinstance(module, kinds) and module.sparse}
 
 
 def soundness(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """A number that is finite if all gradients are; the host does not wait for it."""
+    """Returns a number that is finite if all gradients are. The host does not wait for it."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.zeros(())
@@ -117,9 +119,10 @@ def soundness(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def sum_of(gradient: Tensor) -> Tensor:
-    """The sum of a gradient's numbers, finite if all of them are.
+    """Returns the sum of a gradient's values, which is finite if all of them are.
 
-    No norm, whose squares may overflow where the gradient does not; nor in half precision, where a sum may.
+    A norm is not used, because squares may overflow when the gradient does not. Half precision is summed in float32,
+    because the sum may overflow.
     """
     numbers = numbers_of(gradient)
     return numbers.sum(dtype=torch.promote_types(numbers.dtype, torch.float32))
@@ -129,53 +132,55 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def number_of(gradient: Tensor) -> float:
-    """The same on the host, which waits for it."""
+    """Returns the same sum as a Python number. The host waits for it."""
     plain = type(gradient) is Tensor and gradient.dtype in _WIDE and not gradient.is_sparse
     return (gradient.sum() if plain else sum_of(gradient)).item()
 
 
 def numbers_of(gradient: Tensor) -> Tensor:
-    """The real numbers of a gradient that this rank holds."""
+    """Returns the values of a gradient that this rank holds, as real numbers."""
     numbers = stored_values(gradient) if gradient.is_sparse else local(gradient)
     return torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Gradients of one device, or pieces of them, by the names of their parameters."""
+"""Returns gradients on one device, or pieces of them, with the names of their parameters."""
 
 
 class Unsound:
-    """Which of a rank's own gradients are not finite, in one step.
+    """Records which of a rank's own gradients in one step are not finite.
 
     Args:
-        names: Of all parameters, in the order of the model.
+        names: The names of all parameters, in the order of the model.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._places = {name: float(place) for place, name in enumerate(names, 1)}
         self._constants: dict[tuple[str, ...], Tensor] = {}
         self.found: list[Readout] = []
-        """0, or the place of a parameter, from 1 on; the largest is meant."""
+        """For each check 0, or the position (from 1) of a parameter with a non-finite gradient. The largest counts."""
 
     def name(self) -> str | None:
-        """That of the parameter whose gradient is not finite, if one is; waits for the device, and forgets."""
+        """Returns the name of a parameter whose gradient is not finite, or None. Waits for the device, and clears the
+        records."""
         place = int(max((place.value() for place in self.found), default=0.0))
         self.found.clear()
         return list(self._places)[place - 1] if place else None
 
-    def of(self, gradients: Named) -> Readout:
-        """Looks at each of ``gradients``; a number that is finite if all of theirs are."""
+    def check_gradients(self, gradients: Named) -> Readout:
+        """Checks each of ``gradients``. Returns a number that is finite if all of them are."""
         return self.of_these([gradient for _, gradient in gradients()], gradients)
 
     def of_these(self, found: Sequence[Tensor], gradients: Named) -> Readout:
-        """The same of gradients that are at hand, whose names are asked for where one is not finite."""
+        """Checks the gradients ``found``. Calls ``gradients`` for the names: on a GPU always, on a CPU only if one is
+        not finite."""
         if not found or not is_late(found[0].device):
             return self._judged(sum(map(number_of, found)), gradients)
         alike = [(name, gradient) for name, gradient in gradients() if numbers_of(gradient).numel()]
-        return self._of_late(alike) if alike else Here(0.0)
+        return self._of_late(alike) if alike else ReadyValue(0.0)
 
     def of_flat(self, flat: Tensor, gradients: Named, number: float | None = None) -> Readout:
-        """The same where all lie in one tensor, ``flat``; with the ``number`` of that, if it is known."""
+        """Checks gradients that are all in one tensor, ``flat``. ``number`` is the sum of ``flat``, if it is known."""
         if not is_late(flat.device):
             return self._judged(sum_of(flat).item() if number is None else number, gradients)
         alike = [each for each in gradients() if each[1].numel()]
@@ -183,10 +188,10 @@ class Unsound:
 
     def _judged(self, number: float, gradients: Named) -> Readout:
         if math.isfinite(number):
-            return Here(number)
+            return ReadyValue(number)
         bad = [self._places[name] for name, each in gradients() if not _is_finite(each)]
-        self.found.append(Here(max(bad, default=0.0)))
-        return Here(math.nan if bad else 0.0)
+        self.found.append(ReadyValue(max(bad, default=0.0)))
+        return ReadyValue(math.nan if bad else 0.0)
 
     def _of_late(self, gradients: Sequence[tuple[str, Tensor]]) -> Readout:
         norms = torch.stack([norm.float() for norm in largest([numbers_of(each) for _, each in gradients])])
@@ -195,7 +200,8 @@ class Unsound:
         return kept(norms.sum(dtype=torch.float64))
 
     def _places_on(self, device: torch.device, names: tuple[str, ...]) -> Tensor:
-        """Made on the device once, for a copy to it would stop the host."""
+        """Returns the positions of the parameters as a tensor. Built on the device once, because a copy to it would
+        make the host wait."""
         if names not in self._constants:
             made = [torch.full((), self._places[name], device=device) for name in names]
             self._constants[names] = torch.stack(made)
@@ -203,7 +209,8 @@ class Unsound:
 
 
 def check_sound(unsound: Sequence[str | None]) -> None:
-    """Raises DivergenceError on all ranks alike, if one of them names a parameter whose gradient is not finite."""
+    """Raises DivergenceError if a rank names a parameter whose gradient is not finite. ``unsound`` has a name or None
+    for each rank."""
     found = next(((rank, name) for rank, name in enumerate(unsound) if name), None)
     if found is not None:
         raise DivergenceError(
@@ -216,13 +223,14 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def named(parameters: Iterable[tuple[str, nn.Parameter]]) -> Named:
-    """The gradients that parameters have, by name."""
+    """Returns a function that returns the existing gradients of the parameters, by name."""
     given = list(parameters)
     return lambda: [(name, p.grad) for name, p in given if p.grad is not None]
 
 
 def _device_of(parameters: list[nn.Parameter]) -> torch.device | None:
-    """Other ranks have a gradient perhaps, and wait for this rank's number on its device."""
+    """Returns the device of the parameters, for a norm of no gradients: other ranks may have some, and wait for this
+    rank's number."""
     return parameters[0].device if parameters else None
 
 
@@ -241,7 +249,7 @@ def _summed(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
 
 
 def first_bad_weight(parameters: Iterable[nn.Parameter]) -> int:
-    """Its place among them, from 1 on; 0 if all that is trained is finite."""
+    """Returns the position (from 1) of the first trained parameter that is not finite. Returns 0 if all are finite."""
     for place, parameter in enumerate(parameters, 1):
         held = local(parameter.detach())
         sound = not parameter.requires_grad or bool(torch.isfinite(held.sum()))

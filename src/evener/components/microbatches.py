@@ -1,4 +1,4 @@
-"""A micro-batch cut into pieces that fill a pipeline, and what they come to put together again."""
+"""Cuts a micro-batch into pieces, as for a pipeline, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from evener.data.batch import MicroBatch, map_leaves
 
 
 def pieces_of(micro: MicroBatch, wanted: int) -> list[MicroBatch]:
-    """``micro`` cut into as many as are wanted, of nearly equal size and with a sample each at least.
+    """Cuts ``micro`` into ``wanted`` pieces of nearly equal size, with at least one sample each.
 
-    What is no tensor with the samples along dimension 0, a graph say, cannot be cut, and stays one.
+    Anything that is no tensor with the samples along dimension 0, such as a graph, cannot be cut and stays one piece.
     """
     samples = len(micro.samples)
     count = min(wanted, samples) if can_be_cut(micro) else 1
@@ -28,39 +28,40 @@ def pieces_of(micro: MicroBatch, wanted: int) -> list[MicroBatch]:
 
 
 def can_be_cut(micro: MicroBatch) -> bool:
-    """Whether it has samples that count, and every tensor a row for each."""
+    """Returns True if it has samples that count, and every tensor has a row for each sample."""
     return bool(micro.weight) and by_samples((micro.inputs, micro.targets), len(micro.samples))
 
 
 def first_piece(micro: MicroBatch, most: int) -> tuple[MicroBatch, MicroBatch | None]:
-    """The first of as few and nearly equal pieces as have at most so many samples, and what is left; None for none."""
+    """Cuts off the first piece, where pieces are as few as possible, nearly equal, and have at most ``most`` samples.
+    Returns the piece and the rest; the rest is None if nothing is left."""
     samples = len(micro.samples)
     size = math.ceil(samples / math.ceil(samples / most))
     return (micro, None) if size == samples else (micro.rows(0, size), micro.rows(size, samples))
 
 
 def by_samples(tree: Any, samples: int) -> bool:
-    """Whether every tensor of ``tree`` has as many rows as there are samples."""
+    """Returns True if every tensor of ``tree`` has ``samples`` rows and everything else is a plain value."""
     fits: list[bool] = []
 
-    def look(leaf: Any) -> Any:
+    def check_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             fits.append(leaf.ndim > 0 and len(leaf) == samples)
         else:
             fits.append(leaf is None or isinstance(leaf, bool | int | float | str))
         return leaf
 
-    map_leaves(look, tree)
+    map_leaves(check_leaf, tree)
     return all(fits)
 
 
 def detached(leaf: Any) -> Any:
-    """A tensor without its graph, anything else as it is."""
+    """Returns a tensor detached from its graph, and anything else unchanged."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """The rows of all of them one below the other, in a tree of their form."""
+    """Concatenates the tensors of trees of the same form, row by row. Returns a tree of that form."""
     form, _ = taken_apart(trees[0])
     columns = zip(*(taken_apart(tree)[1] for tree in trees), strict=True)
     return put_together(form, [torch.cat(column) for column in columns])

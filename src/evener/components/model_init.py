@@ -1,14 +1,14 @@
-"""The task's model on this rank: built, given to the strategy, and filled with the first weights.
+"""Builds the task's model on this rank, and initializes its weights after the strategy has divided it.
 
-First weights are those of rank 0, whatever a model's constructor draws on another. They travel a tensor at a time, and
-each rank keeps of it what it holds, so that no other rank ever needs the whole model at once::
+All ranks get the first weights of rank 0, whatever a model's constructor draws on other ranks. They are broadcast one
+tensor at a time, and each rank keeps its part. So no rank but 0 ever needs memory for the whole model::
 
     rank 0   task.model() on the CPU ──────────────────┬─ tensor by tensor ─▶ its part
     others   task.model() on meta ─▶ parallelize ──────┴────────────────────▶ their parts
 
-A model that is divided is built on PyTorch's meta device, where tensors have shapes and no numbers. Not every model can
-be: one that computes with numbers in its constructor, or holds tensors that are neither parameters nor buffers, is
-built for real.
+A model to divide is built on PyTorch's meta device, where tensors have shapes but no values. A model that computes with
+values in its constructor, or holds tensors that are neither parameters nor buffers, cannot be built there. It is built
+on the CPU.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch.nn.parameter import is_lazy
 
 from evener.components.build import explaining_model_errors
 from evener.components.sharded_tensor.local import local
-from evener.components.sharded_tensor.shard_spec import mark, slice_of
+from evener.components.sharded_tensor.shard_spec import set_shard_spec, shard_spec
 from evener.core.task.task import Task
 from evener.distributed import signals as interrupt
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.dropout import name_dropouts
 from evener.nn.fqn import clean_name
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 
 def build_model(task: Task, seed: int) -> nn.Module:
-    """The task's model as its function makes it, drawn from ``seed``.
+    """Builds the task's model with random numbers from ``seed``.
 
     Raises:
-        TaskError: If it makes something else, or a module whose shapes are not known yet.
+        TaskError: If the task returns no module, or a module with lazy parameters, whose shapes are not known yet.
     """
     torch.manual_seed(seed % 2**63)
     with explaining_model_errors(task):
@@ -59,10 +59,10 @@ def _check_shapes(model: nn.Module) -> None:
 
 
 def build_on_meta(task: Task, seed: int) -> nn.Module | None:
-    """The same without numbers; None if the model cannot be built so.
+    """Builds the task's model on the meta device. Returns None if that is not possible.
 
     Raises:
-        InterruptedRunError: If it was a signal that ended the attempt.
+        InterruptedRunError: If a signal ended the attempt.
     """
     try:
         with torch.device("meta"):
@@ -74,14 +74,14 @@ def build_on_meta(task: Task, seed: int) -> nn.Module | None:
 
 
 def _stray_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that nobody will find to fill, and those that are real already."""
+    """Yields tensors that cannot be found later to be initialized, and tensors that are not on the meta device."""
     for module in model.modules():
         yield from (value for value in vars(module).values() if isinstance(value, Tensor))
     yield from (tensor for tensor in named_tensors(model).values() if not tensor.is_meta)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers as the model holds them, under every name by which they are known."""
+    """Returns the parameters and buffers as the model holds them, under each of their names."""
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
@@ -89,9 +89,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The model on its device in its type; what was on the meta device is memory without numbers then.
+    """Moves the model to its device and data type. Tensors on the meta device get uninitialized memory.
 
-    ``Module.to_empty`` would do, but it gives tied parameters a memory each, and forgets which are slices.
+    ``Module.to_empty`` is not used: it gives tied parameters separate memory, and loses the marks of shards.
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -113,25 +113,26 @@ def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype | None
 
 @contextmanager
 def marks_kept(model: nn.Module) -> Iterator[None]:
-    """``Module.to`` puts another tensor in the place of a buffer, and exchanges the inner part of a DTensor for one
-    without a mark."""
+    """Keeps the marks of shards within a block that calls ``Module.to``, which replaces buffers, and replaces the local
+    tensor of a DTensor by one without mark."""
     marked = [
         (held, name, piece)
         for module in model.modules()
         for held in (own_parameters(module), own_buffers(module))
         for name, tensor in held.items()
-        if tensor is not None and (piece := slice_of(tensor))
+        if tensor is not None and (piece := shard_spec(tensor))
     ]
     yield
     for held, name, piece in marked:
         tensor = held[name]
         assert tensor is not None
-        mark(tensor, piece)
+        set_shard_spec(tensor, piece)
 
 
 @contextmanager
 def _complex_kept(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """``Module.to`` takes the real parts of complex tensors alone; here they get the complex type of that precision."""
+    """Keeps complex tensors complex within a block that calls ``Module.to``, which would drop their imaginary parts.
+    They get the complex type of the same precision."""
     kept = [
         (held, name, tensor.data.to(device, in_type(tensor, dtype)))
         for module in model.modules()
@@ -151,10 +152,11 @@ def _complex_kept(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def in_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type of ``tensor`` where floating numbers are of ``dtype``: complex ones have a type of that precision.
+    """Returns the type of ``tensor`` when floating-point numbers have type ``dtype``. Complex tensors get the complex
+    type of that precision.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If there is no such complex type.
     """
     if tensor.is_floating_point():
         return dtype
@@ -176,7 +178,7 @@ def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
-    vars(made).update(vars(tensor))  # which slice it is, and what the user says of it
+    vars(made).update(vars(tensor))  # its shard mark, and attributes that the user has set
     return made
 
 
@@ -184,13 +186,14 @@ def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
 def share_first_weights(
     model: nn.Module, source: nn.Module | None, group: dist.ProcessGroup | None, is_source: bool
 ) -> None:
-    """Fills the model with the tensors of rank 0's ``source``, of which each rank keeps its part. A collective call.
+    """Fills the model with the tensors of rank 0's ``source``. Each rank keeps its part. All ranks must call this
+    together.
 
     Args:
-        model: Placed on the device.
-        source: Rank 0's whole model; None on other ranks, or where the model itself is whole everywhere.
-        group: All ranks; None for one rank alone.
-        is_source: Whether this is rank 0.
+        model: The model on its device.
+        source: The whole model on rank 0. None on other ranks, or if ``model`` itself is whole on all ranks.
+        group: All ranks. None for a single rank.
+        is_source: True on rank 0.
     """
     whole = named_tensors(source) if source is not None else {}
     seen: set[int] = set()
@@ -209,19 +212,19 @@ def _share(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> No
     if tensor.layout is not torch.strided:
         _share_sparse(tensor, given, group)
         return
-    piece = slice_of(tensor)
+    piece = shard_spec(tensor)
     shape = piece.whole_shape(local(tensor).shape) if piece else tensor.shape
     if given is None:
         whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     else:
         whole = given.detach().to(device=tensor.device, dtype=tensor.dtype).contiguous()
-    as_bytes = whole.view(-1).view(torch.uint8)  # NCCL does not know every type
+    as_bytes = whole.view(-1).view(torch.uint8)  # NCCL does not support every type
     dist.broadcast(as_bytes, group=group, group_src=0)
     _keep(tensor, whole)
 
 
 def _share_sparse(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> None:
-    """No backend broadcasts a sparse tensor; they are buffers, and small."""
+    """Broadcasts a sparse tensor as an object, because no backend broadcasts sparse tensors. They are small buffers."""
     values = [given.detach().cpu() if given is not None else None]
     dist.broadcast_object_list(values, group=group, group_src=0)
     assert values[0] is not None
@@ -229,12 +232,12 @@ def _share_sparse(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup
 
 
 def _keep(tensor: Tensor, whole: Tensor) -> None:
-    piece = slice_of(tensor)
+    piece = shard_spec(tensor)
     local(tensor).copy_(piece.part(whole) if piece else whole)
 
 
 def whole_size(model: nn.Module) -> int:
-    """Numbers that are trained, of the whole model, of which this rank may hold a part."""
-    pairs = [(each, slice_of(each)) for each in model.parameters() if each.requires_grad]
+    """Returns the number of trained values of the whole model, of which this rank may hold only a part."""
+    pairs = [(each, shard_spec(each)) for each in model.parameters() if each.requires_grad]
     shapes = [piece.whole_shape(local(each).shape) if piece else each.shape for each, piece in pairs]
     return sum(math.prod(shape) for shape in shapes)

@@ -15,10 +15,10 @@ from evener.nn.attention_dispatch import attending
 
 
 class Replica(nn.Module):
-    """The model and its loss as one module: from a micro-batch to the sum of its terms.
+    """The model and its loss as one module: maps a micro-batch to its summed loss.
 
-    That the loss is inside lets a placeholder run through every module and hook like any sample, and count for
-    nothing.
+    Because the loss is inside the module, a placeholder runs through every module and hook like any sample, and then
+    counts for nothing.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, forward: Forward) -> None:
@@ -34,12 +34,12 @@ class Replica(nn.Module):
 
 
 def term_of(loss: Loss, outputs: Tree, micro: MicroBatch) -> Tensor:
-    """The sum of the terms of a micro-batch; for a placeholder 0, and so is the gradient of its outputs.
+    """Returns the summed loss of a micro-batch. For a placeholder, the loss and the gradient of the outputs are 0.
 
-    Both are zero also where the placeholder's own loss, or its gradient, is infinite or NaN, of which 0 times is NaN.
+    They are 0 even if the placeholder's own loss or gradient is infinite or NaN. (Multiplying by 0 would give NaN.)
 
     Raises:
-        LossError: If it is not one number.
+        LossError: If the loss is not a single number.
     """
     if not micro.weight:
         outputs = map_leaves(_without_gradient, outputs)
@@ -51,7 +51,7 @@ def term_of(loss: Loss, outputs: Tree, micro: MicroBatch) -> Tensor:
 
 
 def _without_gradient(leaf: Any) -> Any:
-    """Backward goes on behind it, through all modules, and brings nothing."""
+    """Makes the gradient of an output zero. Backward still runs through all modules."""
     if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
         leaf.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     return leaf

@@ -1,4 +1,4 @@
-"""What a model repeats: the blocks that are compiled once for all, and computed twice to take less memory."""
+"""Finds the repeated blocks of a model. They are compiled once for all, or recomputed in backward to save memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from torch import nn
 
 _LEAST = 2
-"""Modules of one kind in a list that make them blocks."""
+"""Minimum number of modules of one class in a list that makes them blocks."""
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the modules that are repeated: in a list, of a class that is there at least twice, and with weights in
-    modules of their own; outermost ones only."""
+    """Yields the names of repeated modules: in a list that has at least two of their class, and with submodules. Only
+    the outermost ones."""
 
     def within(module: nn.Module, path: str) -> Iterator[str]:
         kinds = Counter(map(type, _blocks_in(module)))
@@ -28,7 +28,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[str]:
 
 
 def _blocks_in(module: nn.Module) -> list[nn.Module]:
-    """The blocks of a list: what has modules inside."""
+    """Returns the modules of a list that have submodules."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     return [child for child in module if any(child.children()) and not isinstance(child, nn.ModuleList)]

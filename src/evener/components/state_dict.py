@@ -1,13 +1,12 @@
-"""The state of a model and its optimizer, by the names of parameters.
+"""Saves and loads the state of a model and its optimizer by parameter names.
 
-PyTorch keeps an optimizer's state by number, in the order in which parameters were handed over: a strategy that hands
-them over in another order, or in pieces, would take up the wrong ones in silence. By name it does not matter who holds
-what. Names are those of the plain model, without what DDP and ``torch.compile`` put into them; weights that are tied
-stand under each of theirs.
+PyTorch numbers an optimizer's state in the order of the parameters. A strategy that passes them in another order, or in
+pieces, would silently load the wrong state. With names, it does not matter which rank holds what. Names are those of
+the plain model, without the prefixes of DDP and ``torch.compile``. Tied weights are saved under each of their names.
 
-The model's part goes through ``torch.distributed.checkpoint.state_dict``. Of the optimizer's only the form is taken
-from there: its function takes a step with zero gradients to make room in an optimizer that has taken none, which counts
-in Adam's bias correction, fails in SparseAdam, and moves weights where a learning rate is no number of a group.
+The model's state goes through ``torch.distributed.checkpoint.state_dict``. For the optimizer, only the format is taken
+from there. Its function steps a new optimizer with zero gradients to create the state: this counts in Adam's bias
+correction, fails in SparseAdam, and changes weights if a learning rate is not a plain number.
 
 ::
 
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from evener.components.model_init import named_tensors
 from evener.components.optim.eight_bit import kept_as, name_of, plain
 from evener.components.sharded_tensor.local import as_held, local
-from evener.components.sharded_tensor.shard_spec import Slice, slice_of
+from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
 from evener.core.text import few
 from evener.data.batch import map_leaves
 from evener.distributed.mesh import Mesh
@@ -39,34 +38,35 @@ from evener.hardware.memory.counters import UNCOUNTED
 from evener.nn.context import outside
 from evener.nn.fqn import clean_name
 
-Cut = Callable[[Tensor, Slice], Tensor]
-"""This rank's piece of what was saved of a divided tensor."""
+Cut = Callable[[Tensor, ShardSpec], Tensor]
+"""Cuts this rank's piece out of the saved tensor, given the shard."""
 _OF_DEVICE = ("foreach", "fused", "capturable")
-"""Options that say how a device updates, not what: those of the optimizer at hand stay, for what was saved may be of
-another device or strategy, to which a kernel is unknown."""
+"""Optimizer options that choose an implementation and do not change the result. Loading keeps the current ones, because
+the saved ones may belong to another device or strategy."""
 Load = Callable[[dict[str, Any]], None]
-"""An optimizer's ``load_state_dict``."""
+"""Loads an optimizer's state, as ``load_state_dict`` does."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """The state as this rank holds it: the live tensors, not copies."""
+class HeldState:
+    """The state that this rank holds: the live tensors, not copies."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
-    slices: dict[str, Slice]
-    """Of the divided parameters and buffers."""
+    slices: dict[str, ShardSpec]
+    """The shards of the divided parameters and buffers."""
 
-    def slice_of(self, name: str, value: Any) -> Slice | None:
-        """The slice that ``value``, the parameter ``name`` or an optimizer's state of it, is; None if it is whole."""
+    def shard_spec(self, name: str, value: Any) -> ShardSpec | None:
+        """Returns the shard that ``value`` is: the parameter ``name``, or optimizer state of it. Returns None if it is
+        whole."""
         piece = self.slices.get(name)
         parameter = self.model.get(name)
         alike = isinstance(value, Tensor) and isinstance(parameter, Tensor) and value.shape == parameter.shape
         return piece if alike else None
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Every dense tensor: its key, the parameter or buffer it belongs to, itself, or the numbers that its codes
-        stand for."""
+        """Yields every dense tensor: its key, the name of its parameter or buffer, and the tensor. Quantized state is
+        dequantized."""
         for name, value in self.model.items():
             if _is_dense(value):
                 yield f"model/{name}", name, value
@@ -80,10 +80,10 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
-    """The state of both, as this rank holds it."""
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
+    """Returns the state of both, as this rank holds it."""
     names = _names(model)
-    with outside():  # in the midst of a step too, in which divided layers keep their weights to themselves
+    with outside():  # also in the middle of a step, when divided layers hide their weights
         of_model: dict[str, Any] = {name: _held(value) for name, value in get_model_state_dict(model).items()}
     state = {
         names[p]: {key: _held(value) for key, value in entries.items()}
@@ -94,8 +94,8 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
         {**{key: value for key, value in group.items() if key != "params"}, "params": _listed(group, names)}
         for group in optimizer.param_groups
     ]
-    slices = {name: piece for name, tensor in named_tensors(model).items() if (piece := slice_of(tensor))}
-    return Held(of_model, {"class": name_of(optimizer), "state": state, "groups": groups}, slices)
+    slices = {name: piece for name, tensor in named_tensors(model).items() if (piece := shard_spec(tensor))}
+    return HeldState(of_model, {"class": name_of(optimizer), "state": state, "groups": groups}, slices)
 
 
 def _held(value: Any) -> Any:
@@ -110,11 +110,11 @@ def _listed(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str]:
     return [names.get(parameter, "") for parameter in group["params"]]
 
 
-def whole(found: Held, mesh: Mesh) -> dict[str, Any]:
-    """The state as one device would hold it, copied to the CPU. A collective call where something is divided."""
+def whole(found: HeldState, mesh: Mesh) -> dict[str, Any]:
+    """Returns the whole state, copied to the CPU. If something is divided, all ranks must call this together."""
 
     def copied(name: str, value: Any) -> Any:
-        piece = found.slice_of(name, value)
+        piece = found.shard_spec(name, value)
         return _copy(piece.gather(plain(value), mesh)) if piece else map_leaves(_copy, plain(value))
 
     return {
@@ -133,25 +133,25 @@ def whole(found: Held, mesh: Mesh) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    with made_as(UNCOUNTED):  # of the host's memory, and not of what training takes
+    with made_as(UNCOUNTED):  # host memory that is not counted as memory of the training
         return value.detach().cpu().clone()
 
 
-def take(
+def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     found: Mapping[str, Any],
     cut: Cut | None,
     load: Load | None = None,
 ) -> None:
-    """Takes up a state, of which the tensors given stay the giver's own.
+    """Loads a state. The given tensors are copied.
 
     Args:
-        cut: Makes this rank's piece of what was saved whole; None where pieces are given.
-        load: Takes up the optimizer's; None is its own ``load_state_dict``.
+        cut: Cuts this rank's piece out of a whole saved tensor. None if ``found`` holds pieces.
+        load: Loads the optimizer's state. None uses its own ``load_state_dict``.
 
     Raises:
-        ConfigurationError: If it is of another model or optimizer; nothing has changed then.
+        ConfigurationError: If the state belongs to another model or optimizer. Nothing has changed in this case.
     """
     own = held(model, optimizer)
     _check_model(own, found["model"], cut)
@@ -168,7 +168,7 @@ def take(
 
     def taken(name: str, value: Any) -> Any:
         part = piece(name, value, own.model[name])
-        return as_held(part, tensors[name]) if own.slice_of(name, part) else part
+        return as_held(part, tensors[name]) if own.shard_spec(name, part) else part
 
     weights = {name: taken(name, value) for name, value in found["model"].items()}
     with outside():
@@ -188,7 +188,7 @@ def take(
 
 
 class _Made(Mapping[int, Any]):
-    """By number, and made when it is asked for, so that not all of it need be there at once."""
+    """A mapping by number whose values are made on access, so that they need not all be in memory at once."""
 
     def __init__(self, makers: Mapping[int, Callable[[], Any]]) -> None:
         self._makers = makers
@@ -211,11 +211,11 @@ def _load_optimizer(
     entries_of: Callable[[str], dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Through the optimizer's own ``load_state_dict``, which wants numbers and keeps the tensors of ``state``."""
+    """Loads the state through ``load``, which expects numbers and keeps the tensors of ``state``."""
     numbers: dict[str, int] = {}
     listed = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        # In the order that they have here: what was saved may list them in another.
+        # Numbered in the order of this optimizer; the saved order may differ.
         own = [numbers.setdefault(names[parameter], len(numbers)) for parameter in group["params"]]
         kept = {key: _alike(value, group.get(key)) for key, value in saved.items() if key not in _OF_DEVICE}
         listed.append({**group, **map_leaves(_own, kept), "params": own})
@@ -228,13 +228,13 @@ def _own(value: Any) -> Any:
 
 
 def _alike(value: Any, like: Any) -> Any:
-    """An option of a group as a tensor where the optimizer has it so, and as a number where it has not."""
+    """Converts an option of a group to a tensor or a number, as the optimizer has it."""
     if isinstance(like, Tensor) and isinstance(value, float | int):
         return torch.full_like(like, value)
     return value.item() if isinstance(value, Tensor) and isinstance(like, float | int) else value
 
 
-def _check_model(own: Held, saved: Mapping[str, Any], cut: Cut | None) -> None:
+def _check_model(own: HeldState, saved: Mapping[str, Any], cut: Cut | None) -> None:
     lacking, strange = sorted(own.model.keys() - saved.keys()), sorted(saved.keys() - own.model.keys())
     if lacking or strange:
         raise ConfigurationError(
@@ -252,7 +252,7 @@ def _check_model(own: Held, saved: Mapping[str, Any], cut: Cut | None) -> None:
 
 
 def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError if the saved state is that of another kind of optimizer."""
+    """Raises ConfigurationError if the saved state belongs to another class of optimizer."""
     if saved["class"] != name_of(optimizer):
         raise ConfigurationError(
             f"the checkpoint is of a {saved['class']}, the task's optimizer is a {name_of(optimizer)}: what one keeps "
@@ -270,7 +270,7 @@ def _check_optimizer(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def rates_as_in(optimizer: torch.optim.Optimizer, scheduler: dict[str, Any]) -> dict[str, Any]:
-    """What a scheduler has saved, with rates as numbers unless the optimizer has them as tensors."""
+    """Returns a scheduler's saved state, with learning rates as numbers unless the optimizer has them as tensors."""
     if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
         return scheduler
     found: dict[str, Any] = map_leaves(_as_number, scheduler)
@@ -282,9 +282,7 @@ def _as_number(value: Any) -> Any:
 
 
 def check_form(found: Mapping[str, Any]) -> None:
-    """Raises:
-    ConfigurationError: If it is not what an engine's ``state_dict`` gives.
-    """
+    """Raises ConfigurationError if ``found`` is no state from an engine's ``state_dict``."""
     lacking = [part for part in ("progress", "model", "optimizer") if part not in found]
     if lacking:
         raise ConfigurationError(

@@ -1,12 +1,12 @@
-"""Which parameters are trained, asked anew in every step: fine-tuning freezes and thaws layers in mid-run.
+"""Tracks which parameters are trained in each step, because fine-tuning may freeze and unfreeze layers in mid-run.
 
-What sums gradients is set up for those that are trained at first, and goes on with them::
+Gradient synchronization is set up for the parameters that are trained at the start, and keeps to them::
 
-    frozen since    the rank gives zeros to the sum, and the gradient is forgotten
-    thawed since    summed by itself before the update, when it is known that all ranks have thawed the same
+    frozen since    the rank contributes zeros to the sum, and drops the gradient
+    thawed since    summed separately before the update, once all ranks are known to have thawed the same
 
-Ranks tell each other with their row of a step which parameters they train (`changes`). One that finds a change waits
-for the rows, so that it sums nothing that the others do not.
+In every step the ranks exchange which parameters they train (`changes`). A rank with a change waits for this message,
+so that it sums nothing that other ranks do not sum.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import nn
 from evener.errors import ConfigurationError
 
 
-class Trained:
-    """The parameters of a model that require a gradient, at first and now.
+class TrainableParameters:
+    """The parameters of a model that require a gradient, at the start and now.
 
     Args:
-        names: Of all parameters.
+        names: The names of all parameters.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self._names = names
         self.first = [p for p in names if p.requires_grad]
-        """Those that are trained at first."""
+        """The parameters that are trained at the start."""
         self.frozen: list[nn.Parameter] = []
-        """Those of them that no more are."""
+        """Parameters of ``first`` that are frozen now."""
         self.thawed: list[nn.Parameter] = []
-        """Others that now are."""
+        """Parameters not in ``first`` that are trained now."""
         self._now = [p.requires_grad for p in names]
 
-    def look(self, strategy: str, follows: bool, in_backward: bool = False) -> bool:
-        """Takes in what is trained now; whether that has changed since the last look.
+    def update(self, strategy: str, follows: bool, in_backward: bool = False) -> bool:
+        """Updates the lists. Returns True if the trained parameters have changed since the last call.
 
         Args:
-            follows: Whether ``strategy`` can follow a change.
-            in_backward: Whether parameters are updated in backward, which was set up for those of the beginning.
+            follows: True if ``strategy`` supports a change.
+            in_backward: True if parameters are updated in backward, which does not support a change.
 
         Raises:
-            ConfigurationError: If there is a change that cannot be followed.
+            ConfigurationError: If there is a change that is not supported.
         """
         before, self._now = self._now, [p.requires_grad for p in self._names]
         if before == self._now:
@@ -62,7 +62,7 @@ class Trained:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What differs from the beginning, by name; the same on all ranks."""
+        """The differences from the start, one text for each parameter. They must be the same on all ranks."""
         return (
             *(f"{self._names[p]} is frozen" for p in self.frozen),
             *(f"{self._names[p]} is thawed" for p in self.thawed),
@@ -70,7 +70,7 @@ class Trained:
 
     @contextmanager
     def as_at_first(self) -> Iterator[None]:
-        """Those that were frozen since can get a gradient within."""
+        """Lets the frozen parameters get gradients within the block."""
         for parameter in self.frozen:
             parameter.requires_grad_(True)
         try:
@@ -81,7 +81,7 @@ class Trained:
 
 
 def check_trained_alike(changes: Sequence[tuple[str, ...]], step: int | None = None) -> None:
-    """Raises ConfigurationError, on all ranks alike, if these changes, by rank, are not the same."""
+    """Raises ConfigurationError if ``changes``, which has an entry for each rank, differs between ranks."""
     ranks: dict[tuple[str, ...], list[str]] = {}
     for rank, one in enumerate(changes):
         ranks.setdefault(one, []).append(str(rank))
@@ -95,6 +95,6 @@ def check_trained_alike(changes: Sequence[tuple[str, ...]], step: int | None = N
 
 
 def in_short(changes: tuple[str, ...]) -> str:
-    """The first few of ``changes``, and how many there are."""
+    """Returns the first few changes, and the number of the others, as a text."""
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return f"{', '.join(changes[:3]) or 'all are trained as at first'}{more}"

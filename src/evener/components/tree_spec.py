@@ -1,8 +1,8 @@
-"""What crosses a cut: a tree of tensors, told once in words and from then on sent as tensors alone.
+"""Splits a tree of tensors, sent between pipeline stages, into a description that is sent once and the tensors.
 
-The tree's form, the shapes, and what is no tensor follow from the shapes of the model's inputs, which both ranks know.
-So a rank describes what it sends the first time that inputs of these shapes pass, and the host of a receiver waits for
-words no more.
+The tree's form, the shapes and the values that are no tensors follow from the shapes of the model's inputs, which both
+ranks know. So a rank sends the description only the first time that inputs of these shapes occur. From then on, the
+receiver's host needs to wait for no description.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 from evener.data.batch import map_leaves
 
 
-class Hole:
-    """The place of a tensor in a tree."""
+class TensorSlot:
+    """A placeholder for a tensor in a tree, with its shape and type."""
 
     def __init__(self, tensor: Tensor, number: int) -> None:
         self.number = number
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         self.trained = tensor.requires_grad
-        """Whether a gradient comes back."""
+        """True if a gradient is sent back."""
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def room(self, device: torch.device) -> Tensor:
-        """Memory for the tensor."""
+        """Returns an uninitialized tensor of this shape and type."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hole) and vars(self) == vars(other)
+        return isinstance(other, TensorSlot) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash(self.number)
@@ -44,49 +44,50 @@ class Hole:
         kind = str(self.dtype).removeprefix("torch.")
         return f"{kind} {self.shape}{', with a gradient' if self.trained else ''}"
 
-    def to(self, *_: object) -> Hole:
-        """Makes it a leaf of trees."""
+    def to(self, *_: object) -> TensorSlot:
+        """Returns the slot itself. An object with a ``to`` method is a leaf of trees."""
         return self
 
 
 def taken_apart(tree: Any) -> tuple[Any, list[Tensor]]:
-    """The tree with holes in it, and what was there."""
+    """Returns the tree with a slot in place of each tensor, and the tensors."""
     tensors: list[Tensor] = []
 
-    def take(leaf: Any) -> Any:
+    def take_tensor(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         tensors.append(leaf)
-        return Hole(leaf, len(tensors) - 1)
+        return TensorSlot(leaf, len(tensors) - 1)
 
-    return map_leaves(take, tree), tensors
+    return map_leaves(take_tensor, tree), tensors
 
 
-def holes_in(form: Any) -> list[Hole]:
-    """In order."""
-    found: list[Hole] = []
+def holes_in(form: Any) -> list[TensorSlot]:
+    """Returns the slots of a tree, in order."""
+    found: list[TensorSlot] = []
 
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, Hole):
+    def note_slot(leaf: Any) -> Any:
+        if isinstance(leaf, TensorSlot):
             found.append(leaf)
         return leaf
 
-    map_leaves(look, form)
+    map_leaves(note_slot, form)
     return found
 
 
 def put_together(form: Any, tensors: list[Tensor]) -> Any:
-    """The tree with the tensors in its holes."""
-    return map_leaves(lambda leaf: tensors[leaf.number] if isinstance(leaf, Hole) else leaf, form)
+    """Returns the tree with tensors in place of its slots."""
+    return map_leaves(lambda leaf: tensors[leaf.number] if isinstance(leaf, TensorSlot) else leaf, form)
 
 
 def signature(tree: Any) -> str | None:
-    """Equal for trees of equal form and shapes; None if what is in them tells no shape, as words and graphs do not."""
+    """Returns a text that is equal for trees of equal form and shapes. Returns None if the tree has leaves that are not
+    described by it, such as strings or graphs."""
     opaque: list[Any] = []
 
     def described(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return Hole(leaf, 0)
+            return TensorSlot(leaf, 0)
         if leaf is not None and not isinstance(leaf, bool | int | float):
             opaque.append(leaf)
         return leaf

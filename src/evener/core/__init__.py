@@ -1,2 +1,2 @@
-"""What a run is told (settings, tasks, losses) and what it tells (records, observers). No process and no device is
-known here."""
+"""Inputs of a run (settings, tasks, losses) and its outputs (records, observers). Independent of processes and
+devices."""

@@ -1,7 +1,7 @@
-"""How a part of the user's own is called: with those of the offered arguments that it names, as pytest does it.
+"""Calls user-defined components with only the keyword arguments that their signature names, as pytest does.
 
-So the smallest balancer or all-reduce has the smallest constructor, one that wants to know more says so by naming it,
-and what is offered one day does not break what was written before.
+A simple balancer or all-reduce can have a simple constructor; one that needs more names more arguments. If Evener later
+offers further arguments, existing components keep working.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def names_taken(function: Callable[..., Any], offered: dict[str, Any]) -> set[str]:
-    """The names of ``offered`` that ``function`` takes as keyword arguments; all, if it has ``**settings``.
+    """Returns the names in ``offered`` that ``function`` takes as keyword arguments; all, if it has ``**settings``.
 
     Raises:
-        ConfigurationError: It cannot do without an argument that is not offered.
+        ConfigurationError: If ``function`` requires an argument that is not offered.
     """
     parameters = inspect.signature(function).parameters.values()
     missing = [
@@ -38,10 +38,10 @@ def names_taken(function: Callable[..., Any], offered: dict[str, Any]) -> set[st
 
 
 def called_with(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
-    """What ``function`` returns for those of the ``offered`` keyword arguments that it takes.
+    """Calls ``function`` with those of the ``offered`` keyword arguments that it takes, and returns its result.
 
     Raises:
-        ConfigurationError: It cannot do without an argument that is not offered.
+        ConfigurationError: If ``function`` requires an argument that is not offered.
     """
     taken = names_taken(function, offered)
     return function(**{name: value for name, value in offered.items() if name in taken})

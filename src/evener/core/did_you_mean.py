@@ -1,4 +1,4 @@
-"""What may have been meant by a name that there is not."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like it; empty if none is near."""
+    """Returns the known name that is most similar to ``name``; empty if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question with the nearest of the known names; empty if none is near."""
+    """Returns "did you mean X?" with the most similar known name; empty if none is similar."""
     near = nearest(name, known)
     return f"did you mean {near}?" if near else ""

@@ -1,4 +1,4 @@
-"""Sums of float16 and bfloat16, which are not added in their own type: bfloat16 cannot count beyond 256."""
+"""Sums float16 and bfloat16 tensors in float32: in its own precision, bfloat16 cannot count beyond 256."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def is_half(value: object) -> bool:
-    """Whether it is a tensor of one of these types."""
+    """Returns True if ``value`` is a float16 or bfloat16 tensor."""
     return isinstance(value, Tensor) and value.dtype in HALVES
 
 
 def widened(value: Any) -> Any:
-    """A tensor of these types in float32, anything else as it is."""
+    """Converts a float16 or bfloat16 tensor to float32; returns anything else unchanged."""
     return value.float() if is_half(value) else value
 
 
 def added_in_float32(tensor: Tensor, add: Callable[[Tensor], Any]) -> None:
-    """Has ``add`` change a tensor in place; one of these types in float32, of which it is rounded once."""
+    """Applies the in-place operation ``add`` to a tensor. A float16 or bfloat16 tensor is changed in float32, and
+    rounded once at the end."""
     wide = widened(tensor)
     add(wide)
     if wide is not tensor:

@@ -1,7 +1,7 @@
-"""Who is told of a run: the records on disk, the terminal, and whatever the user adds.
+"""Observers of a run: the record file, the terminal output, and user-defined observers.
 
-Observers are told outside of the time that is measured, and of a step when its results are known, which is a step
-late. One of the user's own derives from :class:`Observer` and is given to ``fit`` or ``Engine``.
+Observers are called outside of the measured time. They receive the record of a step when its results are known, which
+is one step later. A user-defined observer derives from :class:`Observer` and is passed to ``fit`` or ``Engine``.
 """
 
 from __future__ import annotations
@@ -16,46 +16,47 @@ from evener.errors import EvenerError
 
 
 class Observer:
-    """Told of start, steps, evaluations, events and end; derive and write what you want to hear of.
+    """Base class of observers: called at the start, after steps and evaluations, at other events, and at the end.
 
-    It is told on rank 0 alone, or with ``everywhere`` on every rank. To reach the ranks it has to be picklable, so that
-    files are opened in ``start``. What it raises ends the run.
+    Override the methods that you need. They are called on rank 0 only, or on every rank if ``everywhere`` is set. An
+    observer is sent to the ranks by pickle, so open files in ``start``. An exception that an observer raises ends the
+    run.
     """
 
     everywhere: bool = False
     ends_because: str = ""
-    """Set to the reason, it ends the run as if it were complete. All ranks stop after the same step: after an
-    evaluation at an epoch's end at once, else some steps after the one that it was told of."""
+    """Set this to a reason to end the run as if it were complete. All ranks stop after the same step: immediately if it
+    is set in an evaluation at the end of an epoch, otherwise a few steps later."""
 
     def start(self, run: RunStart) -> None:
-        """Everything has been set up and the first step is about to be taken."""
+        """Called when everything is set up, before the first step."""
 
     def step(self, record: StepRecord) -> None:
-        """A step was taken, and all ranks have told of it."""
+        """Called after a step, when the results of all ranks are known."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """The model was evaluated."""
+        """Called after an evaluation."""
 
     def event(self, record: Any) -> None:
-        """Something else: a record with ``words``, such as a change of shares."""
+        """Called at any other event, such as a change of shares. The record has a text ``words``."""
 
     def end(self, summary: RunSummary | None) -> None:
-        """The run has ended; ``summary`` is None after an error. Files are closed here."""
+        """Called at the end of the run; ``summary`` is None after an error. Close files here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the observer remembers of the run, as JSON can hold it; checkpoints keep it. Empty if nothing."""
+        """Returns the observer's state, which must be serializable as JSON. Checkpoints store it. Empty by default."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave, after ``start``; called where a run goes on from a checkpoint."""
+        """Restores the state that :meth:`state_dict` returned. Called after ``start`` when a run resumes."""
 
 
 class Observers(Observer):
-    """Tells several, in their order; those that are on one rank alone only there."""
+    """Calls several observers, in their order. Observers without ``everywhere`` are called on rank 0 only."""
 
     def __init__(self, observers: list[Observer], rank: int) -> None:
         self.ended = False
-        """Whether all ranks have agreed to take no further step."""
+        """True if all ranks have agreed to take no further step."""
         self._rank = rank
         self._told: list[Observer] = []
         self._started: list[Observer] = []
@@ -64,18 +65,18 @@ class Observers(Observer):
             self.add(each)
 
     def add(self, observer: Observer) -> None:
-        """One more."""
+        """Adds an observer, if it is to be called on this rank."""
         if self._rank == 0 or observer.everywhere:
             self._told.append(observer)
 
     @property
     def are_some(self) -> bool:
-        """Whether anybody on this rank is told."""
+        """True if this rank calls any observer."""
         return bool(self._told)
 
     @property
     def ending(self) -> str:
-        """Who wants the run to end, and why; empty if nobody of this rank does."""
+        """The first observer of this rank that asks for the run to end, and its reason; empty if there is none."""
         return next((f"{_name(each)}: {each.ends_because}" for each in self._told if each.ends_because), "")
 
     def start(self, run: RunStart) -> None:
@@ -83,12 +84,12 @@ class Observers(Observer):
             with _named(each, "at the start"):
                 each.start(run)
             self._started.append(each)
-        self.load_state_dict(self._loaded)  # once more: a start begins anew
+        self.load_state_dict(self._loaded)  # again, since an observer's start() may reset its state
         self._loaded = {}
 
     def step(self, record: StepRecord) -> None:
         for each in self._told:
-            try:  # not _named, which would cost microseconds of every step
+            try:  # not _named, which would cost microseconds per step
                 each.step(record)
             except Exception as error:
                 _add_name(error, each, f"of step {record.step}")
@@ -105,9 +106,9 @@ class Observers(Observer):
                 each.event(record)
 
     def end(self, summary: RunSummary | None) -> None:
-        """Only those that have started: where one could not, as for want of room on a disk, those behind it did not.
+        """Ends the observers that were started. If an observer's ``start`` failed, it and those after it were not.
 
-        All of them end, whatever one of them raises; the first error is raised then.
+        All of them are called even if one raises; the first exception is raised at the end.
         """
         errors: list[Exception] = []
         for each in self._started:
@@ -120,7 +121,7 @@ class Observers(Observer):
             raise errors[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """What each remembers, by its class."""
+        """Returns the state of each observer, by class and number."""
         own = [(label, each) for label, each in self._labelled() if _remembers(each)]
         return {label: each.state_dict() for label, each in own}
 
@@ -132,7 +133,7 @@ class Observers(Observer):
                     each.load_state_dict(state[label])
 
     def _labelled(self) -> Iterator[tuple[str, Observer]]:
-        """Several of a class have numbers, in their order."""
+        """Iterates over the observers with their labels: the class, and a number in the order of that class."""
         counts: Counter[str] = Counter()
         for each in self._told:
             kind = f"{type(each).__module__}.{type(each).__qualname__}"
@@ -146,7 +147,7 @@ def _remembers(observer: Observer) -> bool:
 
 @contextmanager
 def _named(observer: Observer, when: str) -> Iterator[None]:
-    """An error in it says whose it is."""
+    """Adds the observer's name to any exception that the block raises."""
     try:
         yield
     except Exception as error:
@@ -155,7 +156,7 @@ def _named(observer: Observer, when: str) -> Iterator[None]:
 
 
 def _add_name(error: Exception, observer: Observer, when: str) -> None:
-    """The run's own errors say it all; of others the traceback ends with the note."""
+    """Adds a note to the traceback that names the observer. Evener's own errors are left unchanged."""
     if not isinstance(error, EvenerError):
         error.add_note(f"raised by the observer {_name(observer)}, told {when}")
 

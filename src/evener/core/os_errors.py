@@ -1,7 +1,7 @@
-"""Ordinary errors of the operating system in one line, with the way out: no traceback helps against a full disk.
+"""Formats operating system errors in one line, with a remedy.
 
-Of an ``OSError`` that says what the machine lacks (space, files, memory, permission) the reason is known; where in the
-program it struck is not what a person has to know.
+If the machine lacks something (disk space, file descriptors, memory, permission), the ``OSError`` states the cause. A
+traceback would not help the user.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from evener.errors import StorageError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""There is no room for more."""
+"""Error numbers that mean that no more data can be written: the disk, the quota or the file is full."""
 CLOSED = frozenset({errno.EPIPE, errno.ESHUTDOWN, errno.EIO, errno.EBADF})
-"""Of a stream: nobody reads it any more; a terminal that is gone says EIO."""
+"""Error numbers that mean that nobody reads a stream any more. A closed terminal reports EIO."""
 _CURES = {
     errno.ENOSPC: "make room on the device, or write elsewhere",
     errno.EDQUOT: "make room within your quota, or write elsewhere",
@@ -32,12 +32,12 @@ _SHORTAGES = FULL | {errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE}
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether it says what the machine lacks or forbids, of which a traceback would tell nothing more."""
+    """Returns True if the machine lacks or forbids something, so that a traceback would not help."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def words(error: OSError) -> str:
-    """What happened to which file, and the way out, in one line."""
+    """Returns the error, the files and a remedy in one line."""
     places = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     said = f"{error.strerror or error}" + (f": {places}" if places else "")
     cure = _CURES.get(error.errno or 0, "")
@@ -46,7 +46,7 @@ def words(error: OSError) -> str:
 
 @contextmanager
 def in_words(doing: str) -> Iterator[None]:
-    """Errors of the operating system within become a `StorageError` that begins with ``doing``."""
+    """Converts any OSError in the block to a `StorageError` whose message begins with ``doing``."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Marks, for code that may run without a watchdog, that it waits for other ranks."""
+"""Tells the watchdog, if one runs, that the process waits for other ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Protocol
 
 
 class PhaseWatch(Protocol):
-    """What a mark is made on: the watchdog of this process."""
+    """Interface of the watchdog of this process, as far as `marked` needs it."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a wait is marked already."""
+        """True if a wait is marked already."""
 
     def wait(self, name: str) -> AbstractContextManager[object]:
         """Marks a wait for other ranks while the block runs."""
 
 
 process_watchdogs: list[PhaseWatch] = []
-"""Those that run in this process, the innermost last."""
+"""The watchdogs that run in this process, the innermost last."""
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """Marks a wait for other ranks on the watchdog of this process, for code that may run without one.
+    """Marks a wait for other ranks on the watchdog of this process while the block runs.
 
-    A mark that is there already stays, for it says more. Other threads than the main one have no place of their own:
-    the main thread waits for them.
+    Does nothing if there is no watchdog. Does nothing if a wait is marked already, since the outer mark says more. Does
+    nothing outside of the main thread: the watchdog follows the main thread, which waits for the others.
     """
     watchdog = process_watchdogs[-1] if process_watchdogs else None
     is_main = threading.current_thread() is threading.main_thread()

@@ -1,8 +1,8 @@
-"""What users name as ``package.module:name`` (a task, a strategy, a balancer, an all-reduce), found in one way.
+"""Imports user-defined parts (tasks, strategies, balancers, all-reduces) by the name ``package.module:name``.
 
-A name can fail in ways that have different cures: it is misspelt, there is no such module, the module cannot be
-imported because something that *it* needs is missing or broken, it lacks the name, or the name is of another kind of
-thing. Each is told apart, so that nobody looks for a typing error where a package is missing.
+A lookup can fail for several reasons, which have different remedies: the name is misspelt, there is no such module, the
+module cannot be imported because one of its own dependencies is missing or broken, it lacks the name, or the name is an
+object of the wrong kind. Each reason has its own message.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ GROUPS = {
     "all-reduce": "evener.all_reduces",
     "balancer": "evener.balancers",
 }
-"""The groups of entry points by which other packages give short names to things of their own."""
+"""Entry point groups with which other packages register short names for their own parts."""
 
 
 def installed(what: str) -> dict[str, str]:
-    """The short names that other packages have given, with the ``package.module:name`` that each stands for.
+    """Returns the short names that other packages have registered, each with its ``package.module:name``.
 
     Raises:
-        ConfigurationError: If two packages give one name to different things.
+        ConfigurationError: If two packages register the same name for different objects.
     """
     found: dict[str, str] = {}
     for point in entry_points(group=GROUPS[what]) if what in GROUPS else ():
@@ -45,12 +45,12 @@ def installed(what: str) -> dict[str, str]:
 
 
 def is_named(name: str, what: str, own: Iterable[str]) -> bool:
-    """Whether ``name`` is one of another package or of the user's own, and none of Evener's ``own``."""
+    """Returns True if ``name`` is from another package or user code, and is not one of Evener's ``own`` names."""
     return name not in own and (":" in name or name in installed(what))
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What may have been meant, as a sentence behind another one; empty if nothing is near."""
+    """Returns a sentence "Did you mean X?" to append to a message; empty if no known name is similar."""
     path = Path(name)
     if path.suffix == ".py":
         return f". Did you mean {'.'.join(path.with_suffix('').parts)}:task?"
@@ -67,20 +67,20 @@ def find(
     known: Iterable[str] = (),
     error: type[ConfigurationError] = ConfigurationError,
 ) -> Any:
-    """What ``name`` stands for: an attribute of a module, also a nested one (``package.module:Class.method``).
+    """Imports the object called ``name``: an attribute of a module, also nested (``package.module:Class.method``).
 
     Args:
-        name: ``package.module:name``.
-        what: What it is to be, for messages: ``strategy``.
-        kind: What it must be in Python, for messages: ``subclass of evener.strategies.base.Strategy``.
-        fits: Whether a value is of that kind.
-        known: Short names that there are besides, for messages.
-        error: Of which class errors are.
+        name: ``package.module:name``, or a short name that another package has registered.
+        what: The kind of part, for messages, such as ``strategy``.
+        kind: The required kind of Python object, for messages: ``subclass of evener.strategies.base.Strategy``.
+        fits: Returns True if an object is of this kind.
+        known: Other valid short names, for messages.
+        error: The class of the errors to raise.
 
     Raises:
         ConfigurationError: Of the class ``error``, if the name is malformed, there is no such module or no such name in
-            it, the module cannot be imported (chained to the cause), or the value is not of the kind.
-        EvenerError: As importing the module raised it.
+            it, the module cannot be imported (chained to the cause), or the object is not of the required kind.
+        EvenerError: If importing the module raises it.
     """
     others: Mapping[str, str] = {} if ":" in name else installed(what)
     name = others.get(name, name)
@@ -115,11 +115,11 @@ def _unknown(name: str, what: str, known: list[str]) -> str:
 
 
 def check_name(name: str, what: str, known: Iterable[str], error: type[ConfigurationError]) -> None:
-    """Raises ``error`` for a short name that nobody has given. Imports nothing: a name with a colon is looked up later.
+    """Raises ``error`` for an unknown short name. Imports nothing: a name with a colon is looked up later.
 
     Args:
-        what: The kind of part that is named, such as ``strategy``.
-        known: Evener's own short names of that kind.
+        what: The kind of part, such as ``strategy``.
+        known: Evener's own short names for parts of this kind.
     """
     if ":" not in name and name not in known and name not in (others := installed(what)):
         raise error(_unknown(name, what, [*known, *others]))
@@ -142,7 +142,7 @@ def _module(name: str, label: str, error: type[ConfigurationError]) -> ModuleTyp
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's files the error arose, unless it is of another place or none."""
+    """Returns the file and line at which importing failed; empty if there is none outside of the import system."""
     machinery = ("<frozen", pkgutil.__file__, __file__)
     frames = [
         frame
@@ -153,7 +153,7 @@ def _place(error: BaseException) -> str:
 
 
 def _candidates(module: ModuleType, kind: str, fits: Callable[[Any], bool]) -> str:
-    """The names in the module that would have fitted; those it only imported are another module's."""
+    """Lists the names of suitable objects that the module defines; names that it imports are left out."""
     names = sorted(
         key
         for key, value in vars(module).items()
@@ -165,7 +165,7 @@ def _candidates(module: ModuleType, kind: str, fits: Callable[[Any], bool]) -> s
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for messages: a class, ``None`` or of which type."""
+    """Describes a value for messages: ``None``, the class, or the type of an object."""
     if value is None:
         return "None"
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON object a line while it runs, one summary at its end."""
+"""Records of a run: one JSON object a line while it runs, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from evener.files import LONGEST_LINE, dumps, lines_of, open_regular, parsed, re
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run is, known before its first step."""
+    """Description of a run, known before its first step."""
 
     task: str
     settings: dict[str, Any]
-    """The resolved settings, as JSON can hold them."""
+    """The resolved settings, serializable as JSON."""
     world_size: int
     batch_size: int
     total_steps: int | None
-    """None if nobody knows."""
+    """None if the length of the data is not known."""
     steps_done: int
-    """Steps that the run took before, if it goes on."""
+    """Steps taken before, if the run resumes; otherwise 0."""
     parts: tuple[int, ...] = ()
-    """For each rank, which part of every batch it computes; if empty, each rank computes one of its own."""
+    """For each rank, the index of the part of every batch that it computes; if empty, each rank has its own part."""
     devices: tuple[str, ...] = ()
-    """Of each rank."""
+    """The device of each rank."""
     parameters: int = 0
-    """Numbers that are trained, of the whole model."""
+    """Number of trained scalars in the whole model."""
     strategy: str = ""
     allreduce: str = ""
-    """What sums the gradients; empty if that is not known yet."""
+    """The all-reduce that sums the gradients; empty if it is not known yet."""
     run_dir: str | None = None
     shares: tuple[int, ...] = ()
-    """Samples of the first batch, for each of its parts; empty where the data decide or nothing is divided."""
+    """Samples in each part of the first batch; empty if the data decide it, or if batches are not divided."""
     learns: bool = False
-    """Whether shares follow the speed of the ranks then."""
+    """True if the shares are later adapted to the speed of the ranks."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something that the user must know."""
+    """A message for the user."""
 
     kind: ClassVar[str] = "note"
     step: int
@@ -55,7 +55,7 @@ class Note:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step whose update was left out."""
+    """A step whose optimizer update was skipped."""
 
     kind: ClassVar[str] = "skipped"
     step: int
@@ -64,7 +64,7 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """A rank takes its samples in pieces of another size from the next step on."""
+    """An event concerning a rank's memory, such as a new micro-batch size after an out-of-memory error."""
 
     kind: ClassVar[str] = "memory"
     step: int
@@ -84,39 +84,40 @@ class StepRecord:
     shares: tuple[int, ...]
     lr: float
     skipped: int = 0
-    """Of the samples, those that could not be read and count for nothing."""
+    """Number of ``samples`` that could not be read. They contribute nothing to the loss."""
     compute_seconds: tuple[float, ...] = ()
-    """Time of each rank's own work, up to its last gradient being ready."""
+    """Compute time of each rank, until its last gradient was ready."""
     wait_seconds: tuple[float, ...] = ()
-    """Time for which each rank waited for others until all gradients were summed."""
+    """Time that each rank waited for others until all gradients were summed."""
     input_seconds: tuple[float, ...] = ()
-    """Time for which each rank waited for samples, before the step."""
+    """Time that each rank waited for samples, before the step."""
     memory_held: tuple[int, ...] = ()
-    """Bytes in use on each rank: of a GPU by PyTorch's tensors; on a CPU by the process, or with a memory_limit by what
-    that counts."""
+    """Bytes in use on each rank: on a GPU by PyTorch's tensors; on a CPU by the process, or with a memory_limit by the
+    tensors that count towards the limit."""
     memory_peak: tuple[int, ...] = ()
-    """The most that were in use since the step before. A process is looked at 20 times a second at most: since
-    the last step with a look, whose numbers those in between have."""
+    """Maximum bytes in use on each rank since the previous step. On a CPU, memory is read at most 20 times a second:
+    steps between two readings repeat the last one, and the peak is the maximum since the previous reading."""
     memory_reserved: tuple[int, ...] = ()
-    """What PyTorch's allocator keeps of each GPU; empty without any."""
+    """Bytes that PyTorch's allocator has reserved on each GPU; empty without GPUs."""
     memory_parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """What each rank's ``memory_peak`` was made of, by category: ``parameters``, ``buffers``, ``gradients``,
-    ``optimizer``, ``activations``, ``buckets``, ``inputs`` and ``other``, those that no rank has left out."""
+    """Each rank's ``memory_peak`` in bytes by category: ``parameters``, ``buffers``, ``gradients``, ``optimizer``,
+    ``activations``, ``buckets``, ``inputs`` and ``other``. Categories that are 0 on all ranks are left out."""
     pieces: tuple[int, ...] = ()
-    """The most samples of a pass that each rank has found room for, 0 for all of its share; empty if all have room."""
+    """The largest micro-batch that fits into each rank's memory, in samples; 0 if the whole share fits. Empty if the
+    whole share fits on all ranks."""
     graphs: tuple[int, ...] = ()
-    """Graphs that each rank has compiled so far, where something is compiled; a step in which one was made is slow."""
+    """Graphs that each rank has compiled so far, if anything is compiled. A step that compiles a graph is slow."""
 
 
 @dataclass(frozen=True)
 class SkippedRecord:
-    """The samples of an epoch that could not be read."""
+    """The samples of an epoch that were skipped because they could not be read."""
 
     kind: ClassVar[str] = "skipped"
     step: int
     epoch: int
     samples: list[dict[str, Any]]
-    """Of each its rank, its number, and why."""
+    """For each sample the rank, the sample's number, and the reason."""
 
     @property
     def words(self) -> str:
@@ -137,94 +138,93 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended. ``seconds`` is the time of training alone, without start-up and evaluation."""
+    """Results of a run. ``seconds`` is the time of training only, without start-up and evaluation."""
 
     task: str
-    """Its name."""
+    """Name of the task."""
     strategy: str
-    """What divided the work."""
+    """Strategy that divided the work."""
     world_size: int
-    """Ranks at the end."""
+    """Number of ranks at the end."""
     devices: list[str]
-    """Of each rank."""
+    """Device of each rank."""
     steps: int
-    """Updates in all, with those before a resume."""
+    """Training steps in all, including those before a resume."""
     epochs: int
-    """Epochs in all."""
+    """Epochs in all, including those before a resume."""
     samples: int
-    """Trained on in all, with those before a resume."""
+    """Samples trained on in all, including those before a resume."""
     seconds: float
-    """Of training alone, without start-up and evaluation."""
+    """Time of training only, without start-up and evaluation."""
     samples_per_second: float
-    """Of the samples in ``seconds``."""
+    """``samples_in_seconds / seconds``."""
     final_loss: float
-    """Of the last step, over the whole batch."""
+    """Loss of the last step, over the whole batch."""
     metrics: dict[str, float]
-    """Of the last evaluation, its loss among them; empty if there was none."""
+    """Metrics of the last evaluation, including its loss; empty if there was none."""
     shares: list[float]
-    """Which part of all samples each rank computed."""
+    """Fraction of all samples that each rank computed."""
     weights_digest: str
-    """sha256 of all parameters and buffers: equal for equal bits."""
+    """sha256 of all parameters and buffers: equal for bit-identical weights."""
     versions: dict[str, str]
-    """Of Evener, Python, torch and NumPy."""
+    """Versions of Evener, Python, torch and NumPy."""
     batch_size: int
-    """Samples of a batch over all ranks."""
+    """Global batch size, in samples."""
     seed: int
-    """Of first weights and the order of samples."""
+    """Seed of the initial weights and the order of samples."""
     ranks: list[dict[str, float]] = field(default_factory=list)
-    """Seconds of each rank: of its own work, of waiting for others, of waiting for input."""
+    """Seconds of each rank: its compute time, and its time of waiting for others and for input."""
     interrupted: bool = False
-    """Whether it was asked to stop before its end."""
+    """True if the run was stopped before its end."""
     run_dir: str | None = None
-    """Where records, weights and checkpoints are; None if nothing was kept."""
+    """Directory of records, weights and checkpoints; None if nothing was saved."""
     emulation: str = ""
-    """How unequal devices were emulated, in words; empty if they were not."""
+    """Description of the emulation of unequal devices; empty if there was none."""
     allreduce: str = ""
-    """What summed the gradients."""
+    """All-reduce that summed the gradients."""
     precision: str = ""
-    """What the model computed in; empty if it was left as the task makes it."""
+    """Precision of the computation; empty if it was left as the task makes it."""
     memory: list[dict[str, int]] = field(default_factory=list)
-    """Bytes on each rank: ``peak``, the most that were in use in a step, and what that was made of, by all categories,
-    as in the records."""
+    """Bytes on each rank: ``peak``, the maximum in use in a step, and its parts by category, as in the step records."""
     recompute: str = ""
-    """What was computed again in backward to take less memory, in words; empty if nothing was."""
+    """Description of activation checkpointing; empty if none was used."""
     offload: str = ""
-    """What was kept outside of the device's memory, where, and how much at most, in words; empty if nothing was."""
+    """Description of offloading: what was offloaded, where to, and how much at most; empty if nothing was."""
     optimizer: str = ""
-    """Which updates were fused, in words; empty if none were."""
+    """Description of the fused optimizer updates; empty if none were fused."""
     optimizer_state: str = ""
-    """What keeps the optimizer's state in few bits, in words; empty if nothing does."""
+    """Description of the low-bit optimizer state; empty if it was not used."""
     batch_norm: str = ""
-    """How BatchNorm normalized, in words, if not by the samples of all ranks."""
+    """Description of the BatchNorm statistics, if they were not taken over the samples of all ranks."""
     updates: str = ""
-    """Which parameters were updated in backward, in words; empty if none were."""
+    """Description of the parameters that were updated in backward; empty if none were."""
     graphs: list[int] = field(default_factory=list)
     """Graphs that each rank has compiled in this run; empty if nothing was to be compiled."""
     uncompiled: list[str] = field(default_factory=list)
-    """Modules that were computed uncompiled, because compiled code computed something else."""
+    """Modules that ran uncompiled because the compiled code gave different results."""
     graph_breaks: int = 0
-    """Places, over all ranks, at which a graph ended because code could not be compiled."""
+    """Graph breaks, summed over all ranks: places at which code could not be compiled."""
     skipped_steps: int = 0
-    """Steps whose update was left out, because something was not finite."""
+    """Steps whose optimizer update was skipped because a value was not finite."""
     skipped: int = 0
-    """Of the samples of this run, those that could not be read and count for nothing."""
+    """Samples of this run that could not be read. They contributed nothing to the loss."""
     workers: list[int] = field(default_factory=list)
-    """Processes that read for each rank, at the end."""
+    """Number of data loading processes of each rank."""
     samples_in_seconds: int = 0
-    """Of the samples, those trained on since the start or the resume, which took ``seconds``."""
+    """Samples trained on since the start or the resume, which took ``seconds``."""
     sample_seconds: list[float] = field(default_factory=list)
-    """Of each rank's own work for a sample, the median of the last steps; empty if they are few, or if ranks share
-    samples."""
+    """Compute time per sample on each rank, the median of the last steps; empty if there are too few steps, or if ranks
+    share samples."""
     reading: str = ""
-    """Which rank waited for its batches longest, and what of that; empty if none did for long."""
+    """The rank that waited longest for its batches, and the cause; empty if no rank waited for long."""
 
     def __repr__(self) -> str:
-        """In one line; all of it is `as_json`."""
+        """Returns the result in one line; `as_json` returns all fields."""
         return f"<RunSummary of {self.words}>"
 
     @property
     def words(self) -> str:
-        """What was trained, how far, and what came of it."""
+        """The task, steps, ranks, time, loss and metrics in one line."""
         values = {"loss": self.final_loss} | self.metrics
         found = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
         ranks = f"{self.world_size} rank{'s' if self.world_size != 1 else ''}"
@@ -233,24 +233,24 @@ class RunSummary:
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """The fields of a record, with its kind first where it has one."""
+    """Returns the fields of a record as a dict, with its kind first if it has one."""
     kind = getattr(record, "kind", None)
-    # Those of steps hold plain values, of which `asdict` would take copies, in ten times the time.
+    # The fields of a step are plain values. `asdict` would copy them, and take ten times as long.
     fields = vars(record) if type(record) is StepRecord else dataclasses.asdict(record)
     return ({"kind": kind} if kind else {}) | fields
 
 
 RECORDS = "records.jsonl"
-"""The file of a run directory that holds them."""
+"""Name of the record file in a run directory."""
 
 
 class RecordFile:
-    """A file of records, one JSON object a line, each line whole on disk as soon as it is written.
+    """Writes records to a file, one JSON object a line. ``write`` passes each line to the system at once, unbuffered.
 
     Args:
-        path: The file; what it held is replaced.
-        steps_done: Steps that the run took before; of what the file held, the records of these are kept.
-        evaluated: Whether an evaluation after the last of these steps is kept; else it will be done once more.
+        path: The file; its previous content is replaced.
+        steps_done: Steps taken before the run resumes. Earlier records of these steps are kept.
+        evaluated: Whether to keep an evaluation after the last of these steps. Otherwise the run repeats it.
     """
 
     def __init__(self, path: Path, steps_done: int = 0, evaluated: bool = True) -> None:
@@ -258,12 +258,12 @@ class RecordFile:
         replace_text(path, "".join(kept))
         steps = (record["step"] + 1 for record in map(json.loads, kept) if record["kind"] == StepRecord.kind)
         self.steps_done = max(steps, default=0)
-        """So many steps are in what was kept; something else may be told of one before the step itself is."""
+        """Number of steps whose records were kept."""
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, record: Any) -> None:
         """Raises:
-        OSError: If there is no room for it; the file then holds what it held before. If the file was removed or moved.
+        OSError: If the disk is full, in which case the file is unchanged; or if the file was removed or moved.
         """
         self._check_place()
         line = memoryview((dumps(as_json(record)) + "\n").encode())
@@ -276,7 +276,7 @@ class RecordFile:
             raise
 
     def _check_place(self) -> None:
-        """What is written to a file that was removed is nowhere, and nothing else says so."""
+        """Raises FileNotFoundError if the file was removed or moved: otherwise records would be lost silently."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
                 return
@@ -289,14 +289,16 @@ class RecordFile:
 
 
 def _records_until(path: Path, steps_done: int, evaluated: bool) -> list[str]:
-    """Lines of the first steps; a run that was killed has written more of them than its checkpoint knows."""
+    """Returns the lines of the first ``steps_done`` steps. A run that was killed may have written further steps, which
+    are not in its checkpoint.
+    """
     repeated = None if evaluated else (EvaluationRecord.kind, steps_done)
     kept = []
     with open_regular(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             if (
                 not line.endswith(b"\n") and len(line) < LONGEST_LINE
-            ):  # of a run that was killed while it wrote
+            ):  # the run was killed while it wrote this line
                 break
             try:
                 record = parsed(line.decode())
@@ -311,5 +313,5 @@ def _records_until(path: Path, steps_done: int, evaluated: bool) -> list[str]:
 
 
 def _steps_at(record: dict[str, Any]) -> int:
-    """Steps that were done when the record was written."""
+    """Returns the number of steps done when the record was written."""
     return int(record["step"]) + int(record["kind"] in (StepRecord.kind, SkippedStep.kind))

@@ -1,14 +1,14 @@
-"""The Python stack of another process of this machine, asked for by a signal.
+"""Reads the Python stack of another process on this host, by sending it a signal.
 
-A thread sees the stacks of its own process only while it gets Python's lock, and a call in native code may hold that
-for good. The handler of :mod:`faulthandler` is C and needs no lock::
+A thread needs Python's interpreter lock (GIL) to read the stacks of its own process, and a call in native code may hold
+the lock forever. The signal handler of :mod:`faulthandler` is written in C and needs no lock::
 
     rank 0, a thread ─── signal ───▶ rank 1, wherever it is: writes its stacks into a file in memory
                      ◀── reads /proc/PID/fd/N ──┘
 
-A forked child (a worker of a DataLoader) answers as its parent does, into the same file. The signal is a real-time one:
-those of users and of schedulers are SIGUSR1 and SIGUSR2. A process that does not listen would be ended by it, so it is
-sent only where the kernel says that it is caught.
+A forked child (a DataLoader worker) inherits the handler, and writes into the same file. The signal is a real-time
+signal, since users and schedulers use SIGUSR1 and SIGUSR2. It would end a process without the handler, so it is sent
+only if the kernel reports that the process catches it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 11
 _NAME = "evener-stacks"
 _ANSWER_SECONDS = 2.0
 _QUIET_SECONDS = 0.03
-"""An answer is written in many small pieces, and is whole when nothing more comes for so long."""
+"""An answer is written in many small pieces. It is complete when nothing was added for this time."""
 _SHOWN_FRAMES = 12
 _SHOWN_WORKERS = 3
 _SHOWN_THREADS = 3
@@ -43,7 +43,7 @@ _crashes: list[BinaryIO] = []
 
 
 def listen(*_: object) -> None:
-    """Has this process, and those that it forks, answer from now on; on Linux."""
+    """Installs the signal handler in this process and in processes that it forks later. Linux only."""
     if not _files and hasattr(os, "memfd_create"):
         file = open(os.memfd_create(_NAME), "ab", buffering=0)  # noqa: SIM115
         faulthandler.register(_SIGNAL, file, all_threads=True)
@@ -51,7 +51,9 @@ def listen(*_: object) -> None:
 
 
 def record_crash(path: Path) -> None:
-    """Has this process leave its stacks in a file when native code ends it, unless Python was told to show them."""
+    """Makes this process write its stacks to a file if native code crashes. Does nothing if faulthandler is enabled
+    already, which then prints them.
+    """
     if not faulthandler.is_enabled():
         file = path.open("ab", buffering=0)
         faulthandler.enable(file, all_threads=True)
@@ -59,7 +61,7 @@ def record_crash(path: Path) -> None:
 
 
 def crash_in(path: Path) -> str:
-    """What `record_crash` left, from a new line on: where the main thread was; empty if there is nothing."""
+    """Returns the main thread's stack as `record_crash` wrote it, preceded by a newline; empty if there is none."""
     try:
         frames = _main_thread(path.read_text(errors="replace"))
     except OSError:
@@ -68,12 +70,12 @@ def crash_in(path: Path) -> str:
 
 
 def stack_of(pid: int) -> list[str]:
-    """The frames of the main thread of a process, innermost first; none where it does not answer."""
+    """Returns the frames of a process's main thread, innermost first; empty if the process does not answer."""
     return _main_thread(_asked(pid))
 
 
 def threads_of(pid: int) -> str:
-    """In words, line by line: the innermost frames of all threads of a process but those of Evener's own."""
+    """Describes the innermost frames of a process's threads, one frame a line. Evener's own threads are left out."""
     found = _threads(_asked(pid))
     others, main = found[:-1], found[-1:]
     own = [frames for frames in others if not any(_OWN in frame for frame in frames)]
@@ -84,7 +86,7 @@ def threads_of(pid: int) -> str:
 
 
 def _asked(pid: int) -> str:
-    """What a process answers; nothing where it ended meanwhile, or is another user's."""
+    """Sends the signal and returns the process's answer; empty if it has ended or belongs to another user."""
     try:
         place = _file_of(pid)
         if place is None or not _listens(pid):
@@ -98,7 +100,9 @@ def _asked(pid: int) -> str:
 
 
 def stacks_of(pid: int) -> str:
-    """In words, line by line: the innermost frames, and the workers of a DataLoader if it waits for them."""
+    """Describes the innermost frames of a process's main thread, one frame a line. Adds the stacks of its DataLoader
+    workers if it waits for them.
+    """
     frames = stack_of(pid)
     text = _lines(frames, "      ")
     if any(_WAITING_FOR_WORKER in frame for frame in frames):
@@ -107,7 +111,7 @@ def stacks_of(pid: int) -> str:
 
 
 def workers_of(pid: int) -> str:
-    """Where the workers of a DataLoader of this process are that have something to do, from a new line on."""
+    """Describes the stacks of the busy DataLoader workers of the process ``pid``, preceded by a newline."""
     stacks = {child: stack_of(child) for child in _children(pid)}
     stacks = {
         child: frames for child, frames in stacks.items() if any(_WORKER_LOOP in frame for frame in frames)
@@ -123,7 +127,7 @@ def workers_of(pid: int) -> str:
 
 
 def _silent_workers(pid: int, answered: dict[int, list[str]]) -> str:
-    """A worker that is stopped, or one that was not forked, gives no stack."""
+    """Describes the stopped child processes, which gave no stack."""
     silent = [child for child in _children(pid) if child not in answered and _stopped(child)]
     return "".join(f"\n      its child (pid {child}){_stopped(child)}" for child in silent[:_SHOWN_WORKERS])
 
@@ -143,7 +147,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _is_idle(frames: Sequence[str]) -> bool:
-    """Whether a worker waits for something to do."""
+    """Returns True if a worker waits for work."""
     loop = next(index for index, frame in enumerate(frames) if _WORKER_LOOP in frame)
     return all(any(part in frame for part in _WAITING_FOR_WORK) for frame in frames[:loop])
 
@@ -163,7 +167,7 @@ def _file_of(pid: int) -> Path | None:
 
 
 def _listens(pid: int) -> bool:
-    """Whether it takes the signal, and now: one that is stopped would when nobody asks any more."""
+    """Returns True if the process catches the signal and is not stopped: a stopped one would answer too late."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     caught = int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1
@@ -172,7 +176,11 @@ def _listens(pid: int) -> bool:
 
 @contextmanager
 def _alone(file: BinaryIO) -> Iterator[None]:
-    """Two who ask at once would read each other's answer."""
+    """Locks the answer file: without the lock, two readers at the same time would read each other's answer.
+
+    Raises:
+        BlockingIOError: If the lock is not free within 2 seconds.
+    """
     deadline = time.monotonic() + _ANSWER_SECONDS
     while True:
         try:
@@ -182,7 +190,7 @@ def _alone(file: BinaryIO) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_QUIET_SECONDS)
-    yield  # the lock ends with the file
+    yield  # closing the file releases the lock
 
 
 def _answer(file: BinaryIO) -> str:
@@ -195,7 +203,7 @@ def _answer(file: BinaryIO) -> str:
 
 
 def _main_thread(answer: str) -> list[str]:
-    """``File "train.py", line 3 in f``, of the oldest thread, which comes last."""
+    """Returns frames such as ``File "train.py", line 3 in f`` of the oldest thread, which comes last."""
     return [[], *_threads(answer)][-1]
 
 

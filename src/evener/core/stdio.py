@@ -1,4 +1,4 @@
-"""Standard streams whose reader may leave, as ``head`` does: what nobody reads is no reason to fail."""
+"""Standard streams that tolerate a reader that leaves early, as ``head`` does: unread output is not an error."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from evener.core.os_errors import CLOSED
 
 
 class Unheard:
-    """A text stream that hands on what is written, and drops it once its reader is gone.
+    """A text stream that forwards output to ``stream``, and discards it once the reader is gone.
 
     Args:
-        whatever: Drops it after any error of the operating system, as a full disk; else these are raised.
+        whatever: If True, discards output after any operating system error, such as a full disk. If False, raises them.
     """
 
     def __init__(self, stream: Any, whatever: bool = False) -> None:
@@ -34,7 +34,7 @@ class Unheard:
             return
         try:
             act()
-        except (OSError, ValueError) as error:  # a ValueError: the stream is closed in this process
+        except (OSError, ValueError) as error:  # ValueError: this process has closed the stream
             self._gone = True
             _lead_nowhere(self._stream)
             if isinstance(error, OSError) and not self._whatever and error.errno not in CLOSED:
@@ -45,7 +45,7 @@ class Unheard:
 
 
 def _lead_nowhere(stream: Any) -> None:
-    """What the stream still holds is written somewhere, or Python's end would fail at it."""
+    """Redirects the stream to /dev/null: otherwise Python fails at exit, when it flushes the stream's buffer."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -53,12 +53,16 @@ def _lead_nowhere(stream: Any) -> None:
 
 
 def unheard(stream: TextIO | None) -> Any:
-    """``stream`` for words that nobody has to hear; None, as Python has it where it was closed, leads nowhere."""
+    """Wraps ``stream`` for output that may be lost. For None, which Python sets if the stream was closed at start-up,
+    returns a stream that discards everything.
+    """
     return Unheard(io.StringIO() if stream is None else stream, whatever=True)
 
 
 def open_missing() -> None:
-    """Descriptors 0 to 2 are something: else the next file that is opened would get what is written to them."""
+    """Opens /dev/null for each of the descriptors 0 to 2 that is closed. Otherwise the next file that is opened would
+    get the descriptor, and what is printed would be written into that file.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -67,7 +71,7 @@ def open_missing() -> None:
 
 
 def guard() -> None:
-    """The standard output and error of this process are such streams from now on."""
+    """Replaces sys.stdout and sys.stderr by :class:`Unheard` streams."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, Unheard):
@@ -76,7 +80,7 @@ def guard() -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """The same, for a while; flushed at its end, while somebody can still hear of a full disk."""
+    """Calls `guard`, and restores both streams after the block. Flushes them first, so that a full disk is reported."""
     before = sys.stdout, sys.stderr
     guard()
     try:

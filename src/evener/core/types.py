@@ -1,4 +1,4 @@
-"""Names for the types that many modules speak of, once."""
+"""Type aliases that many modules use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 Tree: TypeAlias = Any
-"""A tensor, or tuples, lists and dicts of trees; leaves that are no tensors pass through untouched."""
+"""A tensor, or tuples, lists and dicts of trees. Leaves that are not tensors are passed through unchanged."""
 
 MakeModel: TypeAlias = Callable[[], nn.Module]
 MakeOptimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
-"""From a list of parameters; of pairs of names and parameters, or from the model, where it asks for these."""
+"""Maps a list of parameters to an optimizer. If the function asks for them by name, it gets pairs of names and
+parameters, or the model, instead."""
 MakeScheduler: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Forward: TypeAlias = Callable[[nn.Module, Tree], Tree]

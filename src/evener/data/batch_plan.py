@@ -24,7 +24,7 @@ Shares = Callable[[int, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchPlanner:
     """How every global batch is cut, and which part is this rank's."""
 
     batch_size: int
@@ -66,7 +66,7 @@ def _divided(size: int, shares: tuple[int, ...], micro_batch: int | None) -> Tab
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """One global batch as this rank sees it; the fields are those of ``Batch``."""
 
     epoch: int
@@ -105,8 +105,8 @@ class Plan:
 
 
 def plans(
-    order: Order, cut: Cut, epochs: int, start: tuple[int, int] = (0, 0), first_step: int = 0
-) -> Iterator[Plan]:
+    order: Order, cut: BatchPlanner, epochs: int, start: tuple[int, int] = (0, 0), first_step: int = 0
+) -> Iterator[BatchPlan]:
     """The plan of every global batch from ``start``, an epoch and a position in it, to the end of the last epoch.
 
     The index of a batch that starts between the positions where batches usually start is rounded down.
@@ -117,7 +117,7 @@ def plans(
             shares = cut.draw(step, end - begin)
             reads = _reads(order.ids(epoch, begin, end), cut.table(end - begin, shares), cut.rank)
             index = begin // cut.batch_size
-            yield Plan(epoch, index, begin, end - begin, shares, end == order.size, reads)
+            yield BatchPlan(epoch, index, begin, end - begin, shares, end == order.size, reads)
             step += 1
 
 

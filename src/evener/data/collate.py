@@ -13,7 +13,7 @@ from typing import Any
 
 from evener.data.batch import like_sequence
 from evener.errors import DataError
-from evener.torch_internals.collate import collate, default_collate_fn_map
+from evener.torch_internals.modules import collate, default_collate_fn_map
 
 Collate = Callable[[list[Any]], Any]
 

@@ -1,7 +1,7 @@
 """From sample ids to ``(inputs, targets)``, in the main process or in a worker of PyTorch's DataLoader.
 
 An exception that crosses a process border loses its type or its message on the way. A failure therefore
-travels as a value, ``Failure``, with all that a person needs in its message, and becomes a ``DataError`` on
+travels as a value, ``ReadFailure``, with all that a person needs in its message, and becomes a ``DataError`` on
 the other side.
 """
 
@@ -47,7 +47,7 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReadFailure:
     """Why there is no micro-batch."""
 
     message: str
@@ -70,7 +70,7 @@ class Fetch(Dataset[Any]):
         self._name = name
         self._gather = gatherer(dataset) if collate is None else None
 
-    def __getitem__(self, samples: Ids) -> Fetched | Failure:
+    def __getitem__(self, samples: Ids) -> Fetched | ReadFailure:
         try:
             return self._read(samples)
         except InterruptedRunError:
@@ -79,7 +79,7 @@ class Fetch(Dataset[Any]):
             error = caught  # told of outside of here, where what is raised next would have it as its context
         return self._faulty(samples, error)
 
-    def _faulty(self, samples: Ids, error: Exception) -> Fetched | Failure:
+    def _faulty(self, samples: Ids, error: Exception) -> Fetched | ReadFailure:
         """What is left of samples that cannot be read together, or why nothing is."""
         faults = {sample: fault for sample in samples.tolist() if (fault := self._fault(sample))}
         if not faults:
@@ -138,7 +138,7 @@ def join(items: list[Any], ids: list[int], collate: Collate | None, name: str) -
     return Fetched(*collate_with(collate, items, ids, name))
 
 
-def failure(error: Exception, doing: str) -> Failure:
+def failure(error: Exception, doing: str) -> ReadFailure:
     """``error`` as a value: of a ``DataError`` the message, of others also the traceback.
 
     Raises:
@@ -147,10 +147,10 @@ def failure(error: Exception, doing: str) -> Failure:
     if isinstance(error, InterruptedRunError):
         raise error
     if isinstance(error, DataError):
-        return Failure(said(error))
+        return ReadFailure(said(error))
     if asks_for_device(error):
-        return Failure(f"{doing} failed: {way_out('the data set', error)}")
-    return Failure(
+        return ReadFailure(f"{doing} failed: {way_out('the data set', error)}")
+    return ReadFailure(
         f"{doing} failed: {type(error).__name__}: {said(error)}\n{trace_of(error, error.__traceback__)}"
     )
 

@@ -29,7 +29,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from evener.data.batch import Batch
-from evener.data.batch_plan import Cut, Plan
+from evener.data.batch_plan import BatchPlan, BatchPlanner
 from evener.data.collate import Collate, preview
 from evener.data.division import by_weights
 from evener.data.fetch import Fetched, failure, join
@@ -78,7 +78,7 @@ class Items:
         self._waiting: deque[tuple[int, Any]] = deque()
         self._last: tuple[int, Any] | None = None
 
-    def take(self, count: int) -> list[tuple[int, Any]]:
+    def take_items(self, count: int) -> list[tuple[int, Any]]:
         """The next ``count`` items with their numbers, or as many as there are."""
         taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         taken += islice(self._items, count - len(taken))
@@ -93,11 +93,11 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamBatches:
     """The batches of an iterable data set, as ``plan.plans`` and ``Fetch`` make those of others."""
 
     dataset: Any
-    cut: Cut
+    cut: BatchPlanner
     agree: Agree
     workers: Workers
     collate: Collate | None
@@ -119,10 +119,10 @@ class Stream:
     def _epoch(self, epoch: int, position: int, step: int) -> Iterator[Batch]:
         with closing(self._open(epoch)) as chunks:
             items = Items(chain.from_iterable(chunks))
-            items.take(by_weights(position, [1] * self.cut.world_size)[self.cut.rank])
+            items.take_items(by_weights(position, [1] * self.cut.world_size)[self.cut.rank])
             while True:
                 shares = self.cut.draw(step, self.cut.batch_size)
-                taken = items.take(shares[self.cut.rank])
+                taken = items.take_items(shares[self.cut.rank])
                 spare = items.any()
                 sizes = self._agreed(len(taken) if spare else _NOTHING_AT_ALL)
                 if not any(sizes) or spare is None:
@@ -163,7 +163,7 @@ class Stream:
         reads = [(self._ids(part or [spare]), int(len(part) > 0)) for part in mine]
         values = [self._joined(part or [spare]) for part in mine]
         index = position // self.cut.batch_size
-        return Plan(epoch, index, position, sum(sizes), sizes, False, reads).batch(values)
+        return BatchPlan(epoch, index, position, sum(sizes), sizes, False, reads).batch(values)
 
     def _ids(self, part: list[tuple[int, Any]]) -> Any:
         """The place of each item in the whole data set, if its shards alternate."""

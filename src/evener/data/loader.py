@@ -24,16 +24,14 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from evener.data.auto_workers import AutoWorkers
 from evener.data.batch import Batch
-from evener.data.batch_plan import Cut, Plan, Shares, equal_shares, plans
+from evener.data.batch_plan import BatchPlan, BatchPlanner, Shares, equal_shares, plans
 from evener.data.collate import Collate
 from evener.data.fetch import Fetch
-from evener.data.iterable import Agree, Stream
-from evener.data.local_shards import Parts, part_plans
+from evener.data.iterable import Agree, StreamBatches
+from evener.data.local_shards import LocalShards, part_plans
 from evener.data.prefetch import Batches, delivery_to
 from evener.data.sampler import Ids, ListedOrder, Order
-from evener.data.worker_tuning import Choice
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
 from evener.hardware.accelerators import WITH_STREAMS
@@ -53,7 +51,7 @@ class Loader(Iterator[Batch]):
             same on every rank. Equal ones if ``None``.
         micro_batch: Samples over all ranks in one micro-batch; ``None`` for the whole batch at once.
         collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for PyTorch's default.
-        workers: Processes that read, or what chooses their number by the times of the steps; for map-style data sets.
+        workers: Processes that read; 0 reads in this one.
         device: Where inputs and targets go. For CUDA they are pinned, and copied one batch ahead.
         epochs: The epoch after the last one.
         start: Epoch, and the position in it, of the first batch.
@@ -67,7 +65,6 @@ class Loader(Iterator[Batch]):
         start_method: Of the workers; ``None`` for Python's default.
         timeout_seconds: The longest wait for a worker.
         skips: Whether samples that cannot be read are left out, and told of in ``Batch.skipped``.
-        ranks_beside: This and others on this machine, which share the memory through which workers hand batches over.
 
     Raises:
         ConfigurationError: If the data set is empty or not of the order's size, or a size makes no sense.
@@ -86,12 +83,12 @@ class Loader(Iterator[Batch]):
         shares: Shares | None = None,
         micro_batch: int | None = None,
         collate: Collate | None = None,
-        workers: int | Choice = 0,
+        workers: int = 0,
         device: torch.device | str = "cpu",
         epochs: int = 1,
         start: tuple[int, int] = (0, 0),
         first_step: int = 0,
-        parts: Parts | None = None,
+        parts: LocalShards | None = None,
         seed: int = 0,
         agree: Agree | None = None,
         name: str = "training set",
@@ -99,32 +96,25 @@ class Loader(Iterator[Batch]):
         start_method: str | None = None,
         timeout_seconds: float = 600,
         skips: bool = False,
-        ranks_beside: int = 1,
     ) -> None:
         device = torch.device(device)
-        cut = Cut(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
-        chosen, number = (workers, 0) if isinstance(workers, Choice) else (None, workers)
-        pin_memory = device.type in WITH_STREAMS and (number > 0 or chosen is not None)
+        cut = BatchPlanner(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
+        pin_memory = device.type in WITH_STREAMS and workers > 0
         pool = Workers(
-            number, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
+            workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
         )
-        auto = None if chosen is None else AutoWorkers(pool, chosen, ranks_beside)
         delivery = delivery_to(device)
         self.steps: int | None
         """Global batches from the start to the end of the last epoch; ``None`` if that cannot be known."""
         self.lookahead: int
         """The most global batches that can have been drawn beyond the one handed out."""
         if isinstance(dataset, IterableDataset):
-            if auto is not None:
-                raise ConfigurationError(
-                    f"workers of the {name} cannot be chosen: it is iterable, and their number decides about its order"
-                )
             if skips:
                 raise ConfigurationError(
                     f"samples of the {name} cannot be skipped: an iterable data set ends with its first exception; "
                     "leave out in it what cannot be read, or use a map-style one"
                 )
-            stream = Stream(dataset, cut, _agreement(agree, world_size), pool, collate, name)
+            stream = StreamBatches(dataset, cut, _agreement(agree, world_size), pool, collate, name)
             batches = stream.batches(epochs, start, first_step)
             self.steps, self.lookahead = None, 1 + delivery.ahead
         else:
@@ -136,10 +126,9 @@ class Loader(Iterator[Batch]):
                 if parts is None
                 else part_plans(parts, order, cut, epochs, start)
             )
-            batches = _read(drawn, Fetch(dataset, collate, name, skips), auto or pool)
-            ahead = (auto or pool).ahead + delivery.ahead
-            self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), ahead
-        self._batches = auto.watched(delivery(batches), self.steps) if auto else delivery(batches)
+            batches = _read(drawn, Fetch(dataset, collate, name, skips), pool)
+            self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + delivery.ahead
+        self._batches = delivery(batches)
 
     def __next__(self) -> Batch:
         return next(self._batches)
@@ -160,9 +149,9 @@ class Loader(Iterator[Batch]):
         self.close()
 
 
-def _read(drawn: Iterator[Plan], fetch: Fetch, workers: Workers | AutoWorkers) -> Batches:
+def _read(drawn: Iterator[BatchPlan], fetch: Fetch, workers: Workers) -> Batches:
     """Read what the plans ask for; each micro-batch is one request."""
-    pending: deque[Plan] = deque()
+    pending: deque[BatchPlan] = deque()
 
     def requests() -> Iterator[Ids]:
         for plan in drawn:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from evener.data.batch_plan import Cut, Plan
+from evener.data.batch_plan import BatchPlan, BatchPlanner
 from evener.data.division import Table
 from evener.data.sampler import Ids, Order
 from evener.errors import ConfigurationError
@@ -36,7 +36,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class LocalShards:
     """The parts of a data set that the ranks own.
 
     A sample's id in the whole is its id in its part, behind those of the parts of lower ranks.
@@ -74,7 +74,7 @@ class Parts:
         return tuple(b - a for a, b in zip(self.before(start), self.before(stop), strict=True))
 
 
-def gather_parts(dataset: Any, rank: int, gather: Gather, name: str) -> tuple[Any, Parts]:
+def gather_parts(dataset: Any, rank: int, gather: Gather, name: str) -> tuple[Any, LocalShards]:
     """The parts of all ranks, and what this rank reads: its part, or if that is empty a sample of another rank.
 
     Args:
@@ -93,7 +93,7 @@ def gather_parts(dataset: Any, rank: int, gather: Gather, name: str) -> tuple[An
             'cannot end together; use Task(partition="batch") and give it a method shard(index, count) that returns '
             "what this rank holds"
         )
-    parts = Parts(tuple(sizes), rank)
+    parts = LocalShards(tuple(sizes), rank)
     if parts.size == 0:
         raise ConfigurationError(f"the {name} is empty on each of the {len(sizes)} ranks")
     if 0 not in sizes:
@@ -121,8 +121,8 @@ def _first(dataset: Any) -> Any:
 
 
 def part_plans(
-    parts: Parts, order: Order, cut: Cut, epochs: int, start: tuple[int, int] = (0, 0)
-) -> Iterator[Plan]:
+    parts: LocalShards, order: Order, cut: BatchPlanner, epochs: int, start: tuple[int, int] = (0, 0)
+) -> Iterator[BatchPlan]:
     """As :func:`evener.data.batch_plan.plans`, with the shares that the parts have and ids of this rank's own part."""
     for epoch in range(start[0], epochs):
         position = start[1] if epoch == start[0] else 0
@@ -132,7 +132,7 @@ def part_plans(
             ids = order.ids(epoch, first, first + shares[cut.rank])
             own = _slices(ids, cut.table(end - begin, shares), cut.rank)
             index, last = begin // cut.batch_size, end == parts.size
-            yield Plan(epoch, index, begin, end - begin, shares, last, own, parts.offset)
+            yield BatchPlan(epoch, index, begin, end - begin, shares, last, own, parts.offset)
 
 
 def _slices(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:

@@ -30,7 +30,7 @@ class Delivery(Protocol):
     def __call__(self, batches: Batches) -> Batches: ...
 
 
-class Stay:
+class NoTransfer:
     """The stand-in for devices that read the host's memory."""
 
     ahead = 0
@@ -82,7 +82,7 @@ class CopyOnSideStream:
 
 
 DELIVERIES: dict[str, Callable[[torch.device], Delivery]] = {
-    "cpu": lambda device: Stay(),
+    "cpu": lambda device: NoTransfer(),
     **dict.fromkeys(WITH_STREAMS, CopyOnSideStream),
 }
 """By type of device; to any other batches are copied when they are asked for."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from evener.core.stacks import listen, workers_of
-from evener.data.fetch import Failure
+from evener.data.fetch import ReadFailure
 from evener.errors import ConfigurationError, DataError
 
 
@@ -61,7 +61,7 @@ class Workers:
         values = map(dataset.__getitem__, requests or ()) if alone else iter(self._loader(dataset, requests))
         try:
             while (value := next(values, _END)) is not _END:
-                if isinstance(value, Failure):
+                if isinstance(value, ReadFailure):
                     raise DataError(value.message)
                 yield value
         except RuntimeError as error:

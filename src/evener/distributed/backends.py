@@ -1,4 +1,4 @@
-"""Which of PyTorch's backends moves the tensors of a kind of device: NCCL of a GPU, gloo of a CPU, XCCL of an XPU."""
+"""Finds PyTorch's communication backend for a kind of device: NCCL for a GPU, gloo for a CPU, XCCL for an XPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from evener.errors import ConfigurationError
 
 
 def backend_of(kind: str) -> str:
-    """The default one of PyTorch's.
+    """Returns the name of PyTorch's default backend for devices of ``kind``.
 
     Raises:
-        ConfigurationError: If there is none that moves tensors of this kind, as for MPS.
+        ConfigurationError: If no backend moves tensors of this kind between ranks, as for MPS.
     """
     try:
         name: str = dist.get_default_backend_for_device(kind)
@@ -29,6 +29,9 @@ def backend_of(kind: str) -> str:
 
 
 def library_of(kind: str) -> str:
-    """What ranks of a kind of device meet by: that of AMD's cards goes by the name of NVIDIA's, and cannot meet it."""
+    """Returns the communication library for devices of ``kind``: the backend's name, but ``rccl`` on AMD GPUs.
+
+    PyTorch calls the libraries of NVIDIA and AMD both nccl, but they cannot communicate with each other.
+    """
     backend = backend_of(kind)
     return "rccl" if backend == "nccl" and torch.version.hip else backend

@@ -1,13 +1,11 @@
-"""The small messages that keep ranks in agreement, apart from the training's own traffic.
+"""Exchanges small control messages between ranks, separately from training communication.
 
-Once per step every rank tells all others a few numbers (its seconds, its loss, whether to stop). They travel
-over a gloo group of their own on the CPU, also when training runs over NCCL: a number that lies on the host
-needs no GPU stream, and an exchange on another group can be in flight while gradients are. One rank alone
-gets `LocalChannel`, which answers at once.
+Once per step every rank sends a few numbers to all others (its seconds, its loss, whether to stop). A separate gloo
+group on the CPU carries them, also when training uses NCCL: numbers on the host need no GPU stream, and an exchange on
+another group can overlap with gradient synchronization. A run of one rank uses `LocalChannel`, which returns at once.
 
-`all_gather` into a list of views was measured the cheapest of gloo's ways to do it (0.22 ms with two ranks on
-one machine; `all_gather_into_tensor` 0.4, an all-reduce of a one-hot block 0.4-1.4), and it hands NaN and
--0.0 through unchanged.
+`all_gather` into a list of views was measured as the fastest way with gloo (0.22 ms with two ranks on one machine;
+`all_gather_into_tensor` 0.4, an all-reduce of a one-hot block 0.4-1.4), and it preserves NaN and -0.0.
 """
 
 from __future__ import annotations
@@ -25,44 +23,45 @@ from evener.distributed.watchdog.watchdog import Watchdog
 
 
 class Pending(ABC):
-    """An exchange under way."""
+    """An exchange in progress."""
 
     @abstractmethod
     def wait(self) -> list[list[float]]:
-        """The values of every rank, by rank; the same bits on all of them. To be called once.
+        """Waits, and returns the values of every rank, by rank, bit-identical on all ranks. Call it only once.
 
         Raises:
-            RankTimeoutError: If a rank did not take part in time; says which and where it stands.
+            RankTimeoutError: If a rank did not take part in time. The message names the rank and where it is.
             RankError: If a rank is gone.
         """
 
 
 class Channel(ABC):
-    """Control messages between all ranks. Every rank makes the same calls in the same order."""
+    """Control messages between all ranks. All ranks must make the same calls in the same order."""
 
     @abstractmethod
     def exchange(self, values: Sequence[float]) -> Pending:
-        """Starts telling all ranks ``values``, as many on every rank, in float64."""
+        """Starts sending ``values`` to all ranks, in float64. Every rank must pass the same number of values."""
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """What every rank passed, by rank, on all ranks. Values must be picklable."""
+        """Returns on all ranks what every rank passed, by rank. Values must be picklable."""
 
     @abstractmethod
     def gather_to(self, value: Any, rank: int) -> list[Any] | None:
-        """What every rank passed, by rank, on rank ``rank``; None on all others. Values must be picklable."""
+        """Returns on rank ``rank`` what every rank passed, by rank. Returns None on the others. Values must be
+        picklable."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """What rank ``src`` passed, on all ranks."""
+        """Returns on all ranks what rank ``src`` passed. The value must be picklable."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns when all ranks are here."""
+        """Returns when all ranks have called it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the group back; every rank must have waited for all it started."""
+        """Closes the channel. Every rank must have waited for all exchanges that it started."""
 
 
 class _Now(Pending):
@@ -74,7 +73,7 @@ class _Now(Pending):
 
 
 class LocalChannel(Channel):
-    """The channel of a rank that is alone."""
+    """The channel of a run with one rank."""
 
     def exchange(self, values: Sequence[float]) -> Pending:
         return _Now(values)
@@ -96,7 +95,7 @@ class LocalChannel(Channel):
 
 
 class _Buffers:
-    """Memory of one exchange: ``send`` [width] and ``receive`` [world_size, width], with a view for every rank."""
+    """Buffers of one exchange: ``send`` [width] and ``receive`` [world_size, width], with a view for every rank."""
 
     def __init__(self, world_size: int, width: int) -> None:
         self.send = torch.zeros(width, dtype=torch.float64)
@@ -117,11 +116,11 @@ class _InFlight(Pending):
 
 
 class GroupChannel(Channel):
-    """The channel over a gloo group of all ranks, which it owns.
+    """The channel over a gloo group of all ranks.
 
     Args:
-        group: A gloo group of all ranks, used for nothing else.
-        watchdog: Marks the waits, and says who is missing when one fails.
+        group: A gloo group of all ranks that is used for nothing else. `close` destroys it.
+        watchdog: Marks the waits, and reports missing ranks when a wait fails.
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:

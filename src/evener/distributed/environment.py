@@ -1,8 +1,8 @@
-"""Which rank this process is, as whoever started it says.
+"""Detects rank, world size and the like from the environment variables of torchrun or SLURM.
 
-torchrun and SLURM tell a process its place in different variables, and both also leave variables behind in
-processes that are not ranks at all. Everything else asks this module, so that the rest of the code knows one
-answer and no launcher. Nothing here touches a process group: `detect` is a function of a mapping.
+The two launchers use different variables, and both also leave variables behind in processes that are not ranks. All
+other code asks this module and does not depend on the launcher. This module creates no process group: `detect` only
+reads a mapping.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from evener.hardware.cgroups import cpu_quota
 from evener.hardware.survey.host import allowed_cores
 
 CPU_PROCESSES = 4
-"""More CPU ranks than this are started only when asked for: they compete for memory bandwidth, not for cores."""
+"""Most CPU ranks that are started by default. More would compete for memory bandwidth."""
 
 PROCESSES_PER_CORE = 64
-"""CPU ranks that a usable core may have at most.
+"""Most CPU ranks per usable core.
 
-Each is a Python process with PyTorch: some 200 MB of memory, a second of one core to start, and a dozen threads. With
-more than this a machine is out of memory, or of process ids, before the first step.
+Each rank is a Python process with PyTorch: about 200 MB of memory, one second of a core to start, and a dozen threads.
+With more ranks a machine runs out of memory or of process ids before the first step.
 """
 
 RANKS_PER_CARD = "EVENER__RANKS_PER_CARD"
-"""How many ranks compute on each accelerator, to rehearse several with one; 1 where it is not set."""
+"""Environment variable with the number of ranks per accelerator, to test several ranks on one card; 1 by default."""
 
 _PORT_BASE, _PORT_SPAN = 15000, 20000
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The place of this process among the ranks of a run."""
+    """Rank, world size and host of this process."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Rank among the processes of this machine; the index of its GPU."""
+    """Rank among the processes of this machine."""
     local_world_size: int = 1
     host: str = "localhost"
     node: int = 0
-    """Number of this machine among the machines of the run."""
+    """Index of this machine among the machines of the run."""
     master_addr: str | None = None
-    """Where rank 0 (or the launching agent) keeps the store; None if the launcher did not say."""
+    """Address of the store, which rank 0 or the launching agent hosts; None if the launcher did not set it."""
     master_port: int | None = None
     launcher: str = "single"
     """``torchrun``, ``slurm`` or ``single``."""
@@ -71,12 +71,12 @@ class Environment:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether there are several ranks, and all of them on this machine."""
+        """True if there are several ranks, all of them on this machine."""
         return 1 < self.world_size == self.local_world_size
 
     @property
     def variables(self) -> dict[str, str]:
-        """As torchrun would have said it, for a script that reads torchrun's variables."""
+        """Environment variables as torchrun would set them, for scripts that read those."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -90,10 +90,10 @@ class Environment:
 
 
 def detect(variables: Mapping[str, str] | None = None) -> Environment:
-    """The place of this process, from torchrun's variables, else SLURM's, else alone.
+    """Reads torchrun's variables, or else SLURM's. Without either, returns the environment of a single rank.
 
     Args:
-        variables: The environment to read; that of the process by default.
+        variables: The variables to read; those of the process by default.
 
     Raises:
         ConfigurationError: If variables are missing, are not numbers, or contradict each other.
@@ -107,37 +107,37 @@ def detect(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on; in a container or under SLURM fewer than the machine has.
+    """Returns the number of cores that this process may use. In a container or under SLURM it can be limited.
 
-    A container's quota of time counts as so many cores: threads beyond it are stopped until the next period.
+    A container's CPU quota counts as that many cores, rounded up: more threads would be throttled.
     """
     quota = cpu_quota()
     return allowed_cores() if quota is None else max(1, min(allowed_cores(), math.ceil(quota)))
 
 
 def default_device() -> str:
-    """``cuda`` where PyTorch sees a GPU of NVIDIA or AMD, else ``cpu``; other kinds are taken when asked for."""
+    """Returns ``cuda`` if PyTorch sees an NVIDIA or AMD GPU, else ``cpu``. Other kinds must be named explicitly."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 MIXED = "mixed"
-"""Named as the device of a run whose hosts have different kinds."""
+"""Device name for a run whose hosts have different kinds of devices."""
 
 
 def kind_taken(device: str | None) -> str:
-    """The kind of device that ranks of this host take who were told ``device``: its own, if nothing or ``mixed``.
+    """Returns the kind of device that ranks of this host take: this host's default if ``device`` is None or ``mixed``.
 
     Raises:
-        ConfigurationError: If torch knows none of that name.
+        ConfigurationError: If torch knows no device of that name.
     """
     return default_device() if device in (None, MIXED) else kind_of(device)
 
 
 def ranks_per_card() -> int:
-    """From the environment: one, or more where ranks share cards.
+    """Reads the number of ranks per accelerator from the environment variable `RANKS_PER_CARD`; 1 if it is not set.
 
     Raises:
-        ConfigurationError: If it is no number above 0.
+        ConfigurationError: If it is not a number above 0.
     """
     found = _number(os.environ, RANKS_PER_CARD, 1)
     if found < 1:
@@ -148,7 +148,7 @@ def ranks_per_card() -> int:
 
 
 def default_processes(device: str | None = None) -> int:
-    """One process per accelerator, or on the CPU one per usable core up to `CPU_PROCESSES`."""
+    """Returns the number of accelerators, or on the CPU the number of usable cores, at most `CPU_PROCESSES`."""
     kind = kind_taken(device)
     if kind != "cpu":
         return max(1, count(kind))
@@ -156,11 +156,11 @@ def default_processes(device: str | None = None) -> int:
 
 
 def check_processes(processes: int, device: str) -> None:
-    """Refuses a number of processes that this machine cannot serve.
+    """Checks that this machine can run so many processes.
 
     Raises:
-        ConfigurationError: If there are fewer than one, more than there are accelerators of the kind ``device``, or
-            more than `PROCESSES_PER_CORE` for each usable core when it is cpu.
+        ConfigurationError: If ``processes`` is below 1, exceeds `ranks_per_card` for each accelerator, or on the CPU
+            exceeds `PROCESSES_PER_CORE` for each usable core.
     """
     if processes < 1:
         raise ConfigurationError(f"asked for {processes} processes; at least 1 is needed")
@@ -205,7 +205,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> Environment:
 
 
 def _is_slurm_task(variables: Mapping[str, str]) -> bool:
-    """A shell inside an allocation has SLURM's variables too, but is no task of a step."""
+    """Returns True for a task of a SLURM step. A shell inside an allocation has SLURM's variables too, but is none."""
     interactive = variables.get("SLURM_JOB_NAME") in ("bash", "interactive")
     return "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and not interactive
 
@@ -237,13 +237,13 @@ def _slurm_local_world_size(variables: Mapping[str, str], node: int, world_size:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """The same port in every task of a step, and most likely another one in every other step on the machine."""
+    """Returns a port that is the same in all tasks of a step, and most likely differs between steps on a machine."""
     step = _number(variables, "SLURM_STEP_ID", 0)
     return _PORT_BASE + (_number(variables, "SLURM_JOB_ID", 0) + 97 * step) % _PORT_SPAN
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Tasks of every node, from SLURM's short form: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
+    """Parses SLURM's tasks per node: ``2(x3),1`` becomes ``[2, 2, 2, 1]``. Raises ConfigurationError if it cannot."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
@@ -256,7 +256,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of SLURM's node list: ``gpu[07-09,12],cpu1`` begins with ``gpu07``."""
+    """Returns the first host of a SLURM node list: ``gpu07`` for ``gpu[07-09,12],cpu1``."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 

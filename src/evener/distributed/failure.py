@@ -1,8 +1,8 @@
-"""How a rank's failure reaches the person who started the run: once, from the rank where it began.
+"""Reports the failure of a run to the user once: the failure of the rank where it began.
 
-When one rank fails the others fail too, an instant later and in stranger words ("Connection closed by peer").
-Each rank writes what happened into the error file that torchrun's agent hands it, in the agent's own format
-with some fields more; the launcher then picks the failure that is nobody's consequence.
+When one rank fails, the others fail a moment later with less helpful messages ("Connection closed by peer"). Each rank
+writes its failure into the error file that torchrun's agent assigns to it, in the agent's format with additional
+fields. The launcher then picks the failure that is the cause of the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from evener.errors import (
 )
 
 _CONSEQUENCES = {"error": 0, "exit": 0, "killed": 0, "communication": 1, "interrupted": 1, "ended": 2}
-"""Kinds of failure; one with a higher number follows from another rank's with a lower."""
+"""Kinds of failure. One with a higher number is a consequence of another rank's failure with a lower number."""
 
 _COMMUNICATION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|timeout|nccl|socket|remote process exited"
@@ -43,13 +43,13 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 _LONGEST_PICKLE = 100_000
-"""Characters; an error with more is told in words."""
+"""Most characters of a pickled error. A larger error is passed on as text only."""
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What happened on a rank."""
+    """Failure of one rank."""
 
     rank: int
     kind: str
@@ -61,26 +61,26 @@ class Failure:
     """Seconds since the epoch."""
     exit_status: int = 1
     pickled: str = ""
-    """An `EvenerError`, to be raised again where the run was started."""
+    """The `EvenerError`, pickled and base64-encoded, to be raised again where the run was started. Else empty."""
 
     @property
     def order(self) -> tuple[int, float]:
-        """The least of a run's failures is its cause."""
+        """Sort key: the failure of a run with the smallest key is its cause."""
         return (_CONSEQUENCES[self.kind], self.time)
 
     @property
     def is_own(self) -> bool:
-        """Whether it follows from no other rank's."""
+        """True if the failure is not a consequence of another rank's failure."""
         return _CONSEQUENCES[self.kind] == 0
 
     @property
     def line(self) -> str:
-        """The innermost line of the user's own code in the traceback; empty if there is none."""
+        """Innermost line of the traceback that is outside of site-packages; empty if there is none."""
         lines = [text.strip() for text in self.traceback.splitlines() if text.startswith("  File ")]
         return next((text for text in reversed(lines) if "site-packages" not in text), "")
 
     def to_error(self) -> EvenerError:
-        """The error to raise where the run was started, with the rank in its message."""
+        """Returns the error to raise where the run was started. Its message names the rank."""
         again = self._unpickled()
         if again is None and self.kind == "interrupted":
             return InterruptedRunError(f"rank {self.rank} was {self.message}", self.exit_status - 128)
@@ -101,17 +101,17 @@ class Failure:
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """The cause of a run's end."""
+    """Returns the failure that is the cause of the others."""
     return min(failures, key=lambda failure: failure.order)
 
 
 def is_hopeless(failures: Iterable[Failure]) -> bool:
-    """Whether every start would meet the cause again."""
+    """Returns True if a restart would fail for the same reason: a configuration error, or a loss that diverged."""
     return isinstance(first(failures).to_error(), ConfigurationError | DivergenceError)
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether a collective, a store or a socket raised it because of another rank."""
+    """Returns True if a collective, a store or a socket raised ``error`` because of another rank."""
     if isinstance(error, EvenerError):
         return isinstance(error, RankError | RankTimeoutError)
     is_theirs = isinstance(error, RuntimeError | ConnectionError | TimeoutError)
@@ -119,12 +119,12 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a communication error says that a rank was late rather than gone."""
+    """Returns True if a communication error says that a rank was late rather than gone."""
     return _TIMEOUT.search(said(error)) is not None
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """What is to be said of an exception that ended a rank."""
+    """Creates the failure to report for an exception that ended a rank."""
     error = _cause_of_interruption(error)
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else 1
@@ -137,14 +137,14 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         _kind(error),
         f"raised {type(error).__name__}: {_words(error)}{_hint(error)}",
         "" if is_shortage(error) else _user_traceback(error),
-        vars(error).get("time", time.time()),  # of a signal: before what followed from it elsewhere
+        vars(error).get("time", time.time()),  # a signal's arrival, before its consequences elsewhere
         error.exit_status if isinstance(error, EvenerError) else 1,
         _pickled(error),
     )
 
 
 def record_failure(error: BaseException, rank: int) -> Failure:
-    """Writes the failure into the agent's error file, if there is an agent."""
+    """Creates the failure for ``error`` and, if there is an agent, writes it into the agent's error file."""
     release()
     failure = failure_of(error, rank)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -162,21 +162,24 @@ def record_failure(error: BaseException, rank: int) -> Failure:
 
 
 def recorded_failure(document: dict[str, Any]) -> Failure | None:
-    """The failure in an error file that `record_failure` wrote; None for any other."""
+    """Parses an error file that `record_failure` wrote. Returns None for any other document."""
     message = document.get("message")
     fields = message.get("extraInfo", {}).get("evener") if isinstance(message, dict) else None
     return None if fields is None else Failure(**fields)
 
 
 def _hint(error: BaseException) -> str:
-    """PyTorch raises the death of a worker wherever the main thread is."""
+    """Returns advice to append to the message: for a killed DataLoader worker or used-up file descriptors; else empty.
+
+    PyTorch raises the death of a DataLoader worker wherever the main thread is.
+    """
     if (text := said(error)).startswith("DataLoader worker") and "killed by signal" in text:
         return "(out of memory or /dev/shm? the kernel's log, dmesg, would say; use fewer workers)"
     return "" if isinstance(error, EvenerError) or is_shortage(error) else shortage_words()
 
 
 def _words(error: BaseException) -> str:
-    """What it says; of a shortage, of which no traceback is shown, also where in the program it struck."""
+    """Returns the message of ``error``. A shortage is shown without traceback, so its place in the code is added."""
     if not (isinstance(error, OSError) and is_shortage(error)):
         return said(error)
     trace = _below_runtime(error.__traceback__) or error.__traceback__
@@ -194,7 +197,7 @@ def _kind(error: BaseException) -> str:
 
 
 def _cause_of_interruption(error: BaseException) -> BaseException:
-    """The error with which a rank was already on its way out when it was asked to stop: that is the news then."""
+    """Returns the error that was already ending the rank when a stop signal arrived, if any; otherwise ``error``."""
     before = vars(error).get("before")
     return before if isinstance(error, InterruptedRunError) and isinstance(before, Exception) else error
 
@@ -211,7 +214,7 @@ def _pickled(error: BaseException) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """As Python prints it, without the frames of the worker that called the user's code."""
+    """Formats the traceback as Python does, without the outer frames of the runtime that called the user's code."""
     trace = error.__traceback__
     inner = _below_runtime(trace)
     return trace_of(error, inner or trace)

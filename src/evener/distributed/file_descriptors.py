@@ -1,7 +1,7 @@
-"""Whether a process has used up its file descriptors, for which native code has other words.
+"""Limits of open files: raises them for ranks, and detects when a process has used up its file descriptors.
 
-A socket that cannot be opened is "Cannot resolve 127.0.0.1" in gloo, and a time that ran out in PyTorch's store. So the
-launcher makes room before it starts ranks, and refuses to start them where there can be none.
+Native code reports that badly: a socket that cannot be opened is "Cannot resolve 127.0.0.1" in gloo, and a timeout in
+PyTorch's store. So the launcher raises the limit before it starts ranks, and does not start them if it cannot.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from evener.core.os_errors import words
 from evener.errors import ConfigurationError
 
 _NEEDED, _NEEDED_EACH = 40, 6
-"""Descriptors of a rank, and for each rank of its machine: a connection or two, and files of shared memory."""
+"""File descriptors that a rank needs, and how many more for each rank of its machine (connections, shared memory)."""
 _AMPLE = 1024
-"""The limit on most machines."""
+"""Usual limit on most machines."""
 _SPARE = 8
-"""So few are soon used by what opens several at once."""
+"""Number of reserved descriptors. With at most twice as many left, descriptors count as used up."""
 _reserved: list[int] = []
 
 
 def make_room(ranks: int) -> None:
-    """Raises the limit of this process, which ranks inherit, if it is too low for so many on this machine.
+    """Raises this process's limit of open files if it is too low for ``ranks`` ranks. Ranks inherit the limit.
 
     Raises:
         ConfigurationError: If the hard limit is too low.
@@ -46,20 +46,20 @@ def make_room(ranks: int) -> None:
 
 
 def reserve() -> None:
-    """Holds some, so that a failure can be told when all others are used."""
+    """Reserves some descriptors, so that a failure can be reported when all others are used."""
     _reserved.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE))
 
 
 def release() -> None:
-    """Gives back what `reserve` holds."""
+    """Closes the descriptors that `reserve` holds."""
     while _reserved:
         os.close(_reserved.pop())
 
 
 def shortage_words(pid: int | None = None) -> str:
-    """Behind an error of a process, or of this one: that its descriptors are used up; else empty.
+    """Returns text to append to an error if a process (None: this one) has used up its descriptors; else empty.
 
-    ``; 256 of the 256 files that process 12 may have open are open: raise the limit ...``
+    Example: ``; 256 of the 256 files that process 12 may have open are open: raise the limit ...``
     """
     pid = os.getpid() if pid is None else pid
     try:

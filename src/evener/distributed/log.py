@@ -1,4 +1,4 @@
-"""Words from many ranks on one terminal: with the name of who says them."""
+"""Warnings that name the rank, because many ranks print to one terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from evener.distributed.environment import detect
 
 
 def warn(text: str) -> None:
-    """Warns with the rank in front, where there is more than one."""
+    """Issues a warning. If there are several ranks, it begins with ``[rank N]``."""
     place = detect()
     prefix = f"[rank {place.rank}] " if place.world_size > 1 else ""
     warnings.warn(prefix + text, stacklevel=2)

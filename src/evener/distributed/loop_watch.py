@@ -1,7 +1,7 @@
-"""What a proof sets and sees within a loop of the user's own.
+"""Hooks with which ``evener verify`` controls and observes a training loop of the user.
 
-``evener.prepare`` and what goes with it ask the watch of the process. Usually that is one that does nothing; a proof
-puts its own in the place for as long as it runs a script.
+``evener.prepare`` and related functions call the current watch of the process. By default that is a watch which does
+nothing. ``evener verify`` installs its own while it runs a script.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from evener.distributed.environment import Environment
 
 
 class LoopWatch:
-    """Changes nothing, and remembers nothing; a watch overrides what it wants to set or to know."""
+    """The default watch, which does nothing. Subclasses override the hooks that they need."""
 
     environment: Environment | None = None
-    """The place of this process in place of that which its variables say."""
+    """Replaces the environment that would be detected from the process's variables; None to keep it."""
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The settings of a call of ``evener.prepare``, from those that the loop gave."""
+        """Returns the settings for a call of ``evener.prepare``, given those that the loop passed."""
         return given
 
     def opened(self, close: Callable[[], None]) -> None:
-        """A preparation was begun, which ``close`` ends."""
+        """Called when a call of ``evener.prepare`` begins; ``close`` ends what it prepares."""
 
     def prepared(self, kind: str, given: Any, made: Any) -> Any:
-        """What the loop gets for a ``model``, ``loader``, ``loss``, ``optimizer`` or ``scheduler``.
+        """Returns the object that the loop gets from ``evener.prepare``.
 
         Args:
-            given: What the loop gave.
-            made: What it would get without a watch.
+            kind: ``model``, ``loader``, ``loss``, ``optimizer`` or ``scheduler``.
+            given: The object that the loop passed.
+            made: The object that the loop would get without a watch.
         """
         return made
 
     def batch(self, mark: float) -> None:
-        """The loop gets a batch; ``mark`` tells its samples from those of others, by whatever ranks it is divided."""
+        """Called when the loop gets a batch. ``mark`` identifies the batch's samples, however ranks divide them."""
 
     def mean(self, value: Tensor) -> None:
-        """``evener.global_mean`` returns ``value``."""
+        """Called when ``evener.global_mean`` returns ``value``."""
 
 
-class _Current:
-    """The watch of this process."""
+class _CurrentWatch:
+    """Holds the current watch of this process."""
 
     watch = LoopWatch()
 
 
 def loop_watch() -> LoopWatch:
-    """The watch of this process."""
-    return _Current.watch
+    """Returns the current watch of this process."""
+    return _CurrentWatch.watch
 
 
 @contextmanager
 def watching(watch: LoopWatch) -> Iterator[None]:
-    """``watch`` is that of this process inside."""
-    before, _Current.watch = _Current.watch, watch
+    """Makes ``watch`` the current watch of this process within the block."""
+    before, _CurrentWatch.watch = _CurrentWatch.watch, watch
     try:
         yield
     finally:
-        _Current.watch = before
+        _CurrentWatch.watch = before

@@ -1,8 +1,8 @@
-"""Where ranks of one machine meet: sockets of its loopback, which nobody reaches from the network.
+"""Keeps the communication of ranks on one machine on the loopback interface, out of reach from the network.
 
-PyTorch's store listens on all addresses of a machine, gloo and NCCL on the one that they find first. None of them asks
-who calls. Between machines that cannot be helped; ranks of one machine need none of it. Other users of the machine can
-still reach its loopback.
+PyTorch's store listens on all addresses of a machine, gloo and NCCL on the first that they find. None of them
+authenticates its clients. Runs on several machines need these open ports, runs on one machine do not. Other users of
+the machine can still reach its loopback.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 ADDRESS = "127.0.0.1"
 _NAMES = ("lo", "lo0")
-"""What Linux and macOS call the interface."""
+"""Names of the loopback interface on Linux and macOS."""
 
 
 def store(port: int, timeout_seconds: float, keeps: bool) -> TCPStore:
-    """A store of ranks of this machine.
+    """Opens a TCPStore on the loopback interface.
 
     Args:
-        port: Where it is; 0 is any free port.
-        keeps: Whether this process keeps it; others reach it.
+        port: Port of the store; 0 is any free port.
+        timeout_seconds: Timeout of the store.
+        keeps: True if this process hosts the store, False if it connects to it.
 
     Raises:
         OSError: If the port is taken.
-        torch.distributed.DistError: If it cannot be reached in time.
+        torch.distributed.DistError: If the store cannot be reached in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if not keeps:
@@ -47,14 +48,14 @@ def store(port: int, timeout_seconds: float, keeps: bool) -> TCPStore:
 
 
 def variables() -> dict[str, str]:
-    """Environment variables that have gloo and NCCL stay on the loopback, without those that the user has set."""
+    """Returns the environment variables that keep gloo and NCCL on the loopback, except those that the user has set."""
     name = next((name for _, name in socket.if_nameindex() if name in _NAMES), None)
     wanted = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {key: value for key, value in wanted.items() if key not in os.environ}
 
 
 class OneMachine(RendezvousHandler):
-    """The meeting of a machine with itself, for torchrun's agent: nothing is agreed on, and nothing is unpickled."""
+    """Rendezvous of a single machine for torchrun's agent: needs no negotiation and unpickles nothing."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._store = store(0, timeout_seconds, keeps=True)

@@ -1,16 +1,16 @@
-"""Named axes over the ranks of a run, and what of them the division of a batch has to know.
+"""Named axes over the ranks of a run, and the ``DataAxis``, which says how the ranks divide a batch.
 
-Ranks are numbered along the axes, the last axis fastest. On 2 x 2 ranks, with a model divided over the axis ``tensor``
-whose second rank speaks::
+Ranks are numbered along the axes, the last axis fastest. Example: 2 x 2 ranks, a model divided over the axis
+``tensor``, and ``speaks={"tensor": 1}``::
 
                  tensor 0   tensor 1            part   team     speaks
     data 0       rank 0     rank 1              0      0 1      1
     data 1       rank 2     rank 3              1      2 3      3
 
-The axes ``data`` and ``shard`` divide the samples of a batch. Ranks that differ on other axes alone have the same
-samples, as a team, for which one of them speaks. Along ``context`` each has a piece of every sample's terms, and one
-rank speaks for each piece: totals and counts are added up over the pieces. Shares, counts and evaluation know nothing
-of axes: all that they need is the :class:`DataAxis`.
+The axes ``data`` and ``shard`` divide the samples of a batch. Ranks that differ only on other axes have the same
+samples. They form a team, and the outputs and metrics of one of them, the speaker, count for the team. Along
+``context`` each rank has a piece of every sample's terms: totals and counts are summed over one rank for each piece.
+Shares, counts and evaluation do not depend on the axes. They need only the :class:`DataAxis`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from evener.distributed.hosts import connected, destroy
 from evener.errors import ConfigurationError
 
 AXES = short_names.AXES
-"""From the axis whose messages are fewest to the one whose are most: neighbors on the last share a host first."""
+"""The axes, ordered from least to most communication: neighbors on the last axis are the first to share a host."""
 DIVIDING_SAMPLES = ("data", "shard")
 DIVIDING_TERMS = (*DIVIDING_SAMPLES, "context")
 
@@ -40,21 +40,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataAxis:
-    """Who computes which part of a batch. Ranks are those of the world."""
+    """Says which ranks compute which part of a batch. All ranks are global ranks."""
 
     index: int
-    """The part that this rank computes, alone or in a team."""
+    """The part that this rank computes, alone or with its team."""
     teams: tuple[tuple[int, ...], ...]
     """For each part, the ranks that compute it together."""
     speakers: tuple[int, ...]
     """For each part, the rank whose outputs and metrics count."""
     contributors: tuple[int, ...]
-    """The ranks whose totals and counts add up to those of the batch: the speakers, or where the terms of a sample are
-    divided too, those who speak for a piece of it."""
+    """The ranks whose totals and counts sum to those of the batch: the speakers, or with an axis ``context`` one rank
+    for each piece of each part."""
 
     @property
     def degree(self) -> int:
-        """How many parts a batch has."""
+        """Number of parts of a batch."""
         return len(self.teams)
 
     @property
@@ -64,39 +64,39 @@ class DataAxis:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank computes a part of its own."""
+        """True if every rank computes a part alone."""
         return all(len(team) == 1 for team in self.teams)
 
     def of_parts(self, rows: Sequence[T]) -> list[T]:
-        """What the speaker of each part said, of what all ranks said."""
+        """Selects from ``rows`` (one per rank) the rows of the speakers, one for each part."""
         return [rows[speaker] for speaker in self.speakers]
 
     def of_contributors(self, rows: Sequence[T]) -> list[T]:
-        """What is to be added up, of what all ranks said."""
+        """Selects from ``rows`` (one per rank) those that must be summed."""
         return [rows[rank] for rank in self.contributors]
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """The time of each part, that of the slowest of its team; NaN if that of one is."""
+        """Returns the time of each part: that of the slowest rank of its team, or NaN if any of them is NaN."""
         of_teams = [[seconds[rank] for rank in team] for team in self.teams]
         return [math.nan if any(map(math.isnan, each)) else max(each) for each in of_teams]
 
     def owners(self, values: Sequence[T]) -> list[T]:
-        """For every rank, the value of its part."""
+        """Returns for every rank the value of its part. ``values`` has one value for each part."""
         of_rank = {rank: value for team, value in zip(self.teams, values, strict=True) for rank in team}
         return [of_rank[rank] for rank in sorted(of_rank)]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks there are along each axis.
+    """Number of ranks along each axis.
 
     Args:
-        degrees: At least 1 each; axes that are left out have one rank. Their order is that of ``AXES``.
-        speaks: The index on an axis whose rank speaks for its team, counted from the end if negative. By default the
-            last on ``pipeline``, where the loss is, and the first on any other.
+        degrees: Ranks per axis, at least 1 each. Omitted axes have one rank. The axes are ordered as in ``AXES``.
+        speaks: For an axis, the index of the team's speaker, counted from the end if negative. By default the last on
+            ``pipeline``, where the loss is, and the first on any other axis.
 
     Raises:
-        ConfigurationError: For an axis that there is not, a degree below 1 or an index beyond a degree.
+        ConfigurationError: For an unknown axis, a degree below 1, or an index that is out of range.
     """
 
     degrees: Mapping[str, int]
@@ -120,18 +120,18 @@ class Layout:
         return math.prod(self.degrees.values())
 
     def degree(self, axis: str) -> int:
-        """Ranks along the axis."""
+        """Returns the number of ranks along the axis."""
         return self.degrees.get(axis, 1)
 
     def place(self, rank: int) -> dict[str, int]:
-        """The rank's index on every axis."""
+        """Returns the rank's index on every axis."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, self.degree(axis))
         return place
 
     def slices(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """The ranks divided into those that differ on ``axes`` alone, in order."""
+        """Divides the ranks into groups whose members differ only on ``axes``. Ranks and groups are in order."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.place(rank)
@@ -139,8 +139,8 @@ class Layout:
         return [tuple(ranks) for ranks in found.values()]
 
     def across_hosts(self, ranks_of_a_host: int) -> list[str]:
-        """The busy axes, ``tensor`` and ``context``, of whose groups some have ranks on several hosts that could do
-        with one."""
+        """Returns those of the axes ``tensor`` and ``context`` (which communicate most) that have a group spread over
+        several hosts although it would fit one host."""
         return [
             axis
             for axis in ("tensor", "context")
@@ -149,7 +149,7 @@ class Layout:
         ]
 
     def data_axis(self, rank: int) -> DataAxis:
-        """Who computes which part of a batch, as ``rank`` sees it."""
+        """Returns the `DataAxis` of ``rank``."""
         teams = self.slices([axis for axis in AXES if axis not in DIVIDING_SAMPLES])
         index = next(part for part, team in enumerate(teams) if rank in team)
         speakers = tuple(next(r for r in team if self._speaks(r, DIVIDING_SAMPLES)) for team in teams)
@@ -157,7 +157,7 @@ class Layout:
         return DataAxis(index, tuple(teams), speakers, contributors)
 
     def _speaks(self, rank: int, free: Sequence[str]) -> bool:
-        """Whether the rank stands where it speaks on all axes but the ``free`` ones."""
+        """Returns True if the rank has the speaker's index on all axes except the ``free`` ones."""
         place = self.place(rank)
         return all(place[axis] == self._speaker(axis) for axis in AXES if axis not in free)
 
@@ -166,17 +166,17 @@ class Layout:
 
 
 class Mesh:
-    """The axes of a run as this rank sees them, with the process groups along them.
+    """This rank's place on the axes of a run, and the process groups along them.
 
-    Groups are made when they are first asked for, by all ranks of the world together.
+    A process group is created when it is first asked for. All ranks of the world must ask for it together.
 
     Args:
-        layout: The axes; as many ranks as the world has.
+        layout: The axes; its world size must be that of ``world``.
         rank: This rank.
-        world: The group of all ranks; None for one rank alone.
-        timeout_seconds: How long to wait for a rank.
-        group_timeout: Of the groups that are made.
-        device_type: Of the ranks' devices.
+        world: Process group of all ranks; None in a run of one rank.
+        timeout_seconds: How long to wait for other ranks.
+        group_timeout: Timeout of the process groups that are created.
+        device_type: Type of the ranks' devices.
     """
 
     def __init__(
@@ -198,22 +198,25 @@ class Mesh:
         self._groups: dict[tuple[str, frozenset[str]], dist.ProcessGroup | None] = {}
 
     def degree(self, axis: str) -> int:
-        """Ranks along the axis."""
+        """Returns the number of ranks along the axis."""
         return self.layout.degree(axis)
 
     def index(self, axis: str) -> int:
-        """This rank's place on the axis."""
+        """Returns this rank's index on the axis."""
         return self._place[axis]
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """The ranks of the world that differ from this one on ``axes`` alone, in order; this one among them."""
+        """Returns the global ranks that differ from this one only on ``axes``, in order, including this one."""
         return next(ranks for ranks in self.layout.slices(axes) if self.rank in ranks)
 
     def group(self, *axes: str, use: str = "") -> dist.ProcessGroup | None:
-        """The group of :meth:`ranks`; None where that is this rank alone.
+        """Returns the process group of :meth:`ranks`. Returns None if this rank is alone there.
+
+        All ranks of the world must make the first call for the same arguments together.
 
         Args:
-            use: Those who name one share a group of its own, whose messages never meet those of another.
+            use: Name of a separate group over the same ranks. Callers with the same name share it, and its messages
+                cannot be mixed up with those of other groups.
         """
         key = use, frozenset(axis for axis in axes if self.degree(axis) > 1)
         if key not in self._groups:
@@ -222,7 +225,7 @@ class Mesh:
         return self._groups[key]
 
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
-        """As :meth:`group`, but a group of its own, whose messages never meet those of another."""
+        """Creates a new process group of :meth:`ranks`. All ranks of the world must call this together."""
         if self.world is None or math.prod(map(self.degree, axes)) == 1:
             return None
         mine = None
@@ -234,12 +237,12 @@ class Mesh:
         self._owned.callback(destroy, mine)
         return connected(mine)
 
-    def own(self, close: Callable[[], None]) -> None:
-        """Has ``close`` called when the mesh is closed, before the groups that were made earlier are."""
+    def close_with_mesh(self, close: Callable[[], None]) -> None:
+        """Registers ``close`` to be called when the mesh is closed, before any group created earlier is destroyed."""
         self._owned.callback(close)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The axes of more than one rank as PyTorch's own mesh, over the same groups."""
+        """Returns PyTorch's ``DeviceMesh`` of the axes with more than one rank, over the same process groups."""
         axes = [axis for axis in AXES if self.degree(axis) > 1] or ["data"]
         shape = [self.degree(axis) for axis in axes]
         groups = [group for axis in axes if (group := self.group(axis)) is not None]
@@ -249,6 +252,6 @@ class Mesh:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     def close(self) -> None:
-        """Gives back the groups that were made, and what stands on them."""
+        """Destroys the created groups and calls what `close_with_mesh` registered, in reverse order."""
         self._groups.clear()
         self._owned.close()

@@ -1,9 +1,9 @@
-"""What all ranks must have in common before they can talk to each other at all.
+"""Checks before the process group is created that the devices and versions of all ranks fit together.
 
-Each rank takes a device by itself: a GPU where its host has one. On a host without, a rank would take the CPU and start
-gloo, wait for the others, which have started NCCL, and hang until the time is up. So before there is a process group
-every rank says in the store what it took, reads what the others took, and they all come to the same verdict. Different
-kinds run together where all were told to: a host whose driver is broken would train on its CPU, and nobody would know::
+Each rank chooses its own device: a GPU if its host has one. On a host without a GPU a rank would choose the CPU and
+start gloo, while the others start NCCL, and all would hang until the timeout. So every rank first writes its choice to
+the store and reads those of the others, and all come to the same verdict. Different kinds of devices are accepted only
+if all ranks were told ``mixed``: otherwise a host with a broken driver would train on its CPU unnoticed::
 
     rank 0  cuda ─┐                     ┌─▶ verdict of (cuda, cuda, cpu)
     rank 1  cuda ─┼─▶ store ─ N values ─┼─▶ the same
@@ -29,34 +29,34 @@ _LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Terms:
-    """On which terms a rank joins."""
+class JoinTerms:
+    """Host, device and version of one rank, as it tells them to the others."""
 
     rank: int
     host: str
     device: str
-    """``cuda`` or ``cpu``."""
+    """Kind of the device, such as ``cuda`` or ``cpu``."""
     meets_by: str
-    """What ranks with such devices meet by."""
+    """Communication library for this kind of device."""
     asked: str | None
-    """What the user asked for: a kind of device, ``mixed``, or None for what the host has."""
+    """Device that the user asked for: a kind, ``mixed``, or None for the host's default."""
     evener: str
     """Version of Evener."""
     place: str = ""
-    """What ranks have in common that share a host, whatever its name is."""
+    """Host token: equal for ranks that share a host."""
     card: str = ""
-    """What tells a card from all others; empty where nothing does, and where ranks may share cards."""
+    """Unique id of the card; empty if it is unknown, or if ranks may share cards."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Terms:
+    def from_json(cls, text: str | bytes) -> JoinTerms:
         return cls(**json.loads(text))
 
 
-def disagreement(all_terms: Sequence[Terms]) -> str | None:
-    """Why these ranks cannot run together, and the way out; None if they can."""
+def disagreement(all_terms: Sequence[JoinTerms]) -> str | None:
+    """Returns why these ranks cannot run together, and what to do. Returns None if they can."""
     if are_mixed(all_terms):
         reason = _not_mixed(all_terms)
         if reason is not None:
@@ -75,13 +75,13 @@ def disagreement(all_terms: Sequence[Terms]) -> str | None:
     return None
 
 
-def are_mixed(all_terms: Sequence[Terms]) -> bool:
-    """Whether there are ranks that cannot meet by the library of their devices."""
+def are_mixed(all_terms: Sequence[JoinTerms]) -> bool:
+    """Returns True if the ranks have different kinds of devices or different communication libraries."""
     return len({(terms.device, terms.meets_by) for terms in all_terms}) > 1
 
 
-def _not_mixed(all_terms: Sequence[Terms]) -> str | None:
-    """Why these ranks, which have different devices, cannot run together; None if they can."""
+def _not_mixed(all_terms: Sequence[JoinTerms]) -> str | None:
+    """Returns why these ranks with different devices cannot run together. Returns None if they can."""
     took = _listed(all_terms, _words)
     asked = {terms.asked for terms in all_terms}
     if asked != {MIXED}:
@@ -105,24 +105,24 @@ def _not_mixed(all_terms: Sequence[Terms]) -> str | None:
     return None
 
 
-def _words(terms: Terms) -> str:
+def _words(terms: JoinTerms) -> str:
     return terms.device if terms.device != "cuda" or terms.meets_by == "nccl" else f"cuda ({terms.meets_by})"
 
 
-def agree(store: Store, mine: Terms, world_size: int, timeout_seconds: float) -> bool:
-    """Waits for the terms of all ranks. A collective call.
+def agree(store: Store, mine: JoinTerms, world_size: int, timeout_seconds: float) -> bool:
+    """Exchanges the terms of all ranks and checks them. All ranks must call this together.
 
     Returns:
-        Whether their devices cannot meet by one library, and they are to run together nevertheless.
+        True if the ranks have different kinds of devices or libraries and are to run together nevertheless.
 
     Raises:
-        ConfigurationError: On every rank alike, if they cannot run together.
-        DistError: A rank did not come in time.
+        ConfigurationError: On every rank, if the ranks cannot run together.
+        DistError: If a rank does not write its terms in time.
     """
     keys = [str(rank) for rank in range(world_size)]
     store.set(str(mine.rank), mine.to_json())
     store.wait(keys, timedelta(seconds=timeout_seconds))
-    all_terms = [Terms.from_json(text) for text in store.multi_get(keys)]
+    all_terms = [JoinTerms.from_json(text) for text in store.multi_get(keys)]
     reason = disagreement(all_terms)
     if reason is not None:
         _leave_together(store, mine.rank, world_size)
@@ -131,14 +131,14 @@ def agree(store: Store, mine: Terms, world_size: int, timeout_seconds: float) ->
 
 
 def _leave_together(store: Store, rank: int, world_size: int) -> None:
-    """The store may live in rank 0, which must not end before all have read."""
+    """Waits until all ranks have read the terms: rank 0 may host the store, and must not end before."""
     store.set(f"{rank}/read", "")
     with suppress(dist.DistError):
         store.wait([f"{rank}/read" for rank in range(world_size)], timedelta(seconds=_LEAVE_SECONDS))
 
 
-def _listed(all_terms: Sequence[Terms], value: Callable[[Terms], str]) -> str:
-    """``cuda on host a (rank 0, 1, 2); cpu on host b (rank 3)``."""
+def _listed(all_terms: Sequence[JoinTerms], value: Callable[[JoinTerms], str]) -> str:
+    """Formats a value by host and ranks: ``cuda on host a (rank 0, 1, 2); cpu on host b (rank 3)``."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for terms in all_terms:
         ranks.setdefault((value(terms), terms.host), []).append(str(terms.rank))

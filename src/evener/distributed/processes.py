@@ -1,7 +1,7 @@
-"""Whether a process of this machine still lives, asked of the kernel.
+"""State and processor time of processes on this machine.
 
-A process id may be used again, so a process is held as a `psutil.Process`, which is the id together with the time of
-birth in the kernel's own ticks: a stranger under the same id counts as the end of the one that was held.
+A process id may be reused, so a process is represented by a `psutil.Process`, which holds the id and the start time in
+the kernel's ticks. If another process has the same id, the original one counts as gone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 import psutil
 
 State = Literal["running", "stopped", "gone"]
-"""``stopped`` by SIGSTOP or a debugger; ``gone`` also where nobody has reaped it yet."""
+"""State of a process: ``stopped`` by SIGSTOP or a debugger; ``gone`` includes zombies."""
 
 _STATES: dict[str, State] = {
     psutil.STATUS_ZOMBIE: "gone",
@@ -23,7 +23,7 @@ _STATES: dict[str, State] = {
 
 
 def find(pid: int) -> psutil.Process | None:
-    """The process that has this id now; None if there is none."""
+    """Returns the process that has this id now. Returns None if there is none."""
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -31,28 +31,28 @@ def find(pid: int) -> psutil.Process | None:
 
 
 def state_of(process: psutil.Process | None) -> State:
-    """The state of a process that `find` found, at some time or never."""
+    """Returns the state of a process that `find` returned; ``gone`` for None."""
     try:
         if process is None or not process.is_running():
             return "gone"
         return _STATES.get(process.status(), "running")
-    except psutil.NoSuchProcess:  # it ended between the two questions
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return "gone"
 
 
 def is_alive(pid: int | None) -> bool:
-    """Whether a process has this id now, and has not ended; not of None."""
+    """Returns True if a process with this id exists and has not ended. Returns False for None."""
     return pid is not None and state_of(find(pid)) != "gone"
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has had, with all that it has started and that still runs; 0 if it is gone."""
+    """Returns the processor time of a process and its running descendants, in seconds; 0 if it is gone."""
     process = find(pid)
     return 0.0 if process is None else _used_by(process) + children_cpu_seconds(process)
 
 
 def children_cpu_seconds(process: psutil.Process) -> float:
-    """Processor time of all that a process has started and that still runs."""
+    """Returns the processor time of a process's running descendants, in seconds."""
     with suppress(psutil.Error):
         return sum(map(_used_by, process.children(recursive=True)))
     return 0.0

@@ -1,8 +1,8 @@
-"""Which start of its ranks a process takes part in.
+"""Number of the start (restart) of the ranks that this process takes part in.
 
-What ranks name in a store that they share begins with the number of the start, so that nothing of an earlier one is
-found there. torchrun's agent counts the starts. A rank that stays while another is replaced takes part in several:
-names are counted anew in each, for the newcomer has counted none.
+Keys in the shared store include this number, so that ranks find no keys of an earlier start. torchrun's agent counts
+the starts. A rank that stays while another is replaced takes part in several starts. Its names are numbered anew in
+each, because the new rank begins at 0.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _counts: defaultdict[tuple[int, str], itertools.count[int]] = defaultdict(iterto
 
 
 def generation() -> int:
-    """0 for the first start."""
+    """Returns the number of the current start; 0 for the first."""
     return int(os.environ.get(_VARIABLE, "0"))
 
 
 def advance_to(number: int) -> None:
-    """This process takes part in start ``number`` from now on."""
+    """Sets the number of the current start."""
     os.environ[_VARIABLE] = str(number)
 
 
 def next_name(what: str) -> str:
-    """``what/START/N``: as many on every rank, if all make the same ones in the same order."""
+    """Returns ``what/START/N`` with a running number N. It agrees on all ranks if they make the same calls in order."""
     start = generation()
     return f"{what}/{start}/{next(_counts[start, what])}"

@@ -1,11 +1,11 @@
-"""What a rank has while it runs: place, device, process group, control channel and watchdog.
+"""``Session``: opens what a rank needs while it runs: environment, device, process group, control channel, watchdog.
 
-Everything is opened in one place and closed in reverse. A rank that is alone has the same things, with
-stand-ins, so that nothing else asks how many ranks there are. A process group that is there already, made by
-a user's own script, is used and left as it was found.
+Everything is opened in one place and closed in reverse order. A run of one rank has the same attributes, with local
+stand-ins, so that other code does not depend on the number of ranks. If the user's script has already initialized a
+process group, the session uses that one and does not destroy it.
 
-Why closing collects garbage first: a DDP model holds threads and buffers of its process group, and gloo
-aborts the process ("terminate called without an active exception") when they are destroyed after it at
+Garbage is collected before the process group is destroyed: a DDP model holds threads and buffers of its group, and gloo
+aborts the process ("terminate called without an active exception") if they are destroyed after the group, at
 interpreter exit.
 """
 
@@ -39,7 +39,7 @@ from evener.distributed.environment import (
 from evener.distributed.failure import is_communication_error
 from evener.distributed.hosts import connected, destroy, host_token
 from evener.distributed.mesh import Layout, Mesh
-from evener.distributed.preflight import Terms, agree
+from evener.distributed.preflight import JoinTerms, agree
 from evener.distributed.recovery.deferred_free import bury
 from evener.distributed.recovery.replacement import RecalledError, Start
 from evener.distributed.restart_count import advance_to, generation, next_name
@@ -47,21 +47,21 @@ from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, TIMEOUT_SECON
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
 from evener.hardware.gpu_tenants import uuid_of
-from evener.torch_internals.default_store import default_store
+from evener.torch_internals.process_groups import default_store
 from evener.version import evener_version
 
 _PATIENCE = timedelta(hours=24)
 
 RUN_DIR = "EVENER__RUN_DIR"
-"""Environment variable in which Evener's launcher names the directory it shares with its ranks."""
+"""Environment variable with the directory that Evener's launcher shares with its ranks."""
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
-    """The store in which the ranks of a run meet: the agent's, or one that rank 0 keeps.
+    """Opens the store of the run, which the launching agent hosts, or else rank 0.
 
     Raises:
-        ConfigurationError: If the launcher did not say where it is.
-        RankTimeoutError: If it cannot be reached in time.
+        ConfigurationError: If the launcher has not set the store's address.
+        RankTimeoutError: If the store cannot be reached in time.
     """
     if environment.world_size == 1:
         return HashStore()
@@ -89,13 +89,13 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
 
 
 def agent_watchdog(environment: Environment, timeout_seconds: float) -> Watchdog:
-    """The watchdog of a whole process that Evener launched; its sessions share it."""
+    """Starts the watchdog of a process that Evener launched. All sessions of the process share it."""
     store = open_store(environment, timeout_seconds)
     return _start_watchdog(environment.rank, environment.world_size, store, timeout_seconds)
 
 
 def rejoin(start: Start) -> None:
-    """This process takes part in ``start`` from now on, with a watchdog for it."""
+    """Joins ``start``, the next start of the ranks after a rank replacement, and replaces this process's watchdog."""
     before = current_watchdog()
     assert before is not None
     before.stand_down()
@@ -105,7 +105,7 @@ def rejoin(start: Start) -> None:
 
 
 def _start_watchdog(rank: int, world_size: int, store: Store, timeout_seconds: float) -> Watchdog:
-    """A watchdog of this process from now on."""
+    """Starts a watchdog and makes it the current one of this process."""
     run_dir = os.environ.get(RUN_DIR)
     watchdog = Watchdog(
         rank, world_size, store, timeout_seconds, None if run_dir is None else Path(run_dir)
@@ -115,18 +115,18 @@ def _start_watchdog(rank: int, world_size: int, store: Store, timeout_seconds: f
 
 
 class Session:
-    """The context in which a rank works.
+    """Context manager that sets a rank up for distributed training. All ranks must enter it together.
 
     Args:
-        device: ``cpu``, ``cuda`` or another kind that torch.accelerator has; cuda where there is any by default. A
-            rank takes the GPU of its local rank. ``mixed`` lets each host take its own kind.
+        device: ``cpu``, ``cuda`` or another kind that torch.accelerator has; by default cuda if there is a GPU, else
+            cpu. Each rank takes the GPU of its local rank. ``mixed`` lets each host take its own kind.
         timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
-        environment: The place of this process; detected by default. One of a rank alone keeps the session out of a
-            process group that there may be.
+        environment: Rank and world size of this process; detected by default. With an environment of one rank the
+            session ignores an existing process group.
 
     Raises:
-        ConfigurationError: If the launcher's variables or the device cannot work, or the ranks took different
-            devices.
+        ConfigurationError: If the launcher's variables are invalid, the device cannot be used, or the ranks took
+            different devices.
         RankTimeoutError: If not all ranks start in time.
     """
 
@@ -134,9 +134,9 @@ class Session:
     world_size: int
     device: torch.device
     world: dist.ProcessGroup | None
-    """The group of all ranks; None for one rank alone."""
+    """Process group of all ranks; None in a run of one rank."""
     mesh: Mesh
-    """The axes over the ranks; until a strategy lays others, each rank computes a part of the batch of its own."""
+    """Mesh over the ranks. It has only the axis ``data`` until a strategy calls `lay`."""
     control: Channel
     watchdog: Watchdog
 
@@ -152,7 +152,7 @@ class Session:
         self.rank, self.world_size = self.environment.rank, self.environment.world_size
         self._kind, self._asked = kind_taken(device), device
         self.mixed = False
-        """Whether hosts have different kinds of devices: then gloo brings the tensors of all from host to host."""
+        """True if hosts have different kinds of devices. Then gloo moves all tensors between hosts."""
         self._patient: dist.ProcessGroup | None = None
         self._stack = ExitStack()
 
@@ -178,13 +178,13 @@ class Session:
             bury(self._stack.pop_all(), self.world)
             destroy(None)
         elif error is not None and RUN_DIR in os.environ and is_communication_error(error):
-            # The process ends, if no destructor hangs: then nobody could say any more what went wrong.
+            # The process is about to end. A destructor that hangs would keep the error from being reported.
             gc.disable()
             bury(self._stack.pop_all())
         self._stack.__exit__(kind, error, trace)
 
     def _enter_threads(self, stack: ExitStack) -> None:
-        """Ranks of one machine share its cores, unless the user has set ``OMP_NUM_THREADS``."""
+        """Divides the machine's cores among its ranks, unless the user has set ``OMP_NUM_THREADS``."""
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads_per_rank(self.environment.local_world_size))
@@ -203,7 +203,7 @@ class Session:
         return device
 
     def _finds_group(self) -> bool:
-        """Whether this rank belongs to a process group already."""
+        """Returns True if the session is to use a process group that exists already."""
         return dist.is_initialized() and not self._apart
 
     def _open_store(self) -> Store:
@@ -249,15 +249,15 @@ class Session:
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self.group_timeout,
-                # Has NCCL connect at once.
+                # Makes NCCL connect immediately.
                 device_id=self.device if self._kind == "cuda" and not self.mixed else None,
             )
 
     def lay(self, layout: Layout) -> Mesh:
-        """Makes ``layout`` the session's mesh. All ranks call it together.
+        """Makes ``layout`` the session's mesh. All ranks must call this together.
 
         Raises:
-            ConfigurationError: If it is one for another number of ranks.
+            ConfigurationError: If ``layout`` has another number of ranks than the run.
         """
         if layout.world_size != self.world_size:
             raise ConfigurationError(
@@ -277,7 +277,7 @@ class Session:
             )
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one on these axes of the mesh alone; None where that is this rank alone."""
+        """Returns the process group along ``axes`` of the mesh. Returns None if this rank is alone there."""
         return self.mesh.group(*axes)
 
     def _mesh(self, layout: Layout) -> Mesh:
@@ -286,27 +286,27 @@ class Session:
         return mesh
 
     def _agree(self, store: Store) -> bool:
-        """Whether hosts have different kinds of devices, or libraries for them."""
+        """Exchanges the ranks' devices. Returns True if hosts have different kinds of devices or backends."""
         card = "" if ranks_per_card() > 1 else uuid_of(self.device)
         device = self._kind, library_of(self._kind), self._asked
-        terms = Terms(self.rank, self.environment.host, *device, evener_version(), host_token(), card)
+        terms = JoinTerms(self.rank, self.environment.host, *device, evener_version(), host_token(), card)
         return agree(store, terms, self.world_size, self.group_timeout.total_seconds())
 
     @property
     def inner_backend(self) -> str | None:
-        """Where hosts differ, the backend that the ranks of this one have among themselves; else None."""
+        """In a mixed run, the backend for communication within this host; otherwise None."""
         return backend_of(self._kind) if self.mixed else None
 
     @property
     def group_timeout(self) -> timedelta:
-        """The timeout of process groups: later than the watchdog, whose report says more."""
+        """Timeout of process groups. It is longer than the watchdog's, whose report says more."""
         return timedelta(seconds=self.timeout_seconds + BACKSTOP_SECONDS)
 
     def patient_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks for waits that may take as long as they take; None for one rank alone.
+        """Returns a gloo group of all ranks with a timeout of 24 hours. Returns None in a run of one rank.
 
-        For use inside of `Watchdog.together`, which ends a wait that is hopeless; a rank that dies ends it at once.
-        Made with the first call, which is a collective one, and closed with the session.
+        Use it inside `Watchdog.together`, which ends hopeless waits. A rank that dies ends the wait at once. The first
+        call creates the group and must be made by all ranks together; the session closes the group.
         """
         if self._patient is None and self.world_size > 1:
             with self.watchdog.wait("start of the patient group"):
@@ -327,18 +327,18 @@ class Session:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Cores of this machine divided among its ranks, at least one for each."""
+    """Returns the number of usable cores per rank of this machine, at least 1."""
     return max(1, usable_cores() // local_world_size)
 
 
 def card_of(environment: Environment, kind: str) -> int:
-    """The index of this rank's accelerator among those that it sees.
+    """Returns the index of this rank's accelerator among those visible to it.
 
-    A rank that sees one alone, where it has neighbours, was given that one: SLURM binds cards to tasks so. Whether all
-    were given the same is found when the ranks agree.
+    If this rank has neighbours on its machine but sees only one card, the launcher has bound that card to it, as SLURM
+    does. `agree` checks later whether several ranks got the same card.
 
     Raises:
-        ConfigurationError: If there are too few.
+        ConfigurationError: If there are fewer accelerators than ranks.
     """
     if count(kind) == 1 < environment.local_world_size and environment.launcher != "single":
         return 0
@@ -347,11 +347,11 @@ def card_of(environment: Environment, kind: str) -> int:
 
 
 def _prepare_nccl(environment: Environment) -> None:
-    """What NCCL, and torch's use of it, read in the environment when they start."""
-    # Messages of two ranks are ordered among all others; that it may cost time is no news to a user.
+    """Sets environment variables that NCCL and torch read when NCCL starts."""
+    # Silences torch's warning that point-to-point messages are serialized with collectives.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if ranks_per_card() > 1:
-        # NCCL refuses two ranks on one card of a host; of ranks of different hosts it knows nothing.
+        # NCCL refuses two ranks on one card of a host, so each rank pretends to be another host.
         os.environ["NCCL_HOSTID"] = f"{environment.host}-{environment.rank}"
 
 

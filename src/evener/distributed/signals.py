@@ -1,22 +1,22 @@
-"""Stopping a rank that may not be listening.
+"""Stops a rank on a signal, also if its main thread is blocked in native code.
 
-Python runs a signal handler between two instructions of the main thread, and a main thread inside a C++ wait
-gets to none. But the interpreter's own handler, in C, writes the signal's number to a file descriptor
-wherever the main thread is (`signal.set_wakeup_fd`). A thread reads it and, when the main thread has not
-ended by itself in time, ends the process.
+Python runs a signal handler between two instructions of the main thread, so it never runs while the main thread is
+inside a C++ wait. But the interpreter's own handler, in C, writes the signal's number to a file descriptor wherever the
+main thread is (`signal.set_wakeup_fd`). A thread reads it, and ends the process if the main thread has not ended in
+time.
 
     SIGTERM ─┬─ main thread in Python ─▶ InterruptedRunError ─▶ records written, files closed, exit
              └─ thread ── grace ─────────────────────────────▶ last words, exit, wherever the main thread is
 
-A run that can save where it stands wants to choose the moment. Within `deferring` the first signal is only remembered,
-a second one raises, and the thread waits for as long as the run was given for saving.
+A training run saves a checkpoint at a moment of its own choice. Within `deferring` the first signal is only remembered,
+a second one raises, and the thread waits for the time that the run was given for saving.
 
     SIGTERM ─┬─ main thread ─▶ ... end of the step ─▶ saved, InterruptedRunError ─▶ records written, exit
              └─ thread ── the run's own grace ─────────────────────────────────▶ last words, exit
 
-An exception that is raised anywhere can be caught anywhere: native code makes another one of it, and a library that
-gathers the errors of all ranks keeps it. So what was asked is remembered (`asked`), and whatever else ends the block
-afterwards is no news.
+An exception raised by a signal handler may be caught on its way: native code turns it into another exception, and a
+library that gathers the errors of all ranks keeps it. So the interruption is remembered (`asked`), and replaces any
+other exception that ends the block afterwards.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from typing import Any, NoReturn
 from evener.errors import InterruptedRunError
 
 GRACE_SECONDS = 3.0
-"""How long a rank that was asked to stop may take to end by itself."""
+"""Time a rank has to end by itself after a stop signal."""
 
 _PR_SET_PDEATHSIG = 1
 _SAME_SECONDS = 0.5
-"""Signals that follow each other faster are one: of a terminal or a job's end that reaches a process on two ways."""
+"""Signals within this time count as one: a terminal's or scheduler's signal may reach a process in two ways."""
 
 _asked: InterruptedRunError | None = None
 _blocks = 0
@@ -50,16 +50,16 @@ _last_words: list[Callable[[], None]] = []
 
 
 class Deferral:
-    """Whether a run was asked to stop, by which signal."""
+    """State of `deferring`: whether the run was asked to stop, and by which signal."""
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.number = 0
-        """Of the signal; 0 for none."""
+        """Number of the signal; 0 if none has arrived."""
         self.time = 0.0
 
     def hears(self, number: int) -> bool:
-        """Whether this is the first signal, or the same once more."""
+        """Records a signal. Returns True if it is the first one, or counts as the same (within half a second)."""
         now = time.monotonic()
         if self.number == 0:
             self.number, self.time = number, now
@@ -67,29 +67,29 @@ class Deferral:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask a run to stop: of a person (Ctrl-C and Ctrl-\\), of a machine that is taken away, of SLURM, of a
-    terminal that closes.
+    """Returns the signals that ask a run to stop: SIGINT and SIGQUIT (Ctrl-C and Ctrl-\\), SIGTERM, SIGUSR1 (SLURM) and
+    SIGHUP (a closing terminal).
 
-    One that was ignored from the start, as by nohup, stays so.
+    Leaves out signals that are ignored, as SIGHUP is under nohup.
     """
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def asked() -> InterruptedRunError | None:
-    """What the first signal raised in a block of `raising` that still runs."""
+    """Returns the error that a stop signal has raised in a block that still runs. Returns None if there is none."""
     return _asked
 
 
 def check() -> None:
-    """Raises it once more, where it was caught on its way."""
+    """Raises the error of `asked` again, if there is one: it may have been caught on its way."""
     if _asked is not None:
         raise _asked
 
 
 @contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
-    """Has a thread call ``say`` if the process is ended within the block without its main thread (`enforce`)."""
+    """Registers ``say`` for the block: the thread of `enforce` calls it before it ends the process."""
     _last_words.append(say)
     try:
         yield
@@ -98,7 +98,7 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies: a launcher that is killed leaves no ranks behind."""
+    """Makes the kernel kill this process when its parent dies, so that a killed launcher leaves no ranks behind."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -108,12 +108,13 @@ def die_with(parent: int) -> None:
 
 @contextmanager
 def raising(signals: list[signal.Signals], describe: Callable[[], str]) -> Iterator[None]:
-    """Raises `InterruptedRunError` in the main thread at the first of these signals; the next are ignored.
+    """Raises `InterruptedRunError` in the main thread on the first of these signals; later ones are ignored.
 
-    The block ends with that error, whatever became of it on its way.
+    If that error was turned into another exception on its way, the block raises it anyway.
 
     Args:
-        describe: Says where the run stands, for the message.
+        signals: The signals to handle.
+        describe: Returns the position of the run in words, for the message.
     """
     global _asked, _blocks
     if threading.current_thread() is not threading.main_thread():
@@ -145,7 +146,7 @@ def raising(signals: list[signal.Signals], describe: Callable[[], str]) -> Itera
 
 
 def _unless_asked(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Python shows what it cannot raise, as in a destructor; a signal that came there is raised again by `check`."""
+    """Returns a hook that hides an `InterruptedRunError` which a destructor cannot raise: `check` raises it again."""
     return lambda unraisable: (
         None if isinstance(unraisable.exc_value, InterruptedRunError) else hook(unraisable)
     )
@@ -160,11 +161,12 @@ def _raise(number: int, place: str) -> NoReturn:
 
 @contextmanager
 def deferring(grace_seconds: float, describe: Callable[[], str]) -> Iterator[Deferral]:
-    """Remembers the first of `stop_signals`, for the block to stop by itself in time; a second one raises.
+    """Remembers the first of `stop_signals`, so that the block can stop by itself in time. A second signal raises
+    `InterruptedRunError`.
 
     Args:
-        grace_seconds: After that long without an end the process is ended, where `enforce` was called.
-        describe: Says where the run stands, for the message.
+        grace_seconds: The process is ended this long after the first signal, if `enforce` was called.
+        describe: Returns the position of the run in words, for the message.
     """
     global _asked, _deferral
     deferral = Deferral(grace_seconds)
@@ -189,20 +191,20 @@ def deferring(grace_seconds: float, describe: Callable[[], str]) -> Iterator[Def
 
 
 def interruption(number: int, place: str) -> str:
-    """In words: ``interrupted by SIGINT at step 41 of 400``."""
+    """Returns the message of an interruption: ``interrupted by SIGINT at step 41 of 400``."""
     name = signal.Signals(number).name
     return f"interrupted by {name} at {place}" if place else f"interrupted by {name} before any progress"
 
 
 def enforce(on_expiry: Callable[[int], None], grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ends this process ``grace_seconds`` after one of `stop_signals`, if it still runs then.
+    """Starts a thread that ends this process ``grace_seconds`` after one of `stop_signals`, if it still runs then.
 
-    Within `deferring` the first one leaves the time that is said there.
-
-    Only where Python handles the signal: what is left to the system or ignored writes to no descriptor.
+    For the first signal within `deferring`, the grace time of `deferring` applies. Only signals that Python handles
+    count: others are not written to the file descriptor.
 
     Args:
-        on_expiry: Called with the number of the signal just before.
+        on_expiry: Called with the number of the signal just before the process is ended.
+        grace_seconds: Time from the signal to the end of the process.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -213,7 +215,7 @@ def enforce(on_expiry: Callable[[int], None], grace_seconds: float = GRACE_SECON
 
 
 def _expire(read: int, on_expiry: Callable[[int], None], grace_seconds: float) -> None:
-    """Each signal sets a time at which all must be over; the earliest holds."""
+    """Body of the thread of `enforce`. Each signal sets a deadline; the earliest applies."""
     deadline, asking = math.inf, {int(number) for number in stop_signals()}
     number, began = signal.SIGTERM, math.nan
     while (left := deadline - time.monotonic()) > 0:
@@ -235,7 +237,7 @@ def _expire(read: int, on_expiry: Callable[[int], None], grace_seconds: float) -
 
 
 def _forget() -> None:
-    """A forked child (a DataLoader's worker) is not the rank: its signals are its own."""
+    """Restores default signal handling in a forked child (a DataLoader worker), which is not the rank."""
     signal.set_wakeup_fd(-1)
     if callable(signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

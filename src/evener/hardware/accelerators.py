@@ -1,8 +1,9 @@
-"""Devices that are no CPU, of whatever kind, by what PyTorch has for all of them.
+"""Functions for accelerators of all types, by PyTorch's device-independent interfaces.
 
-``torch.accelerator`` counts them, sets the current one, waits for it and reads its memory. For what it lacks, such as
-the states of random generators, each kind has a module with functions of the same names. What is CUDA's own stays where
-it is used: what a card of NVIDIA's can compute in, its driver and build, and the streams of scheduled all-reduces.
+``torch.accelerator`` counts accelerators, sets the current one, synchronizes with it and reads its memory. For other
+functions, such as random generator states, each device type has a module with functions of the same names. Code that is
+specific to CUDA stays where it is used: the data types of NVIDIA GPUs, driver and build, and streams of scheduled
+all-reduces.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import Tensor
 from evener.errors import ConfigurationError
 
 WITH_STREAMS = ("cuda", "xpu")
-"""Kinds whose work is queued in streams with events that tell time, and that read pinned memory by themselves."""
+"""Device types that have streams, events with timing, and asynchronous copies from pinned memory."""
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it is a device beside the CPU; ``meta`` is none."""
+    """Returns True for any device but ``cpu`` and ``meta``."""
     return device.type not in ("cpu", "meta")
 
 
 def kind_of(name: str) -> str:
-    """The kind of device that ``name`` names.
+    """Returns the device type of ``name``.
 
     Raises:
-        ConfigurationError: If torch knows none of it.
+        ConfigurationError: If torch does not know it.
     """
     try:
         return torch.device(name).type
@@ -41,22 +42,24 @@ def kind_of(name: str) -> str:
 
 
 def count(kind: str) -> int:
-    """How many there are of a kind, for this process."""
+    """Returns the number of devices of a type that this process sees."""
     try:
         return int(_module(kind).device_count())
-    except (AttributeError, RuntimeError):  # a kind that this PyTorch knows by its name alone
+    except (AttributeError, RuntimeError):  # this PyTorch knows only the name of this type
         return 0
 
 
 def name_of(device: torch.device) -> str:
-    """What the maker calls it; empty where nobody says."""
+    """Returns the device's product name; empty if it is not known."""
     say = getattr(_module(device), "get_device_name", None) if is_accelerator(device) else None
     return "" if say is None else str(say(device))
 
 
 def memory_of(device: torch.device) -> tuple[int, int] | None:
-    """Bytes that are free, and all; None where it does not tell: MPS before torch 2.14, whose memory is the host's."""
-    # Those of the kind's own module start up a device that was not used yet.
+    """Returns the free and the total memory in bytes. Returns None if the device does not report them, as MPS before
+    torch 2.14, which uses the host's memory.
+    """
+    # The function of the device type's own module initializes a device that was not used yet.
     ask = getattr(_module(device), "mem_get_info", torch.accelerator.get_memory_info)
     try:
         free, total = ask(device)
@@ -66,13 +69,13 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has done all that was queued."""
+    """Waits until an accelerator has finished all queued work. Does nothing for a CPU."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether it computes in float64, as MPS does not."""
+    """Returns True if the device supports float64, which MPS does not."""
     try:
         torch.ones((), dtype=torch.float64, device=device).add_(1)
     except (RuntimeError, TypeError):
@@ -84,35 +87,35 @@ def has_float64(device: torch.device) -> bool:
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
-    """That of the host's generator and, of an accelerator, its own."""
+    """Returns the states of the CPU's random generator and, for an accelerator, of the device's generator."""
     states = [torch.get_rng_state()]
     return [*states, _module(device).get_rng_state(device)] if is_accelerator(device) else states
 
 
 def draw_from(states: list[Tensor], device: torch.device) -> None:
-    """Sets what :func:`generator_states` gave."""
+    """Restores the states that :func:`generator_states` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         _module(device).set_rng_state(state, device)
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Seeds the generator of an accelerator, which is the current one; no other has one of its own."""
+    """Seeds the generator of an accelerator, which must be the current device. Does nothing for a CPU."""
     if is_accelerator(device):
         _module(device).manual_seed(number)
 
 
 @contextmanager
 def generators_kept(*devices: torch.device) -> Iterator[None]:
-    """What is drawn in the block, on the host and on ``devices``, moves no generator."""
+    """Restores the random generators of the CPU and of ``devices`` after the block."""
     cards = [device for device in devices if is_accelerator(device)]
-    # A kind must be said also where there is no device of it.
+    # fork_rng needs a device type even without devices.
     with torch.random.fork_rng(cards, device_type=cards[0].type if cards else "cuda"):
         yield
 
 
 def all_of_process() -> list[torch.device]:
-    """Every accelerator that this process sees."""
+    """Returns all accelerators that this process sees."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     return [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())] if kind else []
 
@@ -122,5 +125,5 @@ def _module(device: torch.device | str) -> Any:
 
 
 def words_of(device: torch.device) -> str:
-    """``cuda:0 NVIDIA H100``, or ``cpu``."""
+    """Describes a device, as ``cuda:0 NVIDIA H100`` or ``cpu``."""
     return f"{device} {name_of(device)}".strip()

@@ -1,8 +1,8 @@
-"""Sending a tensor of the host to a device without waiting for the work that was queued before it.
+"""Copies tensors from host to device without waiting for previously queued work.
 
-``tensor.to("cuda")`` lies in the device's queue behind all that is there already, and the host waits for it. From
-pinned memory, which the device reads by itself, it need not. The samples of a batch travel beside the step before
-(:mod:`evener.data.prefetch`); this is for what little a step sends itself.
+``tensor.to("cuda")`` is queued behind all earlier work on the device, and the host waits for it. A copy from pinned
+memory is asynchronous, and the host does not wait. This module is for the small tensors that a step sends itself. The
+samples of a batch are copied during the previous step (:mod:`evener.data.prefetch`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Sender = Callable[[Tensor, torch.device], Tensor]
 
 
 def by_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device whose work is done when a call returns; itself if it is there."""
+    """Copies a tensor to a device synchronously. Returns the tensor itself if it is already there."""
     return tensor.to(device)
 
 
 def from_pinned_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device once the current stream has come so far; PyTorch keeps the pinned copy until then."""
+    """Copies a tensor to a device in the device's current stream. PyTorch keeps the pinned copy until it is read."""
     return (
         tensor.pin_memory().to(device, non_blocking=True)
         if tensor.device.type == "cpu"
@@ -32,9 +32,9 @@ def from_pinned_memory(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 SENDERS: dict[str, Sender] = dict.fromkeys(WITH_STREAMS, from_pinned_memory)
-"""By type of device; to any other a tensor is copied."""
+"""Copy function by device type. Other types use `by_copy`."""
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``; the host may go on before it has arrived."""
+    """Copies a tensor to ``device``. May return before the copy is complete."""
     return SENDERS.get(device.type, by_copy)(tensor, device)

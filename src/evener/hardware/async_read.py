@@ -1,13 +1,13 @@
-"""Reading a number off a device without waiting for the work that was queued after it.
+"""Reads numbers from a device without waiting for work that was queued after them.
 
-``float(tensor)`` on a GPU waits for all that was queued before it. A readout is started where the number is computed
-and read where it is needed: it then waits for the number alone, while what was queued in between goes on::
+``float(tensor)`` on a GPU waits for all work queued before the call. A readout starts an asynchronous copy when the
+number is computed, and is read later: it then waits for the number only, while later work continues::
 
     loss = read(total)         # queued behind the forward pass
     total.backward()           # queued
     loss.value()               # waits for the forward pass only
 
-How a kind of device is read stands in ``READERS``: a stand-in for a GPU, which has no numbers at all, brings its own.
+``READERS`` has a reader for each device type. A fake device, which has no numbers, can register its own.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from evener.hardware.accelerators import WITH_STREAMS
 
 
 class Readout(Protocol):
-    """Numbers on their way."""
+    """Numbers that may still be being computed or copied."""
 
     @property
     def tensor(self) -> Tensor:
-        """The numbers where they were computed."""
+        """The numbers on the device that computed them."""
 
     def value(self) -> float:
-        """The number, if it is one; waits until it has been computed."""
+        """Returns the only number. Waits until it has been computed."""
 
     def values(self) -> list[float]:
-        """All of them, flat; waits until they have been computed."""
+        """Returns all numbers as a flat list. Waits until they have been computed."""
 
 
-class Here:
-    """Numbers of the host."""
+class ReadyValue:
+    """A readout whose numbers are read when they are asked for. Does not wait for numbers on the host."""
 
     def __init__(self, numbers: float | Tensor) -> None:
         self._numbers = numbers
@@ -52,8 +52,8 @@ class Here:
         return [float(number) for number in self.tensor.flatten().tolist()]
 
 
-class OnTheWay:
-    """Numbers that are copied from a device to pinned memory."""
+class AsyncCopyValue:
+    """A readout that copies numbers from a device to pinned memory asynchronously."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.tensor = numbers
@@ -70,8 +70,8 @@ class OnTheWay:
         return [float(number) for number in self._copy.flatten().tolist()]
 
 
-class Later:
-    """A number of the host that is worked out when it is asked for, once."""
+class DeferredValue:
+    """A readout that calls a function for its number when it is first asked for, and caches the result."""
 
     def __init__(self, number: Callable[[], float]) -> None:
         self._number = number
@@ -91,29 +91,33 @@ class Later:
 
 
 def _tensor(numbers: float | Tensor) -> Tensor:
-    """Python's numbers have 53 bits, of which PyTorch's default type keeps 24."""
+    """Converts a Python number to a float64 tensor, since float32, PyTorch's default, keeps only 24 of its 53 bits."""
     return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.float64)
 
 
-READERS: dict[str, Callable[[Tensor], Readout]] = {"cpu": Here, **dict.fromkeys(WITH_STREAMS, OnTheWay)}
-"""By type of device; of any other a number is read when it is asked for."""
+READERS: dict[str, Callable[[Tensor], Readout]] = {
+    "cpu": ReadyValue,
+    **dict.fromkeys(WITH_STREAMS, AsyncCopyValue),
+}
+"""Readout class by device type. Other types use `ReadyValue`."""
 
 
 def read(numbers: float | Tensor) -> Readout:
-    """Starts to read a number or a tensor of numbers."""
+    """Starts reading a number or a tensor of numbers."""
     if not isinstance(numbers, Tensor):
-        return Here(numbers)
-    return READERS.get(numbers.device.type, Here)(numbers.detach())
+        return ReadyValue(numbers)
+    return READERS.get(numbers.device.type, ReadyValue)(numbers.detach())
 
 
 def kept(number: Tensor) -> Readout:
-    """A number that goes on on its device and is hardly read: whoever asks for its value waits for all that was queued.
+    """Returns a readout for a number that is used on its device and rarely read. Starts no copy, so that reading it
+    waits for all queued work.
 
-    To start reading costs memory, a copy and an event, some 60 us of the host's time a step on one card.
+    Starting a copy needs memory and an event, about 60 us of host time per step on one GPU.
     """
-    return Here(number.detach())
+    return ReadyValue(number.detach())
 
 
 def is_late(device: torch.device) -> bool:
-    """Whether the host runs ahead of the device, so that the results of a step come after its end."""
+    """Returns True if the device works asynchronously, so that the results of a step are known after its end."""
     return device.type != "cpu"

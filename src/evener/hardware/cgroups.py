@@ -1,7 +1,7 @@
-"""What a container may use of its machine, by Linux's control groups of both versions.
+"""Reads the CPU and memory limits of a container from Linux control groups, versions 1 and 2.
 
-A limit may be set on the process's own group or on any above it, and the least counts. In a container the path that
-``/proc/self/cgroup`` names is often the host's and not to be found; the root of the mount is then the container's.
+A limit may be set on the process's own group or on any group above it; the lowest applies. In a container the path in
+``/proc/self/cgroup`` is often that of the host and does not exist; the mount's root is then the container's group.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from evener.hardware.procfs import text_of
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 _UNLIMITED_NBYTES = 1 << 60
-"""Version 1 has no word for it, and says the largest number of whole pages."""
+"""Limits from this value on mean unlimited: version 1 reports the largest number of whole pages."""
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Cores' worth of time; None if it is not limited."""
+    """Returns the limit of CPU time, in cores. Returns None if it is not limited."""
     found = [_of_max(text_of(group / "cpu.max")) for group in _groups("", root, own)]
     found += [
         _of_quota(text_of(group / "cpu.cfs_quota_us"), text_of(group / "cpu.cfs_period_us"))
@@ -28,7 +28,7 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Bytes; None if they are not limited."""
+    """Returns the memory limit in bytes. Returns None if memory is not limited."""
     found = [text_of(group / "memory.max") for group in _groups("", root, own)]
     found += [text_of(group / "memory.limit_in_bytes") for group in _groups("memory", root, own)]
     limits = [int(text) for text in found if text.isdecimal()]
@@ -36,7 +36,10 @@ def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
-    """Directories of the group of this process and of those above it; version 2 has one tree for all controllers."""
+    """Iterates over the directories of this process's group and of the groups above it.
+
+    ``controller`` is empty for version 2, which has one tree for all controllers.
+    """
     top = root / controller
     inner = top / _place(controller, text_of(own)).lstrip("/")
     yield top
@@ -46,7 +49,7 @@ def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
 
 
 def _place(controller: str, text: str) -> str:
-    """From lines such as ``4:memory:/jobs/1``, and ``0::/jobs/1`` of version 2."""
+    """Parses the group's path from lines such as ``4:memory:/jobs/1``, or ``0::/jobs/1`` for version 2."""
     for line in text.splitlines():
         _, _, rest = line.partition(":")
         names, _, place = rest.partition(":")
@@ -56,7 +59,7 @@ def _place(controller: str, text: str) -> str:
 
 
 def _of_max(text: str) -> float | None:
-    """``150000 100000`` is one and a half; ``max 100000`` is no limit."""
+    """Parses a quota in cores: ``150000 100000`` is 1.5. Returns None for ``max 100000``, which is no limit."""
     quota, _, period = text.partition(" ")
     return _of_quota(quota, period)
 

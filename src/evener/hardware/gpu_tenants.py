@@ -1,6 +1,6 @@
-"""What other processes have of a card, asked of NVIDIA's management library now and then.
+"""Memory that other processes use on a GPU, read from NVIDIA's management library (NVML).
 
-A question takes some 100 microseconds, too long for each step, and the answer seldom changes.
+A query takes about 100 microseconds, too long for each step, and the answer seldom changes.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ from evener.hardware.survey.nvml import Questions, opened, tenants
 
 
 class CardUse(NamedTuple):
-    """Bytes of a whole card, whoever has them."""
+    """Memory of a whole card in bytes, used by any process."""
 
     free: int
     total: int
     others: tuple[Tenant, ...]
-    """Other processes, as far as this one may see them: in a container perhaps none."""
+    """Other processes that this one can see. In a container there may be none."""
 
 
 class Neighbours:
-    """Asks for the card of that ``uuid``."""
+    """Reads the memory use of the card with this ``uuid``."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
-        self._ask = Questions(nvml)
-        handles = (nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount()))
-        named = ((bare_uuid(self._ask("nvmlDeviceGetUUID", handle) or ""), handle) for handle in handles)
-        self._handle = next((handle for found, handle in named if found == bare_uuid(uuid)), None)
+        self._ask = ask = Questions(nvml)
+        self._handle = next((each for each in ask.handles() if ask.uuid(each) == bare_uuid(uuid)), None)
 
-    def look(self) -> CardUse | None:
-        """As it is now; None if the library does not say."""
+    def read_usage(self) -> CardUse | None:
+        """Returns the current memory use. Returns None if NVML does not report it."""
         memory = None if self._handle is None else self._ask("nvmlDeviceGetMemoryInfo", self._handle)
         if memory is None:
             return None
@@ -44,11 +42,13 @@ class Neighbours:
 
 @contextmanager
 def neighbours_on(uuid: str, nvml: Any) -> Iterator[Neighbours | None]:
-    """Those on a card; None where there is nobody to ask, or it is no card of NVIDIA's.
+    """Opens NVML for the block, and yields a reader for a card.
+
+    Yields None if NVML is not available, or if the device is not an NVIDIA card.
 
     Args:
-        uuid: Of the card; empty if it is none.
-        nvml: The module ``pynvml``, or what stands in for it; None if it is not installed.
+        uuid: UUID of the card; empty if the device is not an NVIDIA card.
+        nvml: The module ``pynvml`` or a replacement; None if it is not installed.
     """
     with ExitStack() as stack:
         found = None
@@ -60,7 +60,7 @@ def neighbours_on(uuid: str, nvml: Any) -> Iterator[Neighbours | None]:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Of a card of NVIDIA's; empty for any other device."""
+    """Returns the UUID of an NVIDIA card; empty for any other device."""
     if device.type != "cuda" or torch.version.hip:
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))

@@ -1,4 +1,4 @@
-"""How much memory a device has for a rank."""
+"""Total and free memory of a device, per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evener.hardware.cgroups import memory_limit
 
 
 def memory_nbytes(device: torch.device, ranks: int) -> int:
-    """Bytes for each of ``ranks`` that share the device's memory: a GPU has one rank, a host all of its own."""
+    """Returns the memory for each rank in bytes. On a CPU, the host's ``ranks`` share its memory; a GPU has one rank."""
     own = _own_memory(device)
     if own is not None:
         return own[1]
@@ -21,12 +21,13 @@ def memory_nbytes(device: torch.device, ranks: int) -> int:
 
 
 def free_nbytes(device: torch.device, ranks: int, limit: int | None) -> float:
-    """Bytes that a rank may still take, if each of ``ranks`` on the device's host takes as much.
+    """Returns the bytes that a rank may still allocate, if each of ``ranks`` on the host allocates as much.
 
-    Of a GPU what its driver has, and what PyTorch's allocator keeps without need.
+    For a GPU: what the driver reports as free, plus what PyTorch's allocator has cached.
 
     Args:
-        limit: What a container may use of the host's memory, of which it is seldom told anew.
+        limit: Memory limit of the container in bytes; None if there is none. The caller reads it once, as it rarely
+            changes.
     """
     own = _own_memory(device)
     if own is not None:
@@ -36,8 +37,8 @@ def free_nbytes(device: torch.device, ranks: int, limit: int | None) -> float:
 
 
 def free_of_host(available: int, resident: int, limit: int | None, ranks: int) -> float:
-    """Bytes for each of ``ranks``, from what the host has available and what a container may use, of which this
-    process has ``resident`` already."""
+    """Returns the free bytes for each of ``ranks``: a rank's part of the host's available memory, or of the container's
+    limit less the ``resident`` bytes of this process, whichever is smaller."""
     of_container = math.inf if limit is None else limit / ranks - resident
     return max(0.0, min(available / ranks, of_container))
 

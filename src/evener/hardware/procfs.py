@@ -1,4 +1,4 @@
-"""Small files in which the kernel tells of the machine: ``/proc`` and ``/sys``."""
+"""Reads small kernel files in ``/proc`` and ``/sys``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def text_of(path: Path) -> str:
-    """Without blanks around it; empty where the kernel has no such file, or does not show it."""
+    """Returns the file's text, stripped of whitespace at both ends; empty if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

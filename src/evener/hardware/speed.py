@@ -1,7 +1,7 @@
-"""How fast a device multiplies matrices and moves bytes, measured.
+"""Measures how fast a device multiplies matrices and copies memory.
 
-The best of some rounds counts: another program that was running can only have made one slower. A product is made larger
-until it takes so long that starting it does not count.
+The fastest of several rounds counts, since other programs can only slow a round down. Matrices are enlarged until a
+product takes so long that the time to launch it is negligible.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 from evener.hardware.survey.facts import Speed
 
 _LEAST_SECONDS = 0.01
-"""Of one call, so that what it takes to start it and to wait for it is little."""
+"""Minimum duration of one call, so that the time to launch it and to wait for it is negligible."""
 _BUDGET_SECONDS = 0.15
 _ROUNDS = 20
 _SMALLEST, _LARGEST = 256, 8192
-"""Rows of a matrix; three of the largest take 800 MB in float32."""
+"""Minimum and maximum number of rows of a matrix. Three of the largest take 800 MB in float32."""
 _HOST_NBYTES, _CARD_NBYTES = 64 << 20, 256 << 20
 
 Clock = Callable[[], float]
 
 
 def measure(device: torch.device, clock: Clock = time.perf_counter) -> Speed:
-    """The speed of a device; what fails on it ends the measuring and is told. A second or two."""
+    """Measures the speed of a device in one or two seconds. An error ends the measurement and sets ``error``."""
     speed = Speed(str(device))
     try:
         for dtype in dtypes_of(device):
             speed.products[dtype] = product_speed(device, dtype, clock)
         return replace(speed, **_transfers(device, clock))
-    except (RuntimeError, MemoryError) as error:  # of an unsupported card, or one that others have filled
+    except (RuntimeError, MemoryError) as error:  # an unsupported card, or one whose memory is full
         return replace(speed, error=_first_line(error))
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """The types of numbers that one trains with there; ``tf32`` is float32 on the tensor cores of NVIDIA's cards."""
+    """Returns the data types used for training on a device. ``tf32`` is float32 on NVIDIA's tensor cores."""
     if device.type == "cpu":
         return ("float64", "float32", "bfloat16")
     reduced = ("bfloat16", "float16")
@@ -51,12 +51,12 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def product_speed(device: torch.device, dtype: str, clock: Clock = time.perf_counter) -> float:
-    """Floating-point operations a second of a product of square matrices, ``2 n^3`` each."""
+    """Measures the floating-point operations per second of a product of square matrices, ``2 n^3`` each."""
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     with _tensor_cores(dtype == "tf32"):
         rows = _SMALLEST
         product = _product(rows, kind, device)
-        product()  # on a card the first of a type loads the library's code for it
+        product()  # the first product of a data type loads library code
         while _seconds(product, device, clock) < _LEAST_SECONDS and rows < _LARGEST:
             rows *= 2
             product = _product(rows, kind, device)
@@ -65,7 +65,9 @@ def product_speed(device: torch.device, dtype: str, clock: Clock = time.perf_cou
 
 
 def _product(rows: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Of numbers at random: a card that multiplies equal ones draws less power, and is faster than in training."""
+    """Creates a product of random matrices. With constant ones a GPU draws less power, and is faster than in
+    training.
+    """
     a, b = torch.rand(2, rows, rows, device=device).to(dtype)
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
@@ -73,7 +75,7 @@ def _product(rows: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 @contextmanager
 def _tensor_cores(used: bool) -> Iterator[None]:
-    """Whether products of float32 may be made of TF32."""
+    """Sets whether float32 products in the block use TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if used else "highest")
     try:
@@ -100,7 +102,10 @@ def _bytes_a_second(source: Tensor, target: Tensor, device: torch.device, clock:
 
 
 def best_seconds(call: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
-    """Of some calls, the shortest; the first does not count, nor does any that comes after the time allowed."""
+    """Returns the shortest time of several calls, in seconds, after one warm-up call.
+
+    Calls up to 20 times, but starts no further call after 0.15 seconds.
+    """
     _seconds(call, device, clock)
     began = clock()
     times: list[float] = []

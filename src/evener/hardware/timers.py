@@ -26,7 +26,7 @@ from typing import Self
 import torch
 
 from evener.hardware.accelerators import WITH_STREAMS
-from evener.hardware.async_read import Here, Later, Readout
+from evener.hardware.async_read import DeferredValue, Readout, ReadyValue
 
 _open: list[Stopwatch] = []
 _running: Stopwatch | None = None
@@ -117,10 +117,10 @@ class HostStopwatch(Stopwatch):
         self._began += self._clock() - self._paused
 
     def taken(self) -> Readout:
-        return Here(self._seconds)
+        return ReadyValue(self._seconds)
 
     def whole(self) -> Readout:
-        return Here(self._clock() - self._started)
+        return ReadyValue(self._clock() - self._started)
 
 
 class EventStopwatch(Stopwatch):
@@ -147,12 +147,14 @@ class EventStopwatch(Stopwatch):
     def taken(self) -> Readout:
         """As above; reading it waits until the device has passed the last mark."""
         if self._marked is None:
-            return Here(0.0)
-        return Later(partial(_elapsed_seconds, self._began, self._marked, self._pauses[: self._counted]))
+            return ReadyValue(0.0)
+        return DeferredValue(
+            partial(_elapsed_seconds, self._began, self._marked, self._pauses[: self._counted])
+        )
 
     def whole(self) -> Readout:
         """As above; the device comes to the end of it after it has waited for what other ranks send."""
-        return Later(partial(_elapsed_seconds, self._began, _event(), []))
+        return DeferredValue(partial(_elapsed_seconds, self._began, _event(), []))
 
 
 Pause = tuple[torch.Event, torch.Event]

@@ -1,4 +1,4 @@
-"""Models and modules made for other libraries, trained as they are.
+"""Adapters for models and training code written for other libraries, which stay unchanged.
 
 ::
 

@@ -1,12 +1,13 @@
-"""Models that take and return dictionaries, as those of Hugging Face: two lines of a task.
+"""Forward function and loss for models that take and return dictionaries, such as those of Hugging Face.
 
 ::
 
-    Task(..., forward=logits, loss=token_loss())                a word for each place: masked models, tags
-    Task(..., forward=logits, loss=token_loss(causal=True))     the next word: causal models
+    Task(..., forward=logits, loss=token_loss())                one label per token: masked models, tagging
+    Task(..., forward=logits, loss=token_loss(causal=True))     next-token prediction: causal models
 
-A model's own ``outputs.loss`` is a mean over what one rank has seen. The mean over all ranks cannot be had from it
-unless their counts are equal, so the model is called without labels and the sum is computed here.
+A model's own ``outputs.loss`` is a mean over the samples of one rank. The mean over all ranks cannot be computed from
+these means unless the counts of all ranks are equal. So the model is called without labels, and the loss is summed
+here.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from evener.errors import LossError
 
 
 def logits(model: nn.Module, inputs: Any) -> Tensor:
-    """The ``logits`` of a model that returns an object or a mapping with them; for ``Task(forward=...)``.
+    """Calls the model and returns the ``logits`` of its output, an object or a mapping; for ``Task(forward=...)``.
 
     Raises:
-        LossError: If there are none.
+        LossError: If the output has no tensor ``logits``.
     """
     outputs: Any = call_model(model, inputs)
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
@@ -41,12 +42,12 @@ def logits(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def token_loss(causal: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0) -> Loss:
-    """Cross entropy, a mean over the labels of all ranks that are not ``ignore_index``.
+    """Returns cross entropy, averaged over the labels of all ranks that are not ``ignore_index``.
 
     Args:
-        causal: Each place is compared with the label of the next, and the first label with none.
-        ignore_index: The label of places that do not count.
-        label_smoothing: Part of each label that goes to all words alike, as of ``nn.CrossEntropyLoss``.
+        causal: Compares the logits at each position with the label of the next position. The first label is not used.
+        ignore_index: Label of the positions that are left out.
+        label_smoothing: Part of each label that is spread evenly over all classes, as in ``nn.CrossEntropyLoss``.
     """
     return _TokenLoss(causal, ignore_index, label_smoothing)
 

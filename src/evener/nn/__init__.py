@@ -1,4 +1,4 @@
-"""Layers whose result does not depend on how the batch was divided among ranks, and collectives for more of them."""
+"""Layers that give the same result however the batch is divided over ranks, and differentiable collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact attention over sequences whose positions lie on several ranks."""
+"""Exact attention over sequences whose positions are divided over ranks."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ def attention(
     key_padding: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Each query's mean of the values, under the softmax of ``scale * q @ k.T``: (batch, heads, length, width of v).
+    """Computes ``softmax(scale * q @ k.T) @ v`` over the whole sequence: (batch, heads, length, width of v).
 
-    Under strategy ``context`` the positions of each sequence are divided over ranks, and every rank gives and gets its
-    own; elsewhere this is ``torch.nn.functional.scaled_dot_product_attention``. A query that may see no key gets 0.
+    Under strategy ``context`` the positions of each sequence are divided over ranks. Each rank passes its own positions
+    and gets the output for these; all ranks must call this together. Elsewhere this is
+    ``torch.nn.functional.scaled_dot_product_attention``. A query that may see no key gets 0.
 
     Args:
         q: (batch, heads, length, width).
-        k: (batch, heads of keys, length, width). Fewer heads than those of ``q``, of which they are a divisor, serve as
-            many consecutive ones each.
-        v: As ``k``, also of another width.
-        causal: Hides from each position those that come after it in the whole sequence.
-        key_padding: (batch, length) of booleans, True where a key is padding and hidden. On all ranks or on none.
+        k: (batch, heads of keys, length, width). The number of heads must divide that of ``q``; each head of keys
+            serves the same number of consecutive heads of ``q`` (grouped-query attention).
+        v: As ``k``; its width may differ.
+        causal: Hides later positions of the whole sequence from each position.
+        key_padding: (batch, length) bool, True where a key is padding and hidden. Given on all ranks or on none.
         scale: 1 / sqrt(width) by default.
 
     Raises:
-        ConfigurationError: If shapes do not fit together, or the length is not that of this rank's piece.
+        ConfigurationError: If shapes or types do not fit together, or the length is not this rank's number of
+            positions.
     """
     _check(q, k, v, key_padding)
     bias = None
@@ -57,7 +59,7 @@ def attention(
 def attention_to(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    """As :func:`attention`, with ``bias`` (batch, length), to be added to the scores of a key."""
+    """Computes :func:`attention` with a ``bias`` (batch, length) that is added to the scores of each key."""
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     sequence = divided()
     if sequence is None:

@@ -1,11 +1,11 @@
-"""Attention of ordinary models, made that of whole sequences where these are divided.
+"""Redirects the attention of ordinary models to attention over whole sequences, if positions are divided over ranks.
 
-What a model calls for attention is one of PyTorch's two functions: ``scaled_dot_product_attention`` by itself, or
-``multi_head_attention_forward`` from ``nn.MultiheadAttention`` and the layers of ``nn.Transformer``. A mode for
-functions sees the call, wherever the function was imported to, and has it answered by
+Models call one of two PyTorch functions for attention: ``scaled_dot_product_attention``, or
+``multi_head_attention_forward`` (from ``nn.MultiheadAttention`` and the layers of ``nn.Transformer``). A
+``TorchFunctionMode`` intercepts these calls, wherever the function was imported, and answers them by
 :func:`evener.nn.attention.attention` with the same tensors and parameters.
 
-Backward runs under the mode too, for activation checkpointing repeats forward there.
+Backward runs under the mode too, since activation checkpointing repeats forward there.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from evener.nn.attention import attention_to
 from evener.nn.context import divided
 from evener.nn.masks import bias_of, understood
 from evener.nn.sequence_layout import DividedSequence
+from evener.torch_internals.autograd import run_backward, run_grad
 from evener.torch_internals.compiling import outside_of_graphs
-from evener.torch_internals.run_backward import run_backward, run_grad
 
 
 def attending(sequence: DividedSequence | None) -> AbstractContextManager[Any]:
-    """PyTorch's functions for attention are those for ``sequence``, if it is one."""
+    """Context in which PyTorch's attention functions attend over ``sequence``; no effect if it is None."""
     return nullcontext() if sequence is None else _Attending(sequence)
 
 
 def attend_within(model: nn.Module) -> None:
-    """Has every call of ``model`` be :func:`attending`, also in a loop of the user's own, where nobody else sees it."""
+    """Registers hooks so that each forward of ``model`` runs inside :func:`attending`, also if the user's own training
+    loop calls the model directly."""
     model.register_forward_pre_hook(_enter)
     model.register_forward_hook(_leave, always_call=True)
 
 
 _entered: list[AbstractContextManager[Any]] = []
-"""By the calls that are under way, the innermost last."""
+"""The contexts of the forward calls that are under way, the innermost last."""
 
 
 def _enter(module: nn.Module, inputs: Any) -> None:
@@ -153,13 +154,14 @@ def multi_head_attention(
     padding: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """What ``nn.MultiheadAttention`` computes of ``sequence`` between its projections: (batch, heads, length, width).
+    """Computes the attention of ``nn.MultiheadAttention``, between its projections: (batch, heads, length, width).
 
     Args:
         q: (batch, heads, length, width), as ``k`` and ``v``.
+        sequence: The division of the positions over ranks.
         mask: As the module's ``attn_mask``.
         padding: As its ``key_padding_mask``, (batch, length).
-        is_causal: Whether the mask is causal, which is then not looked at.
+        is_causal: True if the mask is causal; ``mask`` is then ignored.
     """
     causal, bias = is_causal, None
     if mask is not None and not causal:
@@ -171,7 +173,7 @@ def multi_head_attention(
 
 
 def check_dropout(rate: float) -> None:
-    """Raises ConfigurationError if weights of attention are to be dropped."""
+    """Raises ConfigurationError if the dropout rate of attention weights is not 0."""
     if rate:
         raise ConfigurationError(
             f"attention drops its weights (dropout {rate}), of which each rank of strategy 'context' would draw its "
@@ -180,7 +182,7 @@ def check_dropout(rate: float) -> None:
 
 
 def check_extra_keys(extra: Sequence[str]) -> None:
-    """Raises ConfigurationError for these options of ``nn.MultiheadAttention``, if there are any."""
+    """Raises ConfigurationError if ``extra``, the options of ``nn.MultiheadAttention`` that add keys, is not empty."""
     if extra:
         raise ConfigurationError(
             f"nn.MultiheadAttention with {' and '.join(extra)} adds keys of no position, which each rank of strategy "
@@ -200,7 +202,7 @@ def _check_multi_head(call: dict[str, Any]) -> None:
 
 
 def _projected(call: dict[str, Any]) -> list[Tensor]:
-    """Queries, keys and values, (length, batch, width) each."""
+    """Returns queries, keys and values: (length, batch, width) each."""
     names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     separate = call["use_separate_proj_weight"]
     weights = [call[name] for name in names] if separate else call["in_proj_weight"].chunk(3)
@@ -211,5 +213,5 @@ def _projected(call: dict[str, Any]) -> list[Tensor]:
 
 
 def _inverted(mask: Tensor) -> Tensor:
-    """Booleans of ``nn.MultiheadAttention`` are True where a key is hidden."""
+    """Inverts a boolean mask of ``nn.MultiheadAttention``, which is True where a key is hidden."""
     return ~mask if mask.dtype == torch.bool else mask

@@ -1,21 +1,20 @@
-"""BatchNorm over the ranks of a group, or over other peers, each sample counted once, on any device.
+"""BatchNorm over the ranks of a group (or other peers), on any device; each sample counts once.
 
-``nn.SyncBatchNorm`` refuses CPU tensors, knows no placeholder, and converts modules into copies. Here a
-model's own BatchNorm modules change their class in place (as ``fully_shard`` does), so parameters, buffers,
-hooks, names and references to them stay.
+``nn.SyncBatchNorm`` refuses CPU tensors, does not support placeholder samples, and replaces modules by copies. Here
+the model's own BatchNorm modules change their class in place (as ``fully_shard`` does), so their parameters,
+buffers, hooks and names, and references to them, stay.
 
-Forward, a rank with ``n`` values a channel sends ``(n, mean, M2)`` with ``M2 = Σ(x - mean)²``, and all
-combine what came, in order of rank, by the parallel formula of Chan, Golub and LeVeque ("Updating formulae
-and a pairwise algorithm for computing sample variances", 1979), here for any number of parts::
+Forward: a rank with ``n`` values per channel sends ``(n, mean, M2)`` with ``M2 = Σ(x - mean)²``. All ranks combine
+the received values in order of rank, by the parallel formula of Chan, Golub and LeVeque ("Updating formulae and a
+pairwise algorithm for computing sample variances", 1979), here for any number of parts::
 
     n = Σ n_r      mean = Σ n_r mean_r / n      M2 = Σ M2_r + Σ n_r (mean_r - mean)²
 
-Backward, with ``x̂ = (x - mean) / σ``, one sum over the ranks of ``Σ dy`` and ``Σ dy x̂`` gives (Ioffe and
-Szegedy, 2015)::
+Backward: with ``x̂ = (x - mean) / σ``, one all-reduce of ``Σ dy`` and ``Σ dy x̂`` gives (Ioffe and Szegedy, 2015)::
 
     dx = γ / σ · (dy - Σ dy / n - x̂ Σ dy x̂ / n)
 
-Gradients of γ and β are the rank's own sums: the exchange of gradients adds them up like all others.
+The gradients of γ and β are the rank's own sums; gradient synchronization adds them up as it does all others.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from torch.distributed import ProcessGroup
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import is_late
 from evener.nn.batch_norm_kernels import Channels, Given, heavy, light, moments, wide
-from evener.nn.batch_norm_peers import Peers, Ranks
+from evener.nn.batch_norm_peers import PeerRanks, Peers
 from evener.nn.context import current
 from evener.nn.recompute_guard import once
 from evener.nn.unowned import Shared
 from evener.torch_internals.compiling import outside_of_graphs
-from evener.torch_internals.layers import AnyBatchNorm
+from evener.torch_internals.modules import AnyBatchNorm
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,18 +45,19 @@ M = TypeVar("M", bound=nn.Module)
 class BatchNorm(AnyBatchNorm):
     """Batch normalization by the statistics of the micro-batch over all ranks of a group.
 
-    Input is (N, C, ...) with any N, also 0, on each rank. Made from a module of ``torch.nn`` by
-    :func:`exact_batch_norm`; without a group of several ranks it computes what that module did, which on a GPU
-    makes the host wait in each step for cumulative averages (``momentum=None``); with one it does not. With batch
-    statistics (training, or without running statistics) all ranks of the group must call it, those without
-    samples on a placeholder in a scope of weight 0.
+    Input is (N, C, ...) with any N on each rank, also 0. :func:`exact_batch_norm` makes it from a module of
+    ``torch.nn``. With batch statistics (in training, or without running statistics) all ranks of the group must call
+    it together; a rank without samples calls it on a placeholder, in a scope of weight 0.
+
+    Without a group of several ranks it computes what the module of ``torch.nn`` does. With cumulative averages
+    (``momentum=None``) that makes the host wait for the GPU in each step; with a group it does not.
     """
 
     _ranks = Shared[Peers]()
     is_exact = True
-    """Whether it is meant for the samples of all ranks; False after :func:`local_batch_norm`."""
+    """True if it normalizes over the samples of all ranks; False after :func:`local_batch_norm`."""
     _name = "a BatchNorm"
-    """In the model, for errors."""
+    """The module's name in the model, for error messages."""
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -71,7 +71,8 @@ class BatchNorm(AnyBatchNorm):
         return output
 
     def _by_what_is_known(self, input: Tensor) -> Tensor:
-        """As in evaluation, for a placeholder, which may be a single value and must leave no trace."""
+        """Normalizes a placeholder by the running statistics, as in evaluation, and does not update them. A placeholder
+        may have a single value per channel, for which batch statistics do not exist."""
         mean, variance = self.running_mean, self.running_var
         if mean is None or variance is None:
             mean = input.new_zeros(input.shape[1], dtype=wide(input.dtype))
@@ -91,17 +92,17 @@ class BatchNorm(AnyBatchNorm):
         if self.training and self.track_running_stats:
             self._track(count / copies, mean, variance)
         given = Given(wide(input.dtype), mean, variance, self.eps, self.weight)
-        meeting = _Meeting(group, self._name, count, counts)
+        meeting = _StatisticsExchange(group, self._name, count, counts)
         output: Tensor = _Normalize.apply(input, self.weight, self.bias, given, meeting)  # type: ignore[no-untyped-call]
         return output
 
     @torch.no_grad()
     def _track(self, count: Channels, mean: Channels, variance: Channels) -> None:
-        """Moves the running statistics; the variance, as in ``torch.nn``, to that of an unbiased estimate."""
+        """Updates the running statistics; for the variance with the unbiased estimate, as ``torch.nn`` does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        # Cumulative averages weigh by a number of the device, where it stays: the host would have to wait for it.
+        # The count of batches stays on the device, so that the host does not wait for it.
         momentum = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.double()
         unbiased = variance * (count / (count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -109,19 +110,19 @@ class BatchNorm(AnyBatchNorm):
 
 
 class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
-    """:class:`BatchNorm` of (N, C) or (N, C, L)."""
+    """:class:`BatchNorm` for (N, C) or (N, C, L)."""
 
 
 class BatchNorm2d(BatchNorm, nn.BatchNorm2d):
-    """:class:`BatchNorm` of (N, C, H, W)."""
+    """:class:`BatchNorm` for (N, C, H, W)."""
 
 
 class BatchNorm3d(BatchNorm, nn.BatchNorm3d):
-    """:class:`BatchNorm` of (N, C, D, H, W)."""
+    """:class:`BatchNorm` for (N, C, D, H, W)."""
 
 
 class BatchNormNd(BatchNorm):
-    """:class:`BatchNorm` of (N, C, ...), in place of ``nn.SyncBatchNorm``."""
+    """:class:`BatchNorm` for (N, C, ...), in place of ``nn.SyncBatchNorm``."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -140,18 +141,19 @@ def exact_batch_norm(model: M, group: ProcessGroup | Peers | None) -> M:
     """Makes the model's BatchNorm modules normalize over all ranks of the group.
 
     Args:
-        model: Changed in place. Subclasses of torch's modules may compute something else; they are left, with
+        model: Changed in place. Subclasses of torch's modules may compute something else; they stay as they are, with
             a warning.
-        group: The ranks whose micro-batches are normalized together, or other peers. A group of its own keeps its
-            small messages out of the queue of the gradients'. None, or one rank, leaves plain BatchNorm.
+        group: The ranks whose micro-batches are normalized together, or other peers. Use a process group that carries
+            no gradients, so that the small messages do not wait behind these. With None or a single rank, modules
+            compute plain BatchNorm.
 
     Returns:
         The same model, with the same parameters, buffers and names.
 
     Raises:
-        ConfigurationError: If a lazy module does not know its number of features yet.
+        ConfigurationError: If a lazy module has not seen an input yet.
     """
-    ranks = Shared[Peers](Ranks(group) if isinstance(group, ProcessGroup) else group)
+    ranks = Shared[Peers](PeerRanks(group) if isinstance(group, ProcessGroup) else group)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, AnyBatchNorm):
             raise ConfigurationError(
@@ -171,8 +173,8 @@ def exact_batch_norm(model: M, group: ProcessGroup | Peers | None) -> M:
 
 
 def local_batch_norm(model: nn.Module) -> None:
-    """Makes the model's BatchNorm modules normalize by the samples of their rank alone, also after
-    :func:`exact_batch_norm`. In a scope of weight 0 they compute as in evaluation.
+    """Makes the model's BatchNorm modules normalize over their own rank's samples only, also after
+    :func:`exact_batch_norm`. For a placeholder (in a scope of weight 0) they compute as in evaluation.
     """
     for module in model.modules():
         _make_own(module)
@@ -181,10 +183,10 @@ def local_batch_norm(model: nn.Module) -> None:
 
 
 def normalize_by_batches(model: nn.Module) -> None:
-    """Makes the model's BatchNorm modules normalize over other ranks within a scope only, where a batch is divided.
+    """Makes the model's BatchNorm modules communicate only inside a scope, in which the batch is divided over ranks.
 
-    What a loop of the user's computes outside of one is the same on all ranks, and is counted once; so is what is the
-    same on all ranks within one, to the bit.
+    Passes that a user's training loop runs outside of a scope are the same on all ranks, so that nothing needs to be
+    exchanged. Inside a scope, inputs that are bitwise the same on all ranks count once.
     """
     for module in model.modules():
         if isinstance(module, BatchNorm) and module._ranks.value is not None:
@@ -205,8 +207,11 @@ def _is_placeholder() -> bool:
 def _gather_statistics(
     x: Tensor, counts: bool, group: Peers, name: str
 ) -> tuple[Channels, Channels, Channels, Channels | int]:
-    """The count (0-d), mean (C,) and biased variance (C,) over all ranks, in double precision, the same bits
-    on all; and how often the same values are in it.
+    """Returns the count (0-d), mean (C,) and biased variance (C,) over all ranks, in float64, bitwise the same on all
+    ranks; and the number of ranks whose values are copies of each other (see :func:`_copies`), else 1.
+
+    Raises:
+        ValueError: On a CPU, if there are fewer than two values per channel.
     """
     channels = x.shape[1]
     n = x.numel() // max(1, channels) if counts else 0
@@ -216,7 +221,7 @@ def _gather_statistics(
         numbers[0] = n
         numbers[1 : channels + 1], numbers[channels + 1 :] = moments(x)
     parts = group.all_gather_later(message, f"{name}, forward")()
-    # If the total is at most one then so is every rank's n: all find it.
+    # If the total is at most one, so is every rank's n: all ranks run the check and raise.
     if n <= 1 and not is_late(x.device):
         _check(parts, x, group)
     count, mean, squares = _combine(light(parts))
@@ -226,8 +231,9 @@ def _gather_statistics(
 
 
 def _copies(parts: Tensor) -> Tensor:
-    """How many ranks have counted, if all of them have the same values, as of an input that is no share of a batch;
-    else 1. No wait for a device. Copies change neither mean nor variance, but the estimate of an unbiased one."""
+    """Returns the number of ranks with samples if all of them have the same values (an input that is not a share of a
+    batch), else 1. Does not wait for a device. Copies change neither mean nor variance, but do change the unbiased
+    estimate of the variance."""
     counts = parts[:, 0] > 0
     first = parts.index_select(0, counts.to(torch.uint8).argmax().view(1))
     are_same = ((parts == first).all(1) | ~counts).all() & (first[0, 0] > 1)
@@ -235,8 +241,8 @@ def _copies(parts: Tensor) -> Tensor:
 
 
 def _check(parts: Tensor, x: Tensor, group: Peers) -> None:
-    """Raises ValueError if there are fewer than two values a channel. Where the host may not wait for the count, as on
-    a GPU, the variance is not a number then: nor is the loss of the step, which ends the run before it is saved.
+    """Raises ValueError if there are fewer than two values per channel. It is not called for a GPU, as the host must
+    not wait for the count. There the variance is NaN instead, and so is the loss, which ends the run before it saves.
     """
     count = int(parts[:, 0].sum())
     if count <= 1:
@@ -247,7 +253,7 @@ def _check(parts: Tensor, x: Tensor, group: Peers) -> None:
 
 
 def _combine(parts: Channels) -> tuple[Channels, Channels, Channels]:
-    """From (ranks, 1 + 2C) counts, means and M2 of the parts, those of the whole."""
+    """Combines count, means and M2 of each rank, (ranks, 1 + 2C), into those of all samples."""
     channels = parts.shape[1] // 2
     counts, means, squares = parts[:, :1], parts[:, 1 : channels + 1], parts[:, channels + 1 :]
     count = counts.sum()
@@ -255,24 +261,29 @@ def _combine(parts: Channels) -> tuple[Channels, Channels, Channels]:
     return count, mean, (squares + counts * (means - mean) ** 2).sum(0)
 
 
-class _Meeting(NamedTuple):
-    """Where backward meets the others."""
+class _StatisticsExchange(NamedTuple):
+    """The data that backward needs to exchange its sums with the other ranks."""
 
     peers: Peers
     name: str
-    """Of the layer."""
+    """The name of the layer."""
     values: Channels
-    """Values a channel over all of them (0-d)."""
+    """Number of values per channel over all ranks (0-d)."""
     counts: bool
-    """Whether this rank's are among these."""
+    """True if this rank's samples count, False for a placeholder."""
 
 
 class _Normalize(torch.autograd.Function):
-    """``γ (x - mean) / σ + β`` with mean and σ that depend on the ``x`` of all ranks."""
+    """Computes ``γ (x - mean) / σ + β``, where mean and σ depend on the ``x`` of all ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, given: Given, meeting: _Meeting
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        given: Given,
+        meeting: _StatisticsExchange,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.given, ctx.meeting = given, meeting
@@ -282,7 +293,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, _ = ctx.saved_tensors  # the weight for autograd to see that it has not changed
+        x, _ = ctx.saved_tensors  # the weight is saved so that autograd notices changes of it
         given: Given = ctx.given
         sums, dx = given.sums(dy, x), None
         if not ctx.meeting.counts:  # 0 times a placeholder's gradient may be NaN
@@ -300,9 +311,9 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _gradient(meeting: _Meeting, given: Given, dy: Tensor, x: Tensor, sums: Tensor) -> Tensor:
+def _gradient(meeting: _StatisticsExchange, given: Given, dy: Tensor, x: Tensor, sums: Tensor) -> Tensor:
     later = meeting.peers.all_reduce_later(sums.clone(), f"{meeting.name}, backward")
-    dx = given.direct(dy, x)  # which needs nothing of the others
+    dx = given.direct(dy, x)  # needs no answer of the other ranks
     totals = later()
     if meeting.counts:  # a placeholder is no part of the statistics
         given.through_statistics(dx, x, totals, meeting.values)

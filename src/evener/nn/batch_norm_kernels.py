@@ -1,21 +1,21 @@
-"""Means and squares of a layer's input, and a normalization by given ones, at the speed of the memory.
+"""Fast kernels for BatchNorm: mean and sum of squares of an input, and normalization by given statistics.
 
-On a CPU, ``torch.var_mean`` over (0, 2, 3) of an image takes 30 times as long as adding it up, and torch's own kernel
-for BatchNorm's statistics 10 times. Here all is sums and products over the whole input, taken sample by sample in
-pieces that stay in a core's cache, so that what lies between two of them costs no memory::
+On a CPU, ``torch.var_mean`` over (0, 2, 3) of an image takes 30 times as long as a sum over it, and torch's own kernel
+for BatchNorm statistics 10 times as long. The kernels here use only sums and products. They work on runs of samples
+that fit into a core's cache, so that intermediate results do not go to memory::
 
-    mean of x                 Σ x / n, a first one in the input's precision
+    mean of x                 Σ x / n, a first mean in the input's precision
     piece by piece            d = x - mean      Σ d      Σ d²
     corrected                 mean + Σ d / n    M2 = Σ d² - (Σ d)² / n
 
-The correction (Chan, Golub and LeVeque, 1983) makes good what the rounding of the first mean did, so that a large mean
-costs the variance no digit. For the same reason what is normalized is ``x - near`` with a ``near`` of the input's
-precision, and what the true mean is beyond it goes into the offset.
+The correction (Chan, Golub and LeVeque, 1983) undoes the rounding of the first mean, so that a large mean does not cost
+the variance any digits. For the same reason the kernels normalize ``x - near``, where ``near`` is the mean rounded to
+the input's precision, and put the rest of the mean into the offset.
 
-Other devices have kernels of torch's that read the input once.
+On other devices, torch's kernels read the input only once, and are used.
 
-What a layer has once a channel is little, and takes the time of starting an operation: NumPy's start in a third of the
-time. So on a CPU these are its arrays, in double precision, and elsewhere tensors; both add and multiply alike.
+Values per channel are few, so that operations on them mostly cost their start. NumPy operations start in a third of the
+time of torch's. So on a CPU these values are NumPy arrays in double precision, elsewhere tensors; the code is the same.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from torch import Tensor
 
 _PIECE_NBYTES = 2**20
 _SHORT = 256
-"""Numbers of a channel in a row, of which torch's sums are slow."""
+"""Up to this many contiguous values per sample and channel, torch's sums are slow."""
 
 Channels = Any
-"""A number or several for each channel: an array on a CPU, else a tensor; see :func:`light`."""
+"""Values per channel: a NumPy array on a CPU, else a tensor; see :func:`light`."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: at least float32."""
+    """Returns the type to compute in: ``dtype``, but at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def light(of_channels: Tensor) -> Channels:
-    """The same memory as an array, where that is a CPU's and has numbers; no parameter, see `_readable`."""
+    """Returns a NumPy array on the same memory for a plain CPU tensor, any other tensor as it is. Must not be called on
+    parameters (see `_readable`)."""
     if of_channels.device.type == "cpu" and type(of_channels) is Tensor:
         return of_channels.numpy()
     return of_channels
 
 
 def heavy(of_channels: Channels, dtype: torch.dtype) -> Tensor:
-    """What :func:`light` gave, as a tensor again."""
+    """Converts the result of :func:`light` back to a tensor, of ``dtype``."""
     tensor = torch.from_numpy(of_channels) if isinstance(of_channels, np.ndarray) else of_channels
     return tensor.to(dtype)
 
 
 def moments(x: Tensor) -> tuple[Channels, Channels]:
-    """Mean (C,) and ``Σ (x - mean)²`` (C,) of (N, C, ...) in double precision; of one value or more a channel."""
+    """Returns mean (C,) and ``Σ (x - mean)²`` (C,) of (N, C, ...) in double precision. ``x`` must not be empty."""
     others = [d for d in range(x.dim()) if d != 1]
     n = x.numel() // x.shape[1]
     if not _by_pieces(x):
@@ -70,10 +71,10 @@ def moments(x: Tensor) -> tuple[Channels, Channels]:
 
 
 def _sums(piece: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:
-    """``Σ d`` and ``Σ d²`` for each channel of ``piece``, which is written over."""
+    """Returns ``Σ d`` and ``Σ d²`` for each channel of ``piece``, which may be overwritten."""
     if 1 < piece[0, 0].numel() <= _SHORT and piece.is_contiguous():
-        # torch's kernel for a gradient adds d as if it were dy, and d² as if that were dy x̂: once over the memory, and
-        # in double precision from one run to the next.
+        # torch's kernel for the gradient sums dy and dy x̂; called with dy = x̂ = d it gives both sums. It reads the
+        # memory once, and adds up runs in double precision.
         zero, one = piece.new_zeros(piece.shape[1]), piece.new_ones(piece.shape[1])
         _, squares, sums = torch.ops.aten.native_batch_norm_backward(
             piece, piece, one, zero, one, None, None, False, 0.0, [False, True, True]
@@ -83,7 +84,7 @@ def _sums(piece: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _shifted(x: Tensor, near: Tensor) -> Iterator[Tensor]:
-    """``x - near`` by pieces, each in the memory of the one before."""
+    """Yields ``x - near`` in runs of samples, each in the memory of the run before."""
     memory: Tensor | None = None
     for (part,) in _pieces(x):
         if memory is None:
@@ -102,12 +103,14 @@ def _added(parts: Iterable[Tensor]) -> Channels:
 
 
 class Given:
-    """A normalization of (N, C, ...) by given statistics.
+    """Normalizes (N, C, ...) by given statistics, forward and backward.
 
     Args:
-        dtype: What is computed in.
-        mean: (C,) in double precision, as the variance.
-        weight: (C,) or none, as in ``torch.nn``.
+        dtype: The type to compute in.
+        mean: (C,) in double precision.
+        variance: (C,) in double precision.
+        eps: Added to the variance.
+        weight: (C,) or None, as in ``torch.nn``.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Given:
         self._scale = self._inverse if weight is None else self._inverse * _readable(weight)
 
     def normalize(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``γ (x - mean) / σ + β``, in type and memory format as ``x``."""
+        """Returns ``γ (x - mean) / σ + β``, in the type and memory format of ``x``."""
         offset = -self._beyond * self._scale if bias is None else _readable(bias) - self._beyond * self._scale
         if not _by_pieces(x):
             return self._fused(x, self._weight, offset)
@@ -136,13 +139,13 @@ class Given:
         return y
 
     def sums(self, dy: Tensor, x: Tensor) -> Tensor:
-        """``Σ dy x̂`` and ``Σ dy``, one behind the other (2C,), in double precision."""
+        """Returns ``Σ dy x̂`` and ``Σ dy``, concatenated (2C,), in double precision."""
         channels = x.shape[1]
         found = torch.zeros(2 * channels, dtype=torch.float64, device=x.device)
         if not x.numel():  # torch's CPU kernel divides by the size
             return found
         variance = heavy(self._variance, self.dtype)
-        # CUDA's kernel wants the statistics as those of a training pass, the CPU's reads the running ones.
+        # CUDA's kernel reads the statistics saved by a training pass, the CPU's kernel the running ones.
         saved = (None, None) if _by_pieces(x) else (self._near, heavy(self._inverse, self.dtype))
         _, products, sums = torch.ops.aten.native_batch_norm_backward(
             dy, x, self._near, self._near, variance, *saved, False, self.eps, [False, True, True]
@@ -153,12 +156,13 @@ class Given:
         return found
 
     def direct(self, dy: Tensor, x: Tensor) -> Tensor:
-        """``γ/σ dy``, what the gradient of ``x`` would be if the statistics were constants."""
+        """Returns ``γ/σ dy``: the gradient of ``x`` if the statistics were constants."""
         (scale,) = self._along(x, self._scale)
         return torch.mul(dy, scale, out=torch.empty_like(x))
 
     def through_statistics(self, dx: Tensor, x: Tensor, sums: Tensor, n: Channels) -> None:
-        """Takes ``γ/σ (x̂ Σ dy x̂ / n + Σ dy / n)`` from ``dx``; ``sums`` are those of all (2C,), ``n`` their values."""
+        """Subtracts ``γ/σ (x̂ Σ dy x̂ / n + Σ dy / n)`` from ``dx``, in place. ``sums`` (2C,) and the number of values
+        per channel ``n`` are those of all ranks."""
         of_xhat, constant = light(sums).reshape(2, -1) * (self._scale / n)
         slope = of_xhat * self._inverse
         offset = constant - slope * self._beyond
@@ -177,29 +181,31 @@ class Given:
         return [_along(heavy(each, self.dtype), x) for each in of_channels]
 
     def _fused(self, x: Tensor, weight: Channels | None, offset: Channels) -> Tensor:
-        """``weight (x - near) / σ + offset`` by torch's kernel, which takes halves with parameters of float32."""
+        """Returns ``weight (x - near) / σ + offset`` by torch's kernel, which accepts a float16 or bfloat16 ``x`` with
+        float32 parameters."""
         weight = torch.ones_like(self._near) if weight is None else heavy(weight, self.dtype)
         variance, offset = (heavy(each, self.dtype) for each in (self._variance, offset))
         return F.batch_norm(x, self._near, variance, weight, offset, False, 0.0, self.eps)
 
 
 def _readable(parameter: Tensor) -> Channels:
-    """A copy: memory that NumPy has seen can never be given back by ``resize_``, as FSDP2 does with whole weights."""
+    """Returns a float64 copy of a parameter. It is a copy because memory that NumPy has seen cannot be freed by
+    ``resize_``, which FSDP2 calls on gathered weights."""
     return light(parameter.detach().to(torch.float64, copy=True))
 
 
 def _by_pieces(x: Tensor) -> bool:
-    """Whether memory is what takes the time, and not the number of operations."""
+    """Returns True on a CPU, where memory bandwidth limits the speed and not the number of operations."""
     return x.device.type == "cpu"
 
 
 def _along(of_channels: Tensor, x: Tensor) -> Tensor:
-    """(C,) as (C, 1, ...), to go with the channels of ``x``."""
+    """Views (C,) as (C, 1, ...), to broadcast along the channels of ``x``."""
     return of_channels.view(-1, *[1] * (x.dim() - 2))
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Runs of samples of tensors of one shape, so few that they stay in a core's cache."""
+    """Splits tensors of one shape into runs of samples that fit into a core's cache."""
     first = tensors[0]
     if first.nbytes <= _PIECE_NBYTES:
         yield tensors

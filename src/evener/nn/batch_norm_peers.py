@@ -1,9 +1,9 @@
-"""Those who compute a micro-batch together, as a layer that looks at all of its samples meets them.
+"""Peers: the workers that compute a micro-batch together, for layers that exchange statistics over all samples.
 
-Mostly these are the ranks of a process group. Where one process computes on several devices they are its threads, which
-need no message; ranks of one host have :mod:`evener.strategies.batch_norm_shm`.
+Mostly the peers are the ranks of a process group. If one process computes on several devices, they are its threads,
+which send no messages. The ranks of one host can use :mod:`evener.strategies.batch_norm_shm`.
 
-A message is posted, and what came of all is asked for later::
+A peer posts a message and asks for the result later::
 
     later = peers.all_gather_later(message, "layer1.bn")      posts it
     ...                                                       work that needs no answer
@@ -23,37 +23,38 @@ from torch.distributed import ProcessGroup
 from evener.hardware.timers import waiting
 
 Later = Callable[[], Tensor]
-"""Waits for the others; called once, before the next message is posted."""
+"""Waits for the other peers and returns the result. Must be called once, before the next message is posted."""
 
 
 class Peers(ABC):
-    """All of them make the same calls, with tensors of one shape."""
+    """Exchanges messages between peers. All peers must make the same calls, with tensors of the same shape."""
 
     what: str
-    """What they are, in the plural, for messages."""
+    """The plural noun for the peers in error messages, such as "ranks"."""
     is_by_batches = False
-    """Whether only what is computed within a scope is divided over them: a pass outside of one is the same on all."""
+    """True if the batch is divided over the peers only inside a scope; a pass outside is the same on all of them."""
 
     @abstractmethod
     def size(self) -> int:
-        """How many there are."""
+        """Returns the number of peers."""
 
     @abstractmethod
     def all_gather_later(self, message: Tensor, of: str) -> Later:
-        """Will give (peers, length): the (length,) message of every peer, in their order.
+        """Posts a message. The returned function gives (peers, length): every peer's (length,) message, in their order.
 
         Args:
-            message: Not to be changed before the answer is there.
-            of: What it is about, on all alike, for errors.
+            message: Must not be changed before the result is there.
+            of: Names the exchange, for error messages; the same on all peers.
         """
 
     def all_reduce_later(self, message: Tensor, of: str) -> Later:
-        """Will give the sum over the peers, the same bits on all, which may be ``message`` itself."""
+        """Posts a message. The returned function gives the sum over the peers, bitwise the same on all. The sum may be
+        written into ``message``."""
         later = self.all_gather_later(message, of)
         return lambda: later().sum(0)
 
 
-class Ranks(Peers):
+class PeerRanks(Peers):
     """The ranks of a process group."""
 
     what = "ranks"
@@ -76,7 +77,7 @@ class Ranks(Peers):
         return _when_done(work, moved, message.device)
 
     def _message_device(self, x: Tensor) -> torch.device:
-        """Where the group's messages live: gloo's on the CPU."""
+        """Returns the device of the group's messages: the CPU for gloo, else that of ``x``."""
         return torch.device("cpu") if dist.get_backend(self._group) == "gloo" else x.device
 
 

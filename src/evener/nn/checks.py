@@ -1,7 +1,7 @@
-"""What must fit before a collective sends anything, and what is found by asking the other ranks.
+"""Checks of the arguments of a collective, before it sends anything.
 
-What a rank can see by itself it raises alone; its launcher then ends the others. What it is told is told to all, so
-that all raise the same.
+An error that a rank sees by itself is raised on this rank only; the launcher then ends the other ranks. Other errors
+appear when the ranks exchange descriptions of their tensors; all ranks raise these alike.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from evener.nn.collectives_no_grad import Description, descriptions
 
 
 def several(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group, or None for this rank alone.
+    """Returns the group if it has several ranks, or None if this rank is alone.
 
     Raises:
-        ConfigurationError: If this rank is not in it, for which ``torch.distributed`` has an object of another kind.
+        ConfigurationError: If this rank is not in the group. ``torch.distributed`` then returns an object that is not a
+            ``ProcessGroup``.
     """
     if group is None:
         return None
@@ -50,7 +51,11 @@ def lengths_of(who: str, sizes: Sequence[int], group: ProcessGroup | None) -> li
 def pieces_of(
     who: str, x: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup | None
 ) -> list[int]:
-    """The lengths of the pieces into which ``x`` is cut."""
+    """Returns the lengths of the pieces into which ``x`` is cut along ``dim``: ``sizes``, or as equal as possible.
+
+    Raises:
+        ConfigurationError: If ``sizes`` are not one for each rank, or do not add up to the length of ``x``.
+    """
     length, degree = x.shape[dim], group.size() if group else 1
     if sizes is None:
         return [length // degree + (index < length % degree) for index in range(degree)]
@@ -72,17 +77,17 @@ def check_own_length(who: str, x: Tensor, dim: int, length: int) -> None:
 
 
 def agreed(who: str, x: Tensor, dim: int, group: ProcessGroup) -> list[int]:
-    """The lengths of all ranks' tensors along ``dim``."""
+    """Exchanges and returns the lengths of all ranks' tensors along ``dim``; raises as :func:`alike`."""
     return [each.shape[dim] for each in alike(who, x, dim, group)]
 
 
 def alike(
     who: str, x: Tensor, dim: int, group: ProcessGroup, numbers: Sequence[int] = ()
 ) -> list[Description]:
-    """What all ranks say of their tensors.
+    """Exchanges descriptions of all ranks' tensors, and checks that they differ at most in length along ``dim``.
 
     Raises:
-        ConfigurationError: On all ranks, if their tensors differ in more than their length along ``dim``.
+        ConfigurationError: On all ranks, if the tensors differ in anything else.
     """
     told = described(who, x, group, numbers)
     if len({(*each.shape[:dim], -1, *each.shape[dim + 1 :]) for each in told}) > 1:
@@ -93,10 +98,10 @@ def alike(
 
 
 def described(who: str, x: Tensor, group: ProcessGroup, numbers: Sequence[int] = ()) -> list[Description]:
-    """What all ranks say of their tensors.
+    """Exchanges descriptions of all ranks' tensors, and checks that types and ``requires_grad`` are the same.
 
     Raises:
-        ConfigurationError: On all ranks, if their types differ, or some need a gradient and others do not.
+        ConfigurationError: On all ranks, if types differ, or some tensors require a gradient and others do not.
     """
     told = descriptions(x, group, numbers)
     if len({each.dtype for each in told}) > 1:

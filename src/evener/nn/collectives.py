@@ -1,8 +1,8 @@
-"""Collectives that autograd differentiates, for parallel layers, losses and operators of one's own.
+"""Differentiable collectives, for custom parallel layers, losses and operators.
 
-What is trained is the *sum* over the ranks of what each rank back-propagates; nothing here averages. A collective is a
-linear map of the ranks' tensors, and backward is its adjoint: it takes each rank's gradient of its own output, and
-gives each the gradient of that sum by its own input::
+Gradients are those of the *sum* over the ranks of what each rank back-propagates; nothing here averages. A collective
+is a linear map of the ranks' tensors, and backward is its adjoint: it takes each rank's gradient with respect to its
+output, and returns to each rank the gradient of the sum with respect to its input::
 
     forward                                       backward
     all_reduce      y_r = Σ x_s                   dx_r = Σ dy_s                     all_reduce
@@ -12,10 +12,10 @@ gives each the gradient of that sum by its own input::
     broadcast       y_r = x_source                dx_source = Σ dy_s, others 0      reduce
     shift           y_r = x_(r - by)              dx_r = dy_(r + by)                shift
 
-Between layers that are divided (tensor parallelism), all ranks compute the same from the same tensors, and each holds
-the whole gradient of these: a sum over the ranks would count it once a rank. There a region begins by a function that
-makes the gradient whole, and ends by one that takes it as whole (``f`` and ``g`` of Shoeybi et al., "Megatron-LM",
-2019)::
+Under tensor parallelism, all ranks compute the same from the same tensors outside of the divided layers, and each has
+the whole gradient there. A sum over the ranks would count this gradient once for each rank. So a region of divided
+layers begins with a function whose backward makes the gradient whole, and ends with one that takes the gradient as
+whole (``f`` and ``g`` of Shoeybi et al., "Megatron-LM", 2019)::
 
     enter                        y_r = x                dx = Σ dy_s                 all_reduce
     split                        y_r = piece r of x     dx = dy_0 | dy_1 | ...      all_gather
@@ -23,7 +23,7 @@ makes the gradient whole, and ends by one that takes it as whole (``f`` and ``g`
     all_gather(replicated=True)  y = x_0 | x_1 | ...    dx_r = piece r of dy        no message
     broadcast(replicated=True)   y = x_source           dx_source = dy, others 0    no message
 
-Every call is one of all ranks of the group, in forward and in backward, in the same order on all.
+All ranks of the group must make each call together, in forward and in backward, in the same order.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ Map = Callable[[Tensor], Tensor]
 
 @outside_of_graphs
 def all_reduce(x: Tensor, group: ProcessGroup | None, *, replicated: bool = False) -> Tensor:
-    """The sum of ``x`` over the ranks, the same bits on all.
+    """Returns the sum of ``x`` over the ranks, bitwise the same on all.
 
     Args:
-        x: Of one shape and type on all ranks, which is not checked: that would take another message.
+        x: A tensor of the same shape and type on all ranks. This is not checked, as it would take another message.
         group: The ranks; None for this rank alone.
-        replicated: What follows is the same on all ranks, so that the gradient is whole: backward sends nothing.
+        replicated: True if all ranks compute the same from the result, so that each has the whole gradient. Backward
+            then sends nothing.
 
     Raises:
         ConfigurationError: If this rank is not in the group.
@@ -83,19 +84,21 @@ def all_gather(
     *,
     replicated: bool = False,
 ) -> Tensor:
-    """The tensors of all ranks side by side along ``dim``, in order of rank.
+    """Concatenates the tensors of all ranks along ``dim``, in order of rank.
 
     Args:
-        x: Of one type on all ranks, and of one shape but for ``dim``, where it may also be 0. Numbers (0-d) come as
-            one dimension.
+        x: A tensor of the same type on all ranks, and of the same shape except along ``dim``, where the length may be
+            0. A 0-d tensor counts as one of length 1.
         group: The ranks; None for this rank alone.
-        sizes: The length along ``dim`` of every rank's tensor. Without them the ranks tell each other, for which the
-            host waits; shapes, types and need of a gradient are compared then.
-        replicated: What follows is the same on all ranks, so that the gradient is whole: backward sends nothing.
+        dim: The dimension along which tensors are concatenated.
+        sizes: The length of every rank's tensor along ``dim``. Without it the ranks exchange their lengths, and the
+            host waits for that; they also compare shapes, types and ``requires_grad`` then.
+        replicated: True if all ranks compute the same from the result, so that each has the whole gradient. Backward
+            then sends nothing.
 
     Raises:
-        ConfigurationError: If the tensors do not fit together, the dimension or the sizes are not those of ``x``, or
-            this rank is not in the group.
+        ConfigurationError: If the tensors do not fit together, ``x`` has no such dimension or another length than
+            ``sizes`` says, or this rank is not in the group.
     """
     x = x.reshape(1) if x.dim() == 0 else x
     dim = dimension("all_gather", x, dim)
@@ -120,18 +123,20 @@ def all_gather(
 def reduce_scatter(
     x: Tensor, group: ProcessGroup | None, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's piece along ``dim`` of the sum of ``x`` over the ranks.
+    """Returns this rank's piece, along ``dim``, of the sum of ``x`` over the ranks.
 
-    Terms are added in order of rank. The gradient of a piece is its owner's, so that a region of divided layers can
-    end here too.
+    Terms are added in order of rank. Each piece has its gradient on one rank only, so a region of divided layers can
+    also end with this function.
 
     Args:
-        x: Of one shape and type on all ranks, which is not checked: that would take another message.
+        x: A tensor of the same shape and type on all ranks. This is not checked, as it would take another message.
         group: The ranks; None for this rank alone.
-        sizes: The length of every rank's piece, also 0; else as equal as they can be, the first ones longer.
+        dim: The dimension along which the sum is cut.
+        sizes: The length of every rank's piece; may be 0. By default lengths differ by at most 1, longer ones first.
 
     Raises:
-        ConfigurationError: If the dimension or the sizes are not those of ``x``, or this rank is not in the group.
+        ConfigurationError: If ``x`` has no such dimension, ``sizes`` do not add up to its length, or this rank is not
+            in the group.
     """
     dim = dimension("reduce_scatter", x, dim)
     ranks = several(group)
@@ -153,18 +158,19 @@ def all_to_all(
     dim: int = 0,
     received: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sends each rank its piece of ``x`` along ``dim``; the pieces that come are side by side, in order of rank.
+    """Sends each rank its piece of ``x`` along ``dim``, and concatenates the received pieces in order of rank.
 
     Args:
-        x: Of one type on all ranks, and of one shape but for ``dim``.
+        x: A tensor of the same type on all ranks, and of the same shape except along ``dim``.
         group: The ranks; None for this rank alone.
-        splits: The length of the piece for each rank, also 0; together they are ``x``.
-        received: The length of the piece that each rank sends here. Without them the ranks tell each other, for which
-            the host waits; shapes, types and need of a gradient are compared then.
+        splits: The length of the piece for each rank; may be 0. They must add up to the length of ``x``.
+        dim: The dimension along which ``x`` is cut.
+        received: The length of the piece that each rank sends here. Without it the ranks exchange their lengths, and
+            the host waits for that; they also compare shapes, types and ``requires_grad`` then.
 
     Raises:
-        ConfigurationError: If the tensors do not fit together, the dimension or the splits are not those of ``x``, or
-            this rank is not in the group.
+        ConfigurationError: If the tensors do not fit together, ``x`` has no such dimension, ``splits`` do not add up to
+            its length, or this rank is not in the group.
     """
     dim = dimension("all_to_all", x, dim)
     ranks = several(group)
@@ -185,16 +191,18 @@ def all_to_all(
 
 @outside_of_graphs
 def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0, *, replicated: bool = False) -> Tensor:
-    """The ``x`` of rank ``source`` of the group, on all ranks.
+    """Returns the ``x`` of rank ``source`` on all ranks.
 
     Args:
-        x: Of one shape and type on all ranks, which is not checked, and with ``requires_grad`` on all or on none; what
-            other ranks than the source have in it does not matter.
+        x: A tensor of the same shape, type and ``requires_grad`` on all ranks. This is not checked. Its values matter
+            on the source only.
         group: The ranks; None for this rank alone.
-        replicated: What follows is the same on all ranks, so that the gradient is whole: backward sends nothing.
+        source: The source's rank in the group.
+        replicated: True if all ranks compute the same from the result, so that each has the whole gradient. Backward
+            then sends nothing.
 
     Raises:
-        ConfigurationError: If there is no such source, or this rank is not in the group.
+        ConfigurationError: If the group has no rank ``source``, or this rank is not in the group.
     """
     ranks = several(group)
     degree = ranks.size() if ranks else 1
@@ -213,18 +221,21 @@ def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0, *, replica
 
 @outside_of_graphs
 def split(x: Tensor, group: ProcessGroup | None, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's piece along ``dim`` of an ``x`` that all ranks hold alike; begins a region of divided layers.
+    """Returns this rank's piece, along ``dim``, of an ``x`` that is the same on all ranks. Begins a region of divided
+    layers.
 
-    Forward sends nothing; backward gathers, so that all hold the whole gradient of ``x``. Where each rank's ``x``
-    counts in a sum by itself, ``x.narrow`` has the right gradient.
+    Forward sends nothing; backward gathers, so that all ranks have the whole gradient of ``x``. If each rank's ``x``
+    is a separate term of the loss instead, use ``x.narrow``.
 
     Args:
-        x: The same on all ranks.
+        x: A tensor that is the same on all ranks.
         group: The ranks; None for this rank alone.
-        sizes: The length of every rank's piece, also 0; else as equal as they can be, the first ones longer.
+        dim: The dimension along which ``x`` is cut.
+        sizes: The length of every rank's piece; may be 0. By default lengths differ by at most 1, longer ones first.
 
     Raises:
-        ConfigurationError: If the dimension or the sizes are not those of ``x``, or this rank is not in the group.
+        ConfigurationError: If ``x`` has no such dimension, ``sizes`` do not add up to its length, or this rank is not
+            in the group.
     """
     dim = dimension("split", x, dim)
     ranks = several(group)
@@ -242,17 +253,17 @@ def split(x: Tensor, group: ProcessGroup | None, dim: int = 0, sizes: Sequence[i
 
 @outside_of_graphs
 def shift(x: Tensor, group: ProcessGroup | None, by: int = 1, shape: Sequence[int] | None = None) -> Tensor:
-    """Passes ``x`` on around the ring of ranks: what comes is the ``x`` of the rank ``by`` places before this one.
+    """Passes ``x`` around the ring of ranks, and returns the ``x`` of the rank ``by`` places before this one.
 
     Args:
-        x: Of one type on all ranks, of any shape on each.
+        x: A tensor of the same type on all ranks; shapes may differ.
         group: The ranks; None for this rank alone.
-        by: How many ranks on; negative is back.
-        shape: Of what comes. Without it the ranks tell each other, for which the host waits; types and need of a
-            gradient are compared then.
+        by: How many ranks forward; negative for backward.
+        shape: The shape of the received tensor. Without it the ranks exchange their shapes, and the host waits for
+            that; they also compare types and ``requires_grad`` then.
 
     Raises:
-        ConfigurationError: If types or need of a gradient differ, or this rank is not in the group.
+        ConfigurationError: If types or ``requires_grad`` were compared and differ, or this rank is not in the group.
     """
     ranks = several(group)
     if ranks is None or by % ranks.size() == 0:
@@ -268,9 +279,10 @@ def shift(x: Tensor, group: ProcessGroup | None, by: int = 1, shape: Sequence[in
 
 @outside_of_graphs
 def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """``x`` itself, which all ranks hold alike; begins a region of divided layers.
+    """Returns ``x``, which must be the same on all ranks. Begins a region of divided layers.
 
-    Backward sums, so that all hold the whole gradient of ``x``, to which each rank's layers give a term.
+    Backward sums the gradients over the ranks, since each rank's layers contribute a term: all ranks get the whole
+    gradient of ``x``.
 
     Raises:
         ConfigurationError: If this rank is not in the group.
@@ -282,7 +294,7 @@ def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class _Mapped(torch.autograd.Function):
-    """A linear map of the ranks' tensors; backward is another, which cannot be differentiated again."""
+    """Applies ``there`` in forward and ``back`` in backward; there is no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:

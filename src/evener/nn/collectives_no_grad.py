@@ -1,13 +1,13 @@
-"""What ranks send each other of plain tensors; :mod:`evener.nn.collectives` gives it gradients.
+"""Collectives on plain tensors, without autograd; :mod:`evener.nn.collectives` makes them differentiable.
 
-It stands on what gloo and NCCL do alike. Neither gathers pieces of unequal length in one call on both, nor scatters
-sums of such pieces, so that::
+They use only operations that gloo and NCCL have in common. There is no common operation that gathers pieces of unequal
+length, or that scatters sums of such pieces. So these are composed::
 
-    gathered    pieces of one length by an all_gather, of several by a broadcast each, into their place
+    gathered    one all_gather for pieces of equal length, else a broadcast of each piece into its place
     scattered   an all_to_all of the terms, which the receiver adds in order of rank
     shifted     a send and a receive that are started together, so that no order of ranks can block
 
-Every wait is marked for the watchdog and left out of the rank's own time.
+Every wait is marked for the watchdog, and does not count as the rank's own computing time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from evener.core.phase_marks import marked
 from evener.hardware.timers import waiting
 
 _MOST_DIMS = 64
-"""Of a tensor, by torch's own limit."""
+"""torch's limit for the number of dimensions."""
 _DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 
 
 class Description(NamedTuple):
-    """What a rank says of its tensor before it sends it."""
+    """A rank's description of its tensor, exchanged before the tensor is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
-    """Whether backward will pass through it."""
+    """True if backward will pass through the tensor."""
     numbers: tuple[int, ...]
+    """Further numbers of the caller, such as lengths of pieces."""
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -45,7 +46,10 @@ class Description(NamedTuple):
 
 
 def descriptions(x: Tensor, group: ProcessGroup, numbers: Sequence[int] = ()) -> list[Description]:
-    """Of every rank's tensor, in order of rank, with as many ``numbers`` of each. The host waits for them."""
+    """Exchanges and returns the descriptions of every rank's tensor, in order of rank. The host waits.
+
+    All ranks must call this together, with equally many ``numbers``.
+    """
     trained = int(x.requires_grad and torch.is_grad_enabled())
     padding = [0] * (_MOST_DIMS - x.dim())
     own = [_DTYPES.index(x.dtype), trained, x.dim(), *x.shape, *padding, *numbers]
@@ -57,7 +61,7 @@ def descriptions(x: Tensor, group: ProcessGroup, numbers: Sequence[int] = ()) ->
 
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks, the same bits on all."""
+    """Returns the sum over the ranks, bitwise the same on all; float16 and bfloat16 are added in float32."""
     moved = _sent(x, group)
     with _wait("all_reduce"):
         added_in_float32(moved, lambda wide: dist.all_reduce(wide, group=group))
@@ -65,7 +69,7 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def largest(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The largest of the ranks' numbers, each for itself."""
+    """Returns the elementwise maximum over the ranks."""
     moved = _sent(x, group)
     with _wait("all_reduce"):
         dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
@@ -73,7 +77,7 @@ def largest(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """The pieces of all ranks, of the lengths ``sizes``, side by side along ``dim``."""
+    """Concatenates the pieces of all ranks, of the lengths ``sizes``, along ``dim``."""
     own = _sent(x.movedim(dim, 0), group)
     whole = own.new_empty(sum(sizes), *own.shape[1:])
     pieces = torch.split(whole, list(sizes))
@@ -99,7 +103,8 @@ def _broadcast_each(pieces: Sequence[Tensor], group: ProcessGroup) -> None:
 def exchanged(
     x: Tensor, dim: int, splits: Sequence[int], received: Sequence[int], group: ProcessGroup
 ) -> Tensor:
-    """Cuts ``x`` along ``dim`` into pieces of ``splits``, one for each rank; joins what comes, in order of rank."""
+    """Cuts ``x`` along ``dim`` into pieces of lengths ``splits`` and sends one to each rank. Concatenates the received
+    pieces, of lengths ``received``, in order of rank."""
     own = _sent(x.movedim(dim, 0), group)
     came = own.new_empty(sum(received), *own.shape[1:])
     with _wait("all_to_all"):
@@ -108,7 +113,7 @@ def exchanged(
 
 
 def scattered(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """This rank's piece of the sum over the ranks, which has pieces of the lengths ``sizes``."""
+    """Returns this rank's piece of the sum over the ranks. The sum is cut along ``dim`` into lengths ``sizes``."""
     degree, own = group.size(), sizes[group.rank()]
     terms = exchanged(x, dim, sizes, [own] * degree, group)
     stacked = terms.view(*x.shape[:dim], degree, own, *x.shape[dim + 1 :])
@@ -116,7 +121,7 @@ def scattered(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) ->
 
 
 def copied(x: Tensor, source: int, group: ProcessGroup) -> Tensor:
-    """The tensor of rank ``source`` of the group."""
+    """Returns the tensor of rank ``source`` of the group."""
     moved = _sent(x, group)
     with _wait("broadcast"):
         dist.broadcast(moved, group=group, group_src=source)
@@ -124,7 +129,7 @@ def copied(x: Tensor, source: int, group: ProcessGroup) -> Tensor:
 
 
 def summed_at(x: Tensor, target: int, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks on rank ``target`` of the group, zeros on others."""
+    """Returns the sum over the ranks on rank ``target`` of the group, and zeros on the others."""
     moved = _sent(x, group)
     with _wait("reduce"):
         dist.reduce(moved, group=group, group_dst=target)
@@ -132,17 +137,18 @@ def summed_at(x: Tensor, target: int, group: ProcessGroup) -> Tensor:
 
 
 def shifted(x: Tensor, by: int, shape: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Sends ``x`` to the rank ``by`` places on, around the end, and receives one of ``shape`` from as many back."""
+    """Sends ``x`` to the rank ``by`` places ahead, and returns the tensor of ``shape`` from the rank ``by`` places
+    back; ranks form a ring."""
     return shifting(x, by, shape, group)()
 
 
 def shifting(
     x: Tensor, by: int, shape: Sequence[int], group: ProcessGroup, tag: int = 0
 ) -> Callable[[], Tensor]:
-    """Starts :func:`shifted`, and gives the function that waits for its end and has what came.
+    """Starts :func:`shifted`. Returns a function that waits for its end and returns the received tensor.
 
     Args:
-        tag: Tells apart what is on its way between the same ranks at the same time.
+        tag: Distinguishes messages that are under way between the same ranks at the same time.
     """
     rank, degree = group.rank(), group.size()
     own = _sent(x, group)
@@ -169,11 +175,11 @@ def _wait(name: str) -> Iterator[None]:
 
 
 def _sent(x: Tensor, group: ProcessGroup) -> Tensor:
-    """A contiguous copy where the group's messages live: gloo's on the CPU."""
+    """Returns a detached, contiguous copy on the device of the group's messages: the CPU for gloo."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else x.device
     return x.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _arrived(came: Tensor, dim: int, like: Tensor) -> Tensor:
-    """What lies with its pieces along dimension 0, with them along ``dim``, where ``like`` is."""
+    """Moves dimension 0 of a received tensor to ``dim``, and the tensor to the device of ``like``."""
     return came.movedim(0, dim).contiguous().to(like.device)

@@ -1,16 +1,16 @@
-"""What is being computed now, for the layers that must know it.
+"""The current scope: tells layers which micro-batch is being computed.
 
-A layer whose result depends on more than its input (BatchNorm: on the other ranks; Dropout: on which samples
-these are) cannot be told through ``forward``, whose signature is the user's. The engine therefore opens a
-scope around the forward and backward of each micro-batch, and such layers ask :func:`current`.
+Some layers depend on more than their input: BatchNorm on the other ranks, Dropout on which samples these are. They
+cannot get this through ``forward``, whose signature belongs to the user. So the engine opens a scope around the
+forward and backward of each micro-batch, and such layers call :func:`current`.
 
-The scope is a plain global of the process, not a ``ContextVar`` and not thread-local: autograd runs backward,
-and with it the forward passes that activation checkpointing repeats, on threads of its own, which inherit
-neither. Where one process computes several parts of a batch at once, a thread each that keeps backward to itself,
-each of these threads has a scope of its own (:func:`own_scope`), which it sees before that of the process.
+The scope is a plain global of the process. A ``ContextVar`` or a thread-local would not work: autograd runs
+backward, and the forward passes that activation checkpointing repeats, on its own threads, which inherit neither.
+If one process computes several parts of a batch at once, each part has a thread that also runs its backward. Each
+of these threads sets a scope of its own (:func:`own_scope`), which takes precedence over that of the process.
 
-Scopes may end in another order than they began: loops over two loaders at once take turns, and that of a loop that an
-error ended lives on as long as the error is kept.
+Scopes may end in another order than they began. Two loops over loaders may take turns, and the scope of a loop that
+ended with an error stays open as long as the exception is referenced.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ GroupMaker = Callable[[], ProcessGroup | None]
 
 
 def _no_group() -> None:
-    """Of a rank alone."""
+    """Returns None, for a rank that computes alone."""
 
 
 @dataclass(eq=False)
 class Scope:
-    """One micro-batch on its way forward and backward on this rank.
+    """One micro-batch during its forward and backward on this rank.
 
     Attributes:
         samples: (n,) int64, the global numbers of the samples of the micro-batch.
         step: The number of the training step.
         seed: The seed of the run.
-        weight: 0 if the micro-batch is a placeholder, computed only so that this rank joins the collectives
-            of the others, that must count for nothing; else 1.
-        group: Gives the ranks that compute this step's other parts, None on a single device. They call it together.
-        sequence: How the sequences of the micro-batch are divided over ranks; None where each is whole.
+        weight: 1, or 0 if the micro-batch is a placeholder: this rank has no samples and computes one only to take
+            part in the collectives of the other ranks. A placeholder must not affect the result.
+        group: Returns the process group of the ranks that compute this step, or None on a single device. All ranks
+            must call it together.
+        sequence: The division of the micro-batch's sequences over ranks; None if each rank has whole sequences.
     """
 
     samples: Tensor
@@ -58,20 +59,19 @@ class Scope:
     group: GroupMaker = _no_group
     sequence: DividedSequence | None = None
     keys: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
-    """What :mod:`evener.nn.dropout` derived from ``samples``, once a device."""
+    """Keys that :mod:`evener.nn.dropout` derived from ``samples``, cached for each device."""
     _order: dict[Hashable, int] = field(default_factory=dict, repr=False)
     _calls: dict[Hashable, int] = field(default_factory=dict, repr=False)
     _forward_calls: dict[Hashable, int] = field(default_factory=dict, repr=False)
 
     def call(self, caller: Hashable) -> int:
-        """How often the layer, given by its name or itself, was called before in this pass.
+        """Counts a call of a layer, given by its name or itself; returns the number of earlier calls in this pass.
 
-        A block that Evener itself computes again gets the numbers that it had.
+        A block that Evener itself recomputes gets the same numbers again.
 
         Raises:
-            ConfigurationError: If backward repeats a layer that forward called more than once: activation
-                checkpointing repeats the calls in reverse order of its segments, so there is no telling which
-                one this is.
+            ConfigurationError: If backward repeats a layer that forward called more than once. Activation
+                checkpointing repeats its segments in reverse order, so it is unknown which call this is.
         """
         return once(lambda: self._count(caller))
 
@@ -87,20 +87,20 @@ class Scope:
         return number
 
     def calls(self) -> dict[str, int]:
-        """How often each layer that has a name was called so far."""
+        """Returns how often each layer with a name was called so far in this pass."""
         return {caller: number for caller, number in self._calls.items() if isinstance(caller, str)}
 
     def follow(self, calls: dict[str, int]) -> None:
-        """Goes on from where the same pass was on another rank, by its :meth:`calls`."""
+        """Continues a pass that began on another rank: takes over the call counts, from that rank's :meth:`calls`."""
         self._calls.update(calls)
 
     def order(self, caller: Hashable) -> int:
-        """The place of the layer among those that asked, by their first time in this scope."""
+        """Returns a number for the layer: 0, 1, ... in the order of first requests in this scope."""
         return self._order.setdefault(caller, len(self._order))
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Around a pass beside that of the step: the calls of layers in it do not count."""
+        """Context for a trial pass in the midst of a step: calls of layers inside do not count."""
         before = dict(self._order), dict(self._calls)
         try:
             with apart():
@@ -109,44 +109,45 @@ class Scope:
             self._order, self._calls = before
 
     def rewind(self) -> None:
-        """Called where forward ends and backward starts: calls repeated there get the numbers that they
-        had.
-        """
+        """Restarts the call counts. Called between forward and backward, so that calls repeated in backward get the
+        same numbers as in forward."""
         self._forward_calls, self._calls = self._calls, {}
 
 
 _opened: list[resumed[Any]] = []
 _current: Scope | None = None
-"""That of the block opened last."""
+"""The scope of the block opened last."""
 _of_thread = threading.local()
 
 
 def current() -> Scope | None:
-    """The scope of the micro-batch being computed in this process; None outside of Evener's training step."""
+    """Returns the scope of the micro-batch being computed, or None outside of Evener's training step."""
     own: Scope | None = getattr(_of_thread, "scope", None)
     return _current if own is None else own
 
 
 def data_group() -> ProcessGroup | None:
-    """The ranks that compute the other parts of the micro-batch at hand, for a loss or a layer that looks at all of it.
+    """Returns the process group that computes the current micro-batch, for a loss or layer that needs all of its parts.
 
-    None on a single device, and outside of Evener's training step and evaluation: this rank is alone then. The group is
-    made with the first call, which all of its ranks make together, and serves nothing else.
+    Returns None on a single device, and outside of Evener's training step and evaluation: this rank is alone then. All
+    ranks must make the first call together, which creates the group. Evener uses it for nothing else.
     """
     scope = current()
     return None if scope is None else scope.group()
 
 
 def divided() -> DividedSequence | None:
-    """How the sequences of the micro-batch at hand are divided over ranks; None where each is whole."""
+    """Returns how the sequences of the current micro-batch are divided over ranks, or None if each rank has whole
+    sequences."""
     scope = current()
     return None if scope is None else scope.sequence
 
 
 def without_placeholder(rows: Tensor) -> Tensor:
-    """``rows`` (samples, ...) of the micro-batch at hand, or none of them if it is a placeholder.
+    """Returns ``rows`` (samples, ...) of the current micro-batch, or no rows if it is a placeholder.
 
-    A rank without samples computes a sample that counts for nothing. This keeps it away from the other ranks' samples.
+    A rank without samples computes a placeholder sample that must not affect the result. Call this before rows of all
+    ranks are brought together, so that they do not include placeholders.
     """
     scope = current()
     return rows[:0] if scope is not None and scope.weight == 0 else rows
@@ -160,14 +161,14 @@ def scope(
     group: GroupMaker = _no_group,
     sequence: DividedSequence | None = None,
 ) -> resumed[Scope]:
-    """Makes a new :class:`Scope` the current one, and the one before it again at the end."""
+    """Opens a new :class:`Scope` as the current one, in a ``with`` block; restores the previous one at the end."""
     return resumed(Scope(samples, step, seed, weight, group, sequence))
 
 
-class resumed(Generic[_Found]):  # noqa: N801 # a block; a generator's would cost each step four times as much
-    """Makes ``found`` the current scope, again where its backward comes later, and the one before it at the end.
+class resumed(Generic[_Found]):  # noqa: N801 # a context manager; one made of a generator costs four times as much
+    """Context in which ``found`` is the current scope; the previous one is restored at the end.
 
-    To end it twice changes nothing.
+    The same scope can be opened again, for a backward that runs later. Ending the block twice has no effect.
     """
 
     __slots__ = ("found",)
@@ -189,13 +190,14 @@ class resumed(Generic[_Found]):  # noqa: N801 # a block; a generator's would cos
 
 
 def outside() -> resumed[None]:
-    """No scope is the current one, for a model that is run beside of training; the one before it again at the end."""
+    """Context without a current scope, for running a model outside of training; the previous one is restored."""
     return resumed(None)
 
 
 @contextmanager
 def own_scope(scope: Scope) -> Iterator[Scope]:
-    """Makes ``scope`` that of this thread alone, which computes a part of the micro-batch while others compute theirs.
+    """Context in which ``scope`` is the current scope of this thread only. Other threads compute other parts of the
+    micro-batch at the same time.
 
     Backward must stay on this thread (``torch.autograd.set_multithreading_enabled(False)``).
     """

@@ -1,15 +1,15 @@
-"""Dropout whose mask belongs to the sample, not to the device that happens to compute it.
+"""Dropout whose mask depends on the sample and not on the device that computes it.
 
-A generator's state tells how much was drawn before, and so depends on the division of the batch. Here every
-element of the mask is a function of (seed, step, sample, layer, call, element): a counter-based generator in
-the sense of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), made of torch's integer
-operations alone, which wrap around alike on CPU and CUDA.
+The state of an ordinary generator depends on what was drawn before, and so on the division of the batch. Here
+every element of the mask is a function of (seed, step, sample, layer, call, element). That is a counter-based
+generator in the sense of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). It uses integer
+operations of torch only, whose overflow wraps around in the same way on CPU and CUDA.
 
-The key of a sample and layer comes from SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014) on n numbers. The mask itself is large and uses 32 bits: the counter's hash, keyed
-twice, through the multiplications and shifts of ``lowbias32`` (Wellons, "Prospecting for hash functions",
-2018). Each word decides two elements with 16 bits each, so ``p`` acts rounded to a multiple of 2⁻¹⁶, and the
-scale that keeps the expectation is that of the rounded ``p``.
+SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) derives a key for each
+sample and layer. The mask itself is large, so it uses 32 bits: the hash of the element's number, keyed twice, goes
+through the multiplications and shifts of ``lowbias32`` (Wellons, "Prospecting for hash functions", 2018). Each
+word decides two elements with 16 bits each. So ``p`` is rounded to a multiple of 2⁻¹⁶, and the scale that keeps
+the expectation is computed from the rounded ``p``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from evener.hardware.async_copy import send
 from evener.nn.context import Scope, current
 from evener.nn.fqn import clean_name
 from evener.nn.sequence_layout import DividedSequence
-from evener.nn.sequence_parallel import Stream
+from evener.nn.sequence_parallel import SequenceStream
 from evener.torch_internals.compiling import outside_of_graphs
-from evener.torch_internals.layers import AnyDropout
+from evener.torch_internals.modules import AnyDropout
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,30 +43,27 @@ _LOWBIAS = (0x7FEB352D, 0x846CA68B)
 class Dropout(nn.Dropout):
     """``nn.Dropout`` whose mask does not depend on the division of the batch.
 
-    Inside Evener's training step, the entries of ``batch_dim`` are the samples of the micro-batch, or equal
-    runs of them as in (samples * tokens, features). A sample's mask depends on its own shape, so that samples
-    padded to different lengths keep theirs only if the padded dimension comes first. Anywhere else, and in
-    evaluation, this is ``nn.Dropout``.
+    Inside Evener's training step, the entries of ``batch_dim`` must be the samples of the micro-batch, or the same
+    number of entries for each sample, as in (samples * tokens, features). A sample's mask depends on its own
+    shape: if samples are padded to different lengths, it stays the same only if the padded dimension is the first
+    after the samples. Outside of the training step, and in evaluation, this is ``nn.Dropout``.
 
     Args:
-        p: Probability of an element to be zeroed, rounded to a multiple of 2⁻¹⁶ (at least one, unless it is
-            0).
+        p: Probability that an element is zeroed, rounded to a multiple of 2⁻¹⁶ (to at least 2⁻¹⁶, unless it is 0).
         inplace: Writes the result over the input.
         batch_dim: The dimension of the samples.
     """
 
     layer: str | None = None
-    """The qualified name of the module in its model, by which masks of different layers differ
-    (:func:`name_dropouts`).
-    """
+    """The qualified name of the module in its model; the mask depends on it. :func:`name_dropouts` sets it."""
     batch_dim: int = 0
     part: tuple[int, int, range] | None = None
-    """Where the input is a part of the features, as between divided layers: their dimension, counted from the end, how
-    many there are, and which these are. Their mask is that part of the mask of all."""
-    stream: Stream | None = None
-    """Where the input is some of the positions, beside divided layers: what tells which."""
+    """Set if the input has only this rank's features, as between divided layers: (dimension of the features, counted
+    from the end; number of all features; this rank's). The mask is that part of the mask for all features."""
+    stream: SequenceStream | None = None
+    """Set if the input has only this rank's positions, as beside divided layers: the stream knows which they are."""
     _by_channel = False
-    """Whether the mask is one for all positions."""
+    """True if one mask serves all positions of a channel."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False, batch_dim: int = 0) -> None:
         super().__init__(p, inplace)
@@ -84,7 +81,7 @@ class Dropout(nn.Dropout):
         return f"{super().extra_repr()}, batch_dim={self.batch_dim}"
 
     def _torchs(self, input: Tensor) -> Tensor:
-        """What the module of ``torch.nn`` computes in training."""
+        """Computes what the class of ``torch.nn`` computes in training."""
         return F.dropout(input, self.p, True, self.inplace)
 
     def _exact(self, input: Tensor, scope: Scope) -> Tensor:
@@ -99,8 +96,8 @@ class Dropout(nn.Dropout):
         return self._scaled(input, _factor(rows_first, shape, *given).narrow(dim, own.start, len(own)))
 
     def _compiled(self, input: Tensor) -> Tensor:
-        """The same as a node of a graph, which asks for the scope when it runs; a layer without a
-        name breaks it, and so does one between divided layers, which break it themselves."""
+        """Computes the output inside a compiled graph, by a node that asks for the scope when it runs. A layer without
+        a name breaks the graph; so does a layer between divided layers, which break it anyway."""
         if self.layer is None or self.part is not None or self.stream is not None:
             uncompiled: Tensor = self._uncompiled(input)
             return uncompiled
@@ -121,12 +118,12 @@ class Dropout(nn.Dropout):
         return input.mul_(factor) if self.inplace else input * factor
 
     def _mask_shape(self, input: Tensor) -> tuple[int, ...]:
-        """The shape of the mask for an input with samples first; ones are broadcast."""
+        """Returns the shape of the mask for an input with samples first; dimensions of size 1 are broadcast."""
         return tuple(input.shape)
 
 
 class Dropout1d(Dropout):
-    """:class:`Dropout` of whole channels of an (N, C, L) input, as ``nn.Dropout1d``."""
+    """:class:`Dropout` that drops whole channels of an (N, C, L) input, as ``nn.Dropout1d``."""
 
     _by_channel = True
     _dims = 3
@@ -148,17 +145,17 @@ class Dropout1d(Dropout):
 
 
 class Dropout2d(Dropout1d):
-    """:class:`Dropout` of whole channels of an (N, C, H, W) input, as ``nn.Dropout2d``."""
+    """:class:`Dropout` that drops whole channels of an (N, C, H, W) input, as ``nn.Dropout2d``."""
 
     _dims = 4
     _plain = staticmethod(F.dropout2d)
 
 
 def name_dropouts(model: M) -> M:
-    """Tells each of the model's :class:`Dropout` its qualified name, so that masks do not depend on the order
-    of construction; a compiled model has the names, and so the masks, of the plain one.
+    """Sets the qualified name on each :class:`Dropout` of the model, so that masks do not depend on construction
+    order. A compiled model gets the names, and so the masks, of the plain model.
 
-    A module that was never named goes by the place of its first call among those of the step.
+    A module without a name is identified by the order of first calls in the step instead.
     """
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
@@ -174,18 +171,18 @@ _CLASSES: dict[type[nn.Module], type[Dropout]] = {
 
 
 def exact_dropout(model: M, batch_dim: int = 0) -> M:
-    """Makes the model's dropouts those whose masks do not depend on the division of the batch.
+    """Replaces the model's dropouts by dropouts whose masks do not depend on the division of the batch.
 
     Args:
         model: Changed in place: ``nn.Dropout``, ``Dropout1d`` and ``Dropout2d`` change their class.
-        batch_dim: The dimension of the samples in what each ``nn.Dropout`` gets; 1 for sequences that come first.
+        batch_dim: The dimension of the samples in the input of each ``nn.Dropout``; 1 if positions come first.
 
     Returns:
         The same model, with the same modules and names.
 
     Warns:
-        UserWarning: With the names of modules that go on drawing from a generator: other dropouts, and modules with a
-            rate that they hand to a function (``nn.MultiheadAttention``, ``nn.LSTM``, attention of one's own).
+        UserWarning: If modules go on drawing from a generator, with their names: other dropouts, and modules with a
+            dropout rate that they pass to a function (``nn.MultiheadAttention``, ``nn.LSTM``, custom attention).
     """
     left = []
     for name, module in model.named_modules():
@@ -208,12 +205,12 @@ def exact_dropout(model: M, batch_dim: int = 0) -> M:
 
 
 def drawing_apart(model: nn.Module) -> int:
-    """The number of modules that drop, but not by sample."""
+    """Counts the modules with dropout whose masks depend on the division of the batch."""
     return sum(not isinstance(module, Dropout) and bool(_rates(module)) for module in model.modules())
 
 
 def _rates(module: nn.Module) -> list[str]:
-    """The attributes that say how much the module itself drops, if anything."""
+    """Returns the module's own dropout rates above 0, as "name=value"."""
     return [
         f"{name}={value}"
         for name, value in vars(module).items()
@@ -231,9 +228,13 @@ def _factor(
     scope: Scope,
     sequence: DividedSequence | None,
 ) -> Tensor:
-    """0 or the scale for each element of a mask of ``shape``, in the dtype of ``rows_first``.
+    """Returns the mask: 0 or the scale for each element of ``shape``, in the dtype of ``rows_first``.
 
     ``caller`` is the name of the layer, or the layer itself if it has none.
+
+    Raises:
+        ConfigurationError: If the first dimension is no multiple of the number of samples, or positions are divided
+            and do not follow the samples.
     """
     named, samples, rows = isinstance(caller, str), len(scope.samples), shape[0]
     if rows % samples if samples else rows:
@@ -254,11 +255,11 @@ def _factor(
 
 
 _TURN = torch.zeros((), device="cpu")
-"""Every node is said to write to it, so that a compiler keeps them in order and makes no two of them one: which call of
-its layer a node is, it knows by counting."""
+"""Every dropout node declares that it writes to this tensor. So a compiler keeps the nodes in order and merges none,
+which matters because calls of a layer are counted."""
 
 
-# Nondeterministic for the compiler, so that backward keeps the mask and does not draw it anew.
+# Declared nondeterministic, so that a compiler keeps the mask for backward and does not compute it again.
 @library.custom_op(
     "evener::dropout_factor", mutates_args=("turn",), tags=(torch.Tag.nondeterministic_seeded,)
 )
@@ -291,7 +292,7 @@ def _(
 
 
 def _signed(value: int, bits: int = 64) -> int:
-    """The value modulo 2^bits as a two's complement number, which is how torch's integers wrap."""
+    """Returns the value modulo 2^bits as a two's complement number, as torch's integers wrap."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
 
@@ -301,13 +302,13 @@ def _hash64(text: str) -> int:
 
 
 def _shift_xor_(x: Tensor, shift: int) -> Tensor:
-    """``x ^= x >>> shift`` in place; torch's shift of signed integers is arithmetic, hence the mask."""
+    """Computes ``x ^= x >>> shift`` in place; torch's shift of signed integers is arithmetic, hence the mask."""
     bits = x.element_size() * 8
     return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (bits - shift)) - 1))
 
 
 def _splitmix64(x: Tensor) -> Tensor:
-    """The SplitMix64 finalizer of each int64."""
+    """Applies the SplitMix64 finalizer to each int64."""
     x = x.clone()
     for shift, multiplier in _SPLITMIX:
         _shift_xor_(x, shift).mul_(_signed(multiplier))
@@ -315,7 +316,7 @@ def _splitmix64(x: Tensor) -> Tensor:
 
 
 def _keys(scope: Scope, layer_key: int, device: torch.device) -> Tensor:
-    """(n, 2) int32: the key of each sample in this layer, call, step and run."""
+    """Returns (n, 2) int32: the key of each sample for this seed, step, layer and call."""
     if device not in scope.keys:
         base = _hash64(f"{scope.seed}/{scope.step}")
         scope.keys[device] = _splitmix64(send(scope.samples, device) * _signed(_GOLDEN) + _signed(base))
@@ -326,9 +327,10 @@ def _keys(scope: Scope, layer_key: int, device: torch.device) -> Tensor:
 def _elements(
     shape: Sequence[int], samples: int, sequence: DividedSequence | None, layer: str
 ) -> list[range]:
-    """The numbers of a sample's elements at hand, in the whole sequence where this rank has a piece of it.
+    """Returns the numbers of a sample's elements on this rank. If positions are divided, elements are numbered in the
+    whole sequence.
 
-    Its positions must come right after the samples, or together with them in dimension 0.
+    Divided positions must be dimension 1, or flattened with the samples into dimension 0.
     """
     each = torch.Size(shape).numel() // samples
     if sequence is None:
@@ -341,17 +343,17 @@ def _elements(
             "together"
         )
     width = each // size if size else 0
-    return [range(chunk.start * width, chunk.stop * width) for chunk in sequence.own]
+    return [range(chunk.start * width, chunk.stop * width) for chunk in sequence.local_positions]
 
 
 @functools.lru_cache(maxsize=32)
 def _counters(first: int, last: int, device: torch.device) -> Tensor:
-    """(last - first,) int32: hashes of these numbers, the same for every sample, layer and step."""
+    """Returns (last - first,) int32: hashes of these numbers, the same for every sample, layer and step."""
     return _splitmix64(torch.arange(first + 1, last + 1, device=device) * _signed(_GOLDEN)).to(torch.int32)
 
 
 def _draws(keys: Tensor, elements: range) -> Tensor:
-    """(n, elements) int16, uniform over all its values: a keyed hash of the number of the element."""
+    """Returns (n, elements) int16, uniform over all values: a keyed hash of each element's number."""
     first, last = elements.start // 2, (elements.stop + 1) // 2
     words = _counters(first, last, keys.device) ^ keys[:, :1]
     words.mul_(_LOWBIAS[0])

@@ -1,21 +1,22 @@
-"""A layer of experts, of which each token goes to a few, and which may be divided over ranks.
+"""Mixture of experts: a layer that sends each token to a few experts, which may be divided over ranks.
 
-A router gives every token a probability for each expert; the ``top`` largest choose its experts and weigh what they say
-(Shazeer et al., "Outrageously large neural networks", 2017; Fedus, Zoph and Shazeer, "Switch Transformers", 2022)::
+A router gives every token a probability for each expert. The ``top`` largest select the token's experts and weigh their
+outputs (Shazeer et al., "Outrageously large neural networks", 2017; Fedus, Zoph and Shazeer, "Switch Transformers",
+2022)::
 
     y = Σ p_e expert_e(x)        over the experts e that x has chosen
 
-Where the experts are divided, each rank routes its own samples' tokens, sends them to the ranks that hold the chosen
-experts, and gets them back (:func:`evener.nn.all_to_all`, whose adjoint brings the gradients home)::
+If the experts are divided, each rank routes the tokens of its own samples, sends them to the ranks that hold the chosen
+experts, and receives the outputs (:func:`evener.nn.all_to_all`, whose backward sends the gradients the other way)::
 
     rank 0   tokens ─ route ─┐            ┌─ experts 0 1 ─┐            ┌─ weigh and add
                              ├ all_to_all ┤               ├ all_to_all ┤
     rank 1   tokens ─ route ─┘            └─ experts 2 3 ─┘            └─ weigh and add
 
-An expert sees the tokens of all ranks, so its gradient is whole where it is. What depends on the whole batch, how busy
-each expert is and which tokens find no room, is computed of the tokens of all ranks, divided or not: that is what makes
-the layer the same on any division. No choice depends on the order of tokens, nor on rounding where two are alike:
-scores that lie no further apart than rounding may bring them count as equal.
+A divided expert sees the tokens of all ranks, so the rank that holds it has its whole gradient. The balance of the
+experts and the choice of dropped tokens depend on the whole batch, so they are computed from the tokens of all ranks,
+also if the experts are not divided. So the layer gives the same result however the batch is divided. No choice depends
+on the order of tokens or on rounding: scores that differ by no more than a possible rounding error count as equal.
 """
 
 from __future__ import annotations
@@ -36,65 +37,65 @@ from evener.nn.context import data_group, without_placeholder
 from evener.nn.unowned import Shared
 
 STACKED = ("up", "up_bias", "down", "down_bias")
-"""The parameters that hold the experts side by side, along dimension 0."""
+"""The parameters that hold all experts stacked along dimension 0."""
 
 
 class Mixed(NamedTuple):
-    """What :class:`Experts` returns."""
+    """The result of :class:`Experts`."""
 
     output: Tensor
-    """As the input: (samples, ..., width)."""
+    """(samples, ..., width), as the input."""
     balance: Tensor
-    """How evenly the router uses the experts, of all ranks' tokens, 0-d: 1 if evenly, up to the number of experts if
-    all tokens go to one. Added to the loss, it keeps experts from lying idle (see :class:`Experts`)."""
+    """The imbalance of the experts' use by the tokens of all ranks, 0-d: 1 if even, up to the number of experts if all
+    tokens go to one. Added to the loss, it keeps experts from lying idle (see :class:`Experts`)."""
     dropped: Tensor
-    """Which part of all ranks' choices found no room, 0-d, without gradient."""
+    """The fraction of all ranks' choices that exceeded the capacity, 0-d, without gradient."""
 
 
 class _Choice(NamedTuple):
-    """Which experts the tokens of this rank have chosen: (tokens, top) each."""
+    """The experts that this rank's tokens have chosen; each tensor is (tokens, top)."""
 
     weights: Tensor
     experts: Tensor
     priorities: Tensor
-    """In the order of the weights, and as far apart for weights near 1 as for others: the score of the expert against
-    the others' together, ``log(weight / (1 - weight))``."""
+    """``log(weight / (1 - weight))``, the score of the expert against all others: ordered as the weights, but also
+    precise for weights near 1."""
     roundings: Tensor
-    """Priorities that lie no further apart may be equal."""
+    """Priorities that differ by no more than this count as equal."""
 
 
 class _Route(NamedTuple):
-    """Who computes what."""
+    """The choices that are sent to experts."""
 
     slots: Tensor
-    """Of this rank's choices, counted along tokens and then along each token's, those that are sent, by expert."""
+    """This rank's choices that are sent, sorted by expert. Choice c of token t is number ``t * top + c``."""
     counts: Tensor
-    """(ranks, experts) int64: how many tokens each rank sends to each expert."""
+    """(ranks, experts) int64: the number of tokens that each rank sends to each expert."""
 
 
 class Experts(nn.Module):
     """A mixture of two-layer feed-forward experts.
 
-    The balance is a number of the whole batch, the same on all ranks. A loss that is a mean over terms has it once if
-    each rank adds it to its total *once a term*: ``total + 0.01 * mixed.balance * len(targets)``, where ``len`` counts
-    the terms.
+    The balance belongs to the whole batch and is the same on all ranks. To add it once to a loss that is a mean over
+    terms, each rank adds it to its total *once for each term*: ``total + 0.01 * mixed.balance * len(targets)``, where
+    ``len`` counts the terms.
 
     Args:
-        width: Of a token.
-        hidden: Of each expert's inner layer.
-        experts: How many there are.
-        top: How many each token goes to.
-        capacity: The most tokens that an expert takes, as a multiple of what it would get if all got as many; None for
-            no limit. The choices of the largest weights find room; of equal ones at the limit, none.
-        normalized: Whether the weights of a token's experts are scaled to add up to 1; not with ``top=1``.
-        activation: Between the two layers of an expert.
+        width: Width of a token.
+        hidden: Width of each expert's inner layer.
+        experts: Number of experts.
+        top: Number of experts for each token.
+        capacity: The most tokens that an expert takes, as a multiple of its share if all experts got equally many; None
+            for no limit. The choices with the largest weights are kept. Equal choices at the limit are all dropped.
+        normalized: True to scale the weights of a token's experts so that they add up to 1; not with ``top=1``.
+        activation: The function between the two layers of an expert.
 
     Raises:
-        ConfigurationError: For numbers that cannot be.
+        ConfigurationError: If ``top`` or ``capacity`` is out of range, or ``normalized`` is used with ``top=1``.
     """
 
     held: range
-    """The experts of this rank; all of them unless they are divided."""
+    """The experts of this rank; all experts if they are not divided."""
     _divided = Shared[tuple[ProcessGroup, tuple[range, ...]]]()
 
     def __init__(
@@ -130,22 +131,24 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each expert as two ``nn.Linear``."""
+        """Initializes each expert as two ``nn.Linear``."""
         for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
             bound = 1 / math.sqrt(weight.shape[2])
             nn.init.uniform_(weight, -bound, bound)
             nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Mixed:
-        """Each token's experts, weighed.
+        """Sends each token to its experts and returns the weighted sum of their outputs.
+
+        All ranks that compute the batch must call this together.
 
         Args:
             x: (samples, ..., width).
-            mask: (samples, ...) bool, False where a token is padding: it goes to no expert, counts nowhere, and its
-                output is 0. Padding that is not masked makes the layer depend on how long samples are padded.
+            mask: (samples, ...) bool, False where a token is padding. Padding goes to no expert, does not count, and
+                its output is 0. Without a mask, the result depends on the length to which samples are padded.
 
         Raises:
-            ConfigurationError: If ``x`` or the mask is of another shape.
+            ConfigurationError: If ``x`` or the mask has another shape or type.
         """
         self._check(x, mask)
         rows = without_placeholder(x)
@@ -157,16 +160,17 @@ class Experts(nn.Module):
             real, balance, dropped = self._mixed(tokens[places])
             output = torch.zeros_like(tokens).index_copy(0, places, real)
         output = output.view(rows.shape)
-        # Of a placeholder there are no rows, and backward has to come by here all the same: other ranks wait.
+        # A placeholder has no rows, but its backward must pass through here too: other ranks wait for it.
         return Mixed(output if rows is x else torch.zeros_like(x) + output.sum(), balance, dropped)
 
     def expert(self, tokens: Tensor, index: int) -> Tensor:
-        """What one of this rank's experts makes of (tokens, width), of which there may be none."""
+        """Applies one of this rank's experts to (tokens, width); may be no tokens. ``index`` counts within ``held``."""
         inner = self.activation(F.linear(tokens, self.up[index], self.up_bias[index]))
         return F.linear(inner, self.down[index], self.down_bias[index])
 
     def divide(self, pieces: Sequence[range], group: ProcessGroup) -> None:
-        """Says that each rank of ``group`` holds its piece of the experts, along dimension 0 of :data:`STACKED`."""
+        """Sets which experts each rank of ``group`` holds. The caller must cut the parameters in :data:`STACKED` along
+        dimension 0."""
         self._divided = Shared((group, tuple(pieces)))
         self.held = pieces[group.rank()]
 
@@ -183,7 +187,7 @@ class Experts(nn.Module):
                 "of that shape, and bool: True where there is a token"
             )
         if len(self.held) < self.experts:
-            self._divided.of(self)
+            self._divided.value_for(self)
 
     def _mixed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         group = self._divided.value[0] if self._divided.value else data_group()
@@ -204,7 +208,7 @@ class Experts(nn.Module):
         )
 
     def _choice(self, scores: Tensor, probabilities: Tensor) -> _Choice:
-        """The experts of the largest probabilities, of equal ones the first."""
+        """Chooses the experts of the largest probabilities; among equal ones, those with the lowest numbers."""
         known = scores.detach().to(probabilities.dtype)
         largest = known.abs().amax(-1, keepdim=True) if len(known) else known[:, :1]
         roundings = torch.finfo(scores.dtype).eps ** 0.75 * largest.clamp(min=1.0)
@@ -220,14 +224,14 @@ class Experts(nn.Module):
         return _Choice(weights, experts, priorities, roundings.expand_as(experts))
 
     def _counts(self, experts: Tensor, group: ProcessGroup | None) -> Tensor:
-        """(ranks, experts): how often each rank's tokens chose each expert."""
+        """Returns (ranks, experts): how often each rank's tokens chose each expert."""
         own = torch.bincount(experts.reshape(-1), minlength=self.experts)[None]
         return own if group is None else gathered(own, 0, [1] * group.size(), group)
 
     def _balance(
         self, probabilities: Tensor, used: Tensor, tokens: Tensor, group: ProcessGroup | None
     ) -> Tensor:
-        """Experts times the sum of (part of the choices) times (mean probability): Switch Transformers, equation 4."""
+        """Returns experts * Σ (fraction of the choices) * (mean probability): Switch Transformers, equation 4."""
         mean = all_reduce(probabilities.sum(0), group) / tokens
         return self.experts * (used.to(mean.dtype) * mean).sum()
 
@@ -240,7 +244,8 @@ class Experts(nn.Module):
         return _Route(slots[experts[slots].argsort(stable=True)], counts)
 
     def _fitting(self, choice: _Choice, chosen: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Which of this rank's choices find room among those of all ranks, and how many of each rank do."""
+        """Returns which of this rank's choices fit into the capacity, compared with all ranks' choices; and the number
+        of fitting choices for each (rank, expert)."""
         assert self.capacity is not None
         lengths = chosen.sum(1).tolist()
         room = math.ceil(self.capacity * sum(lengths) / self.experts)
@@ -253,14 +258,14 @@ class Experts(nn.Module):
             asking = experts == expert
             priorities, roundings = asked_for[asking].unbind(-1)
             if len(priorities) > room:
-                # Those of equal tokens differ by rounding, which depends on who computes them.
+                # Priorities of equal tokens may differ by rounding, which depends on the device that computes them.
                 fits[asking] = priorities > priorities.sort(descending=True).values[room] + roundings.max()
         of_ranks = list(zip(torch.split(fits, lengths), torch.split(experts, lengths), strict=True))
         counts = [torch.bincount(asked[fit], minlength=self.experts) for fit, asked in of_ranks]
         return of_ranks[group.rank() if group else 0][0], torch.stack(counts)
 
     def _through(self, tokens: Tensor, counts: Tensor, group: ProcessGroup | None) -> Tensor:
-        """What the experts make of this rank's tokens, which are sorted by expert; in the same order."""
+        """Applies the experts to this rank's tokens, which must be sorted by expert; keeps their order."""
         table = counts.tolist()  # the host has to know how long messages are
         own = table[group.rank() if group else 0]
         if self._divided.value is None:
@@ -276,6 +281,6 @@ class Experts(nn.Module):
         return all_to_all(torch.empty_like(made).index_copy(0, order, made), group, received, received=splits)
 
     def _computed(self, tokens: Tensor, counts: list[int]) -> Tensor:
-        """Every expert of this rank, also one without tokens: its gradient is zero then, and not missing."""
+        """Applies every expert of this rank, also one without tokens, so that its gradient is zero and not None."""
         pieces = enumerate(torch.split(tokens, counts))
         return torch.cat([self.expert(piece, index) for index, piece in pieces])

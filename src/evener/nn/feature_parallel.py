@@ -1,12 +1,12 @@
-"""A linear layer whose input features are divided over ranks, as a matrix product falls into a sum of products.
+"""A linear layer whose input features are divided over ranks.
 
-Rank ``r`` holds the columns ``c_r`` of the weight and reads no other features of any sample (row-parallel, in the
-words of Shoeybi et al., "Megatron-LM", 2019, after the rows of the transposed weight)::
+Rank ``r`` holds the columns ``c_r`` of the weight and reads only these features of each sample. Shoeybi et al.,
+"Megatron-LM", 2019, call this row-parallel, after the rows of the transposed weight::
 
     x W^T  =  x[:, c_0] W[:, c_0]^T  +  x[:, c_1] W[:, c_1]^T  +  ...          summed over the ranks, once a pass
 
-All that follows sees the full sum, on every rank the same. So backward needs no message: the gradient of the sum is
-that of each term, and a rank's slice of the weight belongs to it alone.
+The layers that follow see the full sum, the same on every rank. So backward sends nothing: the gradient of the sum is
+the gradient of each term, and each rank updates its own slice of the weight.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from evener.hardware.timers import waiting
 from evener.nn.unowned import Shared
 
 SumOverRanks = Callable[[Tensor], None]
-"""Replaces a tensor by its sum over the ranks, in place; afterwards all hold the same bits."""
+"""Replaces a tensor by its sum over the ranks, in place; the result is bitwise the same on all ranks."""
 
 
 class FeatureParallelLinear(nn.Linear):
-    """``nn.Linear`` that may hold a slice of its weight, for a slice of the features.
+    """``nn.Linear`` that can hold a slice of its weight, for a slice of the input features.
 
-    Constructed as ``nn.Linear`` and the same as long as it is not divided, so that a model can say by it which layers
-    read the wide features. :func:`divide_features` divides it. Input (..., columns of this rank), output
-    (..., out_features), the same on every rank.
+    It is constructed as ``nn.Linear`` and computes the same until :func:`divide_features` divides it. A model uses it
+    to mark the layers that read the wide features. If divided, all ranks must call it together. Input: (..., columns
+    of this rank). Output: (..., out_features), the same on every rank.
     """
 
     columns: range | None = None
-    """The features of this rank's slice; None if it holds all."""
+    """The input features of this rank; None if the layer is not divided."""
     _ranks = Shared[SumOverRanks]()
 
     def forward(self, input: Tensor) -> Tensor:
         if self.columns is None:
             return super().forward(input)
-        ranks = self._ranks.of(self)
+        ranks = self._ranks.value_for(self)
         if input.shape[-1] != len(self.columns):
             raise ConfigurationError(
                 f"{self} got {input.shape[-1]} features: the layer that reads the features must be the first, and "
@@ -56,15 +56,15 @@ class FeatureParallelLinear(nn.Linear):
 
 
 def divide_features(linear: nn.Linear, columns: range, total: SumOverRanks) -> FeatureParallelLinear:
-    """Leaves ``linear`` the given columns of its weight; the class changes in place, names and hooks stay.
+    """Divides ``linear`` in place: keeps the given columns of its weight. Names and hooks of the module stay.
 
     Args:
-        linear: An ``nn.Linear`` or an undivided :class:`FeatureParallelLinear`, alike on all ranks.
-        columns: Consecutive features of this rank; the ranks' together are all features, each once.
-        total: Sums the partial outputs of the ranks.
+        linear: An ``nn.Linear`` or an undivided :class:`FeatureParallelLinear`, the same on all ranks.
+        columns: Consecutive input features of this rank. Together the ranks must have all features, each once.
+        total: Sums the partial outputs over the ranks, in place.
 
     Raises:
-        ConfigurationError: If the layer is divided already, or of a class that may compute something else.
+        ConfigurationError: If the layer is divided already, or is of another class, which may compute something else.
     """
     if type(linear) not in (nn.Linear, FeatureParallelLinear) or getattr(linear, "columns", None) is not None:
         raise ConfigurationError(
@@ -79,7 +79,7 @@ def divide_features(linear: nn.Linear, columns: range, total: SumOverRanks) -> F
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a tensor that each has its own term of, in its place."""
+    """Sums the partial outputs over the ranks, in place; backward passes the gradient on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, total: SumOverRanks) -> Tensor:

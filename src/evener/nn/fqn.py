@@ -1,7 +1,7 @@
-"""Names of a model's modules and parameters as the model without wrappers has them.
+"""Qualified names of modules and parameters, as in the model without wrappers.
 
-``torch.compile`` and activation checkpointing wrap a module in another one, and its names then hold the wrapper's
-attribute. What is known by name (optimizer groups, masks of dropout, checkpoints) must not change with that.
+``torch.compile`` and activation checkpointing wrap a module in another one, which adds the wrapper's attribute to the
+names. Optimizer groups, dropout masks and checkpoints go by names, so these must not depend on wrappers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import re
 
 from torch import nn
 
-from evener.torch_internals.wrappers import ATTRIBUTES, compiled_from
+from evener.torch_internals.modules import WRAPPERS, compiled_from
 
-_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(ATTRIBUTES)})(?:\.|$)")
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(WRAPPERS)})(?:\.|$)")
 
 
 def clean_name(name: str) -> str:
-    """The qualified name without the parts that wrappers put into it: ``_orig_mod.0.weight`` is ``0.weight``."""
+    """Removes the parts that wrappers put into a qualified name: ``_orig_mod.0.weight`` becomes ``0.weight``."""
     return _WRAPPERS.sub("", name).removesuffix(".")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module behind ``torch.compile`` and data-parallel wrappers, whose attribute is ``module``."""
+    """Returns the user's own module inside of ``torch.compile``, DistributedDataParallel and DataParallel wrappers."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
@@ -32,5 +32,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def clean_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters, each once, in the order of ``model.named_parameters()``, by their clean names."""
+    """Returns (clean name, parameter) for each parameter once, in the order of ``model.named_parameters()``."""
     return [(clean_name(name), parameter) for name, parameter in unwrapped(model).named_parameters()]

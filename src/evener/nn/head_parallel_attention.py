@@ -1,14 +1,14 @@
-"""``nn.MultiheadAttention`` with its heads divided over ranks that compute the same samples.
+"""Tensor parallelism for ``nn.MultiheadAttention``: its heads are divided over ranks that compute the same samples.
 
-A head is a region of its own: it makes its queries, keys and values from the whole input, and its part of the output
-projection is a term of the sum::
+Each head computes its queries, keys and values from the whole input. Its part of the output projection is a term of a
+sum over all heads::
 
     x ─ enter ─┬─▶ q k v of heads 0 1 2 ─▶ attention ─▶ columns of heads 0 1 2 ─┬─ sum ─▶ + bias      rank 0
                └─▶ q k v of heads 3 4   ─▶ attention ─▶ columns of heads 3 4   ─┘                     rank 1
 
-The forward of ``torch.nn.functional`` takes the width of a head from that of its input, so the steps are taken here
-anew, in the same order and with the same kernels. Parameters keep their names; the rows of the fused projection are
-those of three blocks, of which a rank has the same rows each.
+``F.multi_head_attention_forward`` derives the width of a head from the width of the input, which is wrong here. So this
+module repeats its steps, in the same order and with the same kernels. Parameters keep their names. The fused projection
+consists of three blocks (query, key, value), and a rank holds the rows of its heads in each.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from evener.nn.attention_dispatch import check_dropout, check_extra_keys, multi_
 from evener.nn.collectives import all_gather, all_reduce, enter
 from evener.nn.context import divided
 from evener.nn.rng import drawing_apart
-from evener.nn.sequence_parallel import Stream
-from evener.nn.tensor_parallel import Parts
+from evener.nn.sequence_parallel import SequenceStream
+from evener.nn.tensor_parallel import LengthDivision
 from evener.nn.unowned import Shared
 from evener.torch_internals.compiling import outside_of_graphs
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 
 class DividedAttention(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` that computes some of the heads, made by :func:`divide_heads`.
+    """``nn.MultiheadAttention`` that computes some of the heads. :func:`divide_heads` makes it.
 
-    Inputs and outputs are those of the plain module, alike on all ranks; ``embed_dim`` and ``num_heads`` too. Where the
-    positions of sequences are divided over other ranks, their attention is that of whole sequences.
+    Inputs, outputs, ``embed_dim`` and ``num_heads`` are those of the plain module, the same on all ranks. If positions
+    are divided over further ranks (strategy ``context``), attention still covers whole sequences.
     """
 
     held: ClassVar[dict[str, tuple[int, int]]] = {
@@ -49,14 +49,14 @@ class DividedAttention(nn.MultiheadAttention):
         "bias_k": (2, 1),
         "bias_v": (2, 1),
     }
-    """The parameters of which a rank holds the rows of its heads: along which dimension, in how many blocks. Of
-    ``out_proj.weight`` it holds the columns."""
+    """Maps each parameter that is divided by heads to (dimension, number of blocks). Of ``out_proj.weight`` a rank
+    holds the columns of its heads."""
     layer: str = ""
-    """Its qualified name in the model."""
-    stream: Stream | None = None
-    """The stream that it is in, if positions are divided where heads are not. The query is a piece then, and the key
-    and the value are where they are the query itself."""
-    _heads = Shared[Parts]()
+    """The qualified name in the model."""
+    stream: SequenceStream | None = None
+    """The sequence stream that contains the module, if there is one. The query then has this rank's positions only; so
+    have key and value if they are the query itself."""
+    _heads = Shared[LengthDivision]()
 
     @outside_of_graphs  # a graph cannot wait for other ranks
     def forward(
@@ -108,15 +108,15 @@ class DividedAttention(nn.MultiheadAttention):
         return self._joined(output), None
 
     def _check_within_sequence(self) -> None:
-        """Raises ConfigurationError for what cannot be where ranks have a piece of each sequence."""
+        """Raises ConfigurationError for options that do not work with divided sequences: dropout and extra keys."""
         check_dropout(self._rate)
         extra = [name for name in ("bias_k", "bias_v") if own_parameters(self).get(name) is not None]
         check_extra_keys([*extra, *["add_zero_attn"] * self.add_zero_attn])
 
     @property
-    def _parts(self) -> Parts:
-        """The heads of the ranks."""
-        return self._heads.of("a divided nn.MultiheadAttention")
+    def _parts(self) -> LengthDivision:
+        """The division of the heads over the ranks."""
+        return self._heads.value_for("a divided nn.MultiheadAttention")
 
     @property
     def _rate(self) -> float:
@@ -126,7 +126,7 @@ class DividedAttention(nn.MultiheadAttention):
         return drawing_apart(self._parts.index, device) if self._rate else nullcontext()
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Queries, keys and values (N, own heads, length, width of a head)."""
+        """Returns queries, keys and values: (N, own heads, length, width of a head) each."""
         held = own_parameters(self)
         fused, bias, stream = held["in_proj_weight"], held["in_proj_bias"], self.stream
         if stream is not None and fused is not None and query is key is value:
@@ -144,7 +144,8 @@ class DividedAttention(nn.MultiheadAttention):
         value: Tensor,
         of_piece: Callable[..., Tensor] | None,
     ) -> list[Tensor]:
-        """By each projection for itself; what is the query is a piece if ``of_piece`` is given."""
+        """Applies the three projections one by one. If ``of_piece`` is given, it projects the query, and the inputs
+        that are the same tensor: these have this rank's positions only."""
         entered = {id(x): enter(x, self._parts.group) for x in (query, key, value)}
         weights, biases = self._projections()
         return [
@@ -165,13 +166,13 @@ class DividedAttention(nn.MultiheadAttention):
 
     def _by_head(self, x: Tensor) -> Tensor:
         rows = x if self.batch_first else x.transpose(0, 1)
-        return rows.reshape(*rows.shape[:2], len(self._parts.own), self.head_dim).transpose(1, 2)
+        return rows.reshape(*rows.shape[:2], len(self._parts.local_length), self.head_dim).transpose(1, 2)
 
     def _with_extra_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those that are learned, and one of zeros, where the module has them."""
+        """Appends the learned key and value and those of zeros, if the module has them."""
         held = own_parameters(self)
         extra_k, extra_v = held.get("bias_k"), held.get("bias_v")
-        shape = (len(q), len(self._parts.own), 1, self.head_dim)
+        shape = (len(q), len(self._parts.local_length), 1, self.head_dim)
         if extra_k is not None and extra_v is not None:
             k, v = (
                 torch.cat([x, extra.view(1, *shape[1:]).expand(shape)], 2)
@@ -182,13 +183,13 @@ class DividedAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """What is added to the scores of (N or 1, own heads or 1, L, S), if anything is."""
+        """Returns the bias for the scores, (N or 1, own heads or 1, L, S), or None if there is no mask."""
         found: Tensor | None = None
         if mask is not None:
             found = _added(mask, q)
             if found.dim() == 3:
                 of_heads = found.view(-1, self.num_heads, *found.shape[1:])
-                own = self._parts.own
+                own = self._parts.local_length
                 found = of_heads[:, own.start : own.stop]
         if padding is not None:
             of_keys = _added(padding, q)[:, None, None]
@@ -203,7 +204,7 @@ class DividedAttention(nn.MultiheadAttention):
         return weights @ v, weights
 
     def _joined(self, output: Tensor) -> Tensor:
-        """From (N, own heads, L, width of a head), the output of all heads."""
+        """Projects (N, own heads, L, width of a head) and sums over the ranks: the output of all heads."""
         held = own_parameters(self.out_proj)
         flat = output.transpose(1, 2).flatten(2)
         assert held["weight"] is not None
@@ -213,19 +214,19 @@ class DividedAttention(nn.MultiheadAttention):
         return whole if self.batch_first else whole.transpose(0, 1)
 
     def _summed(self, partial: Tensor) -> Tensor:
-        """Over the heads, (N, L, width)."""
+        """Sums (N, L, width) over the ranks; in a stream, keeps this rank's positions."""
         if self.stream is not None:
             return self.stream.sum(self.layer, partial, dim=1)
         total: Tensor = all_reduce(partial, self._parts.group, replicated=True)
         return total
 
     def ends_stream(self) -> Iterator[nn.Parameter]:
-        """What is added to the positions of this rank alone."""
+        """Yields the bias of ``out_proj``, which is added to the positions of this rank only."""
         bias = own_parameters(self.out_proj)["bias"]
         yield from () if bias is None else (bias,)
 
     def _shown(self, weights: Tensor, average: bool) -> Tensor:
-        """Of all heads, from those of this rank (N, own heads, L, S)."""
+        """Returns the attention weights of all heads, or their mean, from this rank's: (N, own heads, L, S)."""
         parts = self._parts
         if average:
             total: Tensor = all_reduce(weights.sum(1), parts.group, replicated=True)
@@ -236,19 +237,19 @@ class DividedAttention(nn.MultiheadAttention):
 
 
 def fewest_heads(attention: nn.MultiheadAttention) -> int:
-    """How many heads the rank has that has the fewest."""
+    """Returns the smallest number of heads that any rank has."""
     return min(attention._parts.sizes) if isinstance(attention, DividedAttention) else attention.num_heads
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers to be added: a boolean one is true where nothing may be seen."""
+    """Converts a mask to numbers that are added to scores. A boolean mask is True where a key is hidden."""
     if mask.is_floating_point():
         return mask.to(like.dtype)
     return like.new_zeros(mask.shape).masked_fill(mask, -math.inf)
 
 
-def divide_heads(attention: nn.MultiheadAttention, heads: Parts, name: str) -> DividedAttention:
-    """Makes ``attention`` compute some of the heads, from parameters that whoever calls this cuts; in place."""
+def divide_heads(attention: nn.MultiheadAttention, heads: LengthDivision, name: str) -> DividedAttention:
+    """Turns ``attention`` in place into one that computes some of the heads. The caller must cut its parameters."""
     attention.__class__ = DividedAttention
     assert isinstance(attention, DividedAttention)
     attention.layer, attention._heads = name, Shared(heads)

@@ -1,11 +1,11 @@
-"""Masks of a piece of a sequence, as a model builds them that takes the piece for the whole.
+"""Interprets attention masks that a model built for this rank's positions as masks of the whole sequence.
 
-A mask of queries and keys (own length x own length) says nothing of the other ranks' keys by itself. But those that
-models build have two ingredients: that no position sees later ones, and that some keys are hidden from all. Both mean
-the same for the whole sequence::
+A model that sees only this rank's positions builds a mask of (own length x own length), which does not cover the other
+ranks' keys. But the masks that models build combine two rules: later positions are hidden (causal), and some keys are
+hidden from all queries. Both rules also apply to the whole sequence::
 
-    piece of rank 0      causal        hidden keys           a rank whose piece is one position cannot tell a causal
-    . # # #              . # # #       . . # .               mask from none: the ranks tell each other
+    piece of rank 0      causal        hidden keys           a rank with one position cannot tell a causal mask from
+    . # # #              . # # #       . . # .               none, so the ranks exchange what they found
     . . # #         =    . . # #   +   . . # .
     . . # #              . . . #       . . # .
     . . # .              . . . .       . . # .
@@ -23,12 +23,16 @@ from evener.nn import collectives_no_grad as messages
 from evener.nn.sequence_layout import DividedSequence
 
 _EITHER, _PLAIN, _CAUSAL, _OTHER = range(4)
-"""What a rank finds in its mask."""
+"""Kinds of masks that a rank finds: either is possible, not causal, causal, neither."""
 
 
 def bias_of(mask: Tensor) -> Tensor:
-    """A mask as what is added to scores: of booleans, where True hides nothing, and of numbers, where those far below
-    all scores are -inf."""
+    """Converts a mask to a bias that is added to scores. In a boolean mask, False hides a key (-inf). In a mask of
+    numbers, values near the lowest of the type become -inf.
+
+    Raises:
+        ConfigurationError: If the mask requires a gradient.
+    """
     if mask.requires_grad:
         raise ConfigurationError(
             "attention: a learned bias of the scores would have to be known for the positions of all ranks; strategy "
@@ -40,14 +44,17 @@ def bias_of(mask: Tensor) -> Tensor:
 
 
 def understood(mask: Tensor, shape: torch.Size, sequence: DividedSequence) -> tuple[bool, Tensor]:
-    """Whether ``mask`` is causal, and what it adds to the scores of each key: (batch, own length). Collective.
+    """Splits a mask into its rules: returns True if it is causal, and the bias of each key (batch, own length).
+
+    All ranks must call this together.
 
     Args:
-        mask: What is added to scores, of any shape that broadcasts to (batch, heads, own length, own length).
-        shape: Of the queries, (batch, heads, own length, width).
+        mask: A bias for scores, of any shape that broadcasts to (batch, heads, own length, own length).
+        shape: The shape of the queries, (batch, heads, own length, width).
 
     Raises:
-        ConfigurationError: On all ranks, if it is made of something else on one, or nobody can tell.
+        ConfigurationError: If the mask has another shape. On all ranks, if any rank's mask is not made of these rules,
+            or no rank can tell if it is causal.
     """
     size = shape[2]
     if mask.dim() > 4 or [*mask.shape][-2:] not in ([size, size], [1, size]):
@@ -72,13 +79,13 @@ def understood(mask: Tensor, shape: torch.Size, sequence: DividedSequence) -> tu
 
 
 def _told(kind: int, device: torch.device, sequence: DividedSequence) -> set[int]:
-    """What the ranks have found."""
+    """Exchanges and returns the kinds of masks that the ranks found."""
     own = torch.tensor([kind], device=device)
     return set(messages.gathered(own, 0, [1] * sequence.group.size(), sequence.group).tolist())
 
 
 def _kind(mask: Tensor, row: Tensor) -> int:
-    """The last query of a piece sees all that is not hidden from all."""
+    """Returns the kind of the mask. ``row`` is the last query's: it shows which keys are hidden from all queries."""
     if mask.shape[1] > 1 and not torch.equal(mask, mask[:, :1].expand_as(mask)):
         return _OTHER
     if mask.shape[2] == 1:

@@ -1,4 +1,4 @@
-"""Where the positions at hand are in the whole sequence, of which this rank may have a piece."""
+"""Position numbers for positional embeddings, also if this rank has only some positions of each sequence."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from evener.nn.context import divided
 
 
 def positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Where the positions at hand are in the whole sequence, for embeddings of positions: (length,) int64.
+    """Returns this rank's position numbers in the whole sequence, for positional embeddings: (length,) int64.
 
-    Where sequences are whole this is ``torch.arange(length)``.
+    If sequences are not divided over ranks, this is ``torch.arange(length)``.
 
     Args:
-        length: Of the sequences as the model sees them, such as ``tokens.shape[1]``.
-        device: Of the result.
+        length: Length of the sequences as the model gets them, such as ``tokens.shape[1]``.
+        device: Device of the result.
 
     Raises:
-        ConfigurationError: If the sequences at hand are of another length.
+        ConfigurationError: If this rank has another number of positions.
     """
     asked: tuple[Any, ...] = length, device
     for given in asked:
-        if isinstance(given, fx.Proxy):  # a model's code is being read, to be run later in parts
+        if isinstance(given, fx.Proxy):  # torch.fx traces the model: record a call for later
             read: Any = given.tracer.create_proxy("call_function", positions, (length, device), {})
             return cast(Tensor, read)
     sequence = divided()

@@ -1,12 +1,12 @@
-"""What a forward pass that backward repeats must not do twice: talk to other ranks, and count.
+"""Guards actions that a forward pass must not do again when backward recomputes it: communicating and counting.
 
-A layer does such a thing inside of :func:`once`. Where a block is computed again, it gets what came of it before, in
-the same order::
+A layer calls such an action through :func:`once`. When a block is recomputed, :func:`once` returns the results of the
+first computation, in the same order::
 
     forward      once ─▶ 7    once ─▶ statistics           kept with the block until its backward
     again        once ◀─ 7    once ◀─ statistics           nothing is sent
 
-Each thread has what it computes to itself: autograd repeats a block on the thread on which its backward runs.
+The state is thread-local: autograd recomputes a block on the thread that runs its backward.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _now = _Thread()
 
 
 def once(make: Callable[[], T]) -> T:
-    """What ``make`` returns, or returned when the block that is computed again was computed first."""
+    """Calls ``make`` and returns its result. If a block is being recomputed, returns the result of the first time."""
     return make() if _now.ask is None else _now.ask(make)
 
 
-class Segment:
-    """One call of a block."""
+class RecomputedCall:
+    """One call of a recomputed block: keeps the results of :func:`once`."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Around the call in the forward pass."""
+        """Context for the call in the forward pass: records results."""
 
         def ask(make: Callable[[], Any]) -> Any:
             self._kept.append(make())
@@ -52,10 +52,10 @@ class Segment:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around each repetition, which may end early.
+        """Context for each recomputation, which may stop early: returns the recorded results.
 
         Raises:
-            ConfigurationError: If it asks for more than there was.
+            ConfigurationError: If the recomputation asks for more results than were recorded.
         """
         kept = iter(self._kept)
 
@@ -72,7 +72,7 @@ class Segment:
 
 
 def apart() -> AbstractContextManager[None]:
-    """Around a pass that is no part of any call of a block, though one is under way: nothing of it is kept."""
+    """Context for a pass that does not belong to the block being computed: its results are not recorded."""
     return _asking(None)
 
 

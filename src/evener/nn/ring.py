@@ -1,5 +1,5 @@
-"""Attention around a ring: keys and values travel from rank to rank, queries stay (Liu et al., "Ring Attention with
-Blockwise Transformers for Near-Infinite Context", 2023).
+"""Ring attention: keys and values travel from rank to rank, queries stay (Liu et al., "Ring Attention with Blockwise
+Transformers for Near-Infinite Context", 2023).
 
 ::
 
@@ -8,13 +8,14 @@ Blockwise Transformers for Near-Infinite Context", 2023).
     hop 1     k2 v2    k0 v0    k1 v1        those of the next hop are already on their way
     hop 2     k1 v1    k2 v2    k0 v0
 
-A softmax over keys that come one tile after the other keeps for every query the largest score so far and the sum of the
-exponentials under it (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). Backward goes around
-once more: it has kept the logarithm of that sum, computes the weights of each tile anew from it (Dao,
-"FlashAttention-2", 2023, algorithm 2), and the gradients of keys and values travel with them until they are home. So a
-rank holds its own piece, one that travels, and one tile of scores. Tiles that a causal mask hides whole are skipped.
+Keys arrive tile by tile. So an online softmax keeps, for every query, the largest score so far and the sum of
+exponentials relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). In backward,
+keys and values go around once more. The weights of each tile are recomputed from the saved logarithm of that sum (Dao,
+"FlashAttention-2", 2023, algorithm 2). Gradients of keys and values travel with them until they reach their owner. So a
+rank holds its own piece, one travelling piece, and one tile of scores. Tiles that a causal mask hides entirely are
+skipped.
 
-Sums are kept in float32, or in float64 for inputs of that type.
+Sums are kept in float32, or in float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from evener.nn.collectives_no_grad import shifting
 from evener.nn.sequence_layout import DividedSequence
 
 _TILE = 1024
-"""The most positions of queries, and of keys, whose scores are held at once."""
+"""The maximum number of queries, and of keys, in a tile: the scores of one tile are held at once."""
 _KEYS, _GRADIENTS = 0, 1
-"""Tags of the two kinds of messages, of which one of each may be on its way."""
+"""Tags of the two kinds of messages; one of each kind may be under way at a time."""
 
 
 def ring_attention(
@@ -45,13 +46,17 @@ def ring_attention(
     scale: float,
     sequence: DividedSequence,
 ) -> Tensor:
-    """Attention of the queries of this rank to the keys of all.
+    """Computes the attention of this rank's queries to the keys of all ranks. All ranks must call this together.
 
     Args:
         q: (batch, heads, own length, width).
-        k: (batch, heads of keys, own length, width); each serves as many consecutive heads of ``q``.
-        v: Likewise, also of another width.
-        bias: (batch, own length) to be added to the scores of a key; -inf hides it. On all ranks or on none.
+        k: (batch, heads of keys, own length, width). Each head of keys serves the same number of consecutive heads of
+            ``q``.
+        v: As ``k``; its width may differ.
+        bias: (batch, own length), added to the scores of each key; -inf hides the key. Given on all ranks or on none.
+        causal: Hides later positions of the whole sequence.
+        scale: Factor of the scores.
+        sequence: The division of the positions over ranks.
     """
     output: Tensor = _Ring.apply(q, k, v, bias, causal, scale, sequence)  # type: ignore[no-untyped-call]
     return output
@@ -95,15 +100,15 @@ class _Ring(torch.autograd.Function):
 
 
 class _Tile(NamedTuple):
-    """Some queries of this rank and some keys at hand, both without gaps."""
+    """A tile of scores: consecutive queries of this rank (rows) and consecutive keys of one rank (columns)."""
 
     rows: slice
     columns: slice
     hidden: Tensor | None
-    """(rows, columns): which keys come after a query, and are hidden from it; None if none are."""
+    """(rows, columns) bool, True where a key comes after the query and is hidden; None if no key is hidden."""
 
     def scores(self, q: Tensor, keys: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """(batch, heads of keys, heads for each, rows, columns)."""
+        """Returns the scores: (batch, heads of keys, heads for each, rows, columns)."""
         found = _product(q[:, :, :, self.rows] * scale, keys[:, :, self.columns].mT)
         if bias is not None:
             found += bias[:, None, None, None, self.columns]
@@ -111,8 +116,8 @@ class _Tile(NamedTuple):
 
 
 def _tiles(sequence: DividedSequence, rank: int, causal: bool) -> Iterator[_Tile]:
-    """The tiles of this rank's queries with the keys of ``rank``, without those that are hidden whole."""
-    for rows, queries in _cut(sequence.own):
+    """Yields the tiles of this rank's queries with the keys of ``rank``, except tiles that are hidden entirely."""
+    for rows, queries in _cut(sequence.local_positions):
         for columns, keys in _cut(sequence.pieces[rank]):
             if not causal or keys[-1] <= queries[0]:
                 yield _Tile(rows, columns, None)
@@ -124,7 +129,7 @@ def _tiles(sequence: DividedSequence, rank: int, causal: bool) -> Iterator[_Tile
 
 
 def _cut(piece: Sequence[range]) -> Iterator[tuple[slice, range]]:
-    """Where tiles lie in the piece, and their positions in the whole sequence."""
+    """Cuts a piece into tiles. Yields the slice of each within the piece, and its range in the whole sequence."""
     begin = 0
     for chunk in piece:
         for start in range(0, len(chunk), _TILE):
@@ -134,7 +139,7 @@ def _cut(piece: Sequence[range]) -> Iterator[tuple[slice, range]]:
 
 
 class _Online:
-    """A softmax over scores that come one tile after the other, and the mean of values under it."""
+    """Online softmax: takes scores tile by tile and keeps the mean of the values weighted by it."""
 
     def __init__(self, q: Tensor, heads: int, width: int) -> None:
         self.q = _grouped(q, heads)
@@ -145,7 +150,7 @@ class _Online:
     def add(self, scores: Tensor, tile: _Tile, values: Tensor) -> None:
         place = (..., tile.rows)
         top = torch.maximum(self._top[place], scores.amax(-1))
-        under = top.masked_fill(top == -math.inf, 0.0)  # all is hidden so far
+        under = top.masked_fill(top == -math.inf, 0.0)  # top is -inf if all keys were hidden so far
         weights, decay = torch.exp(scores - under[..., None]), torch.exp(self._top[place] - under)
         self._sum[place] = self._sum[place] * decay + weights.sum(-1)
         rows = (..., tile.rows, slice(None))
@@ -153,27 +158,28 @@ class _Online:
         self._top[place] = top
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The output, zero where all is hidden, and the logarithm of the sum of exponentials, there infinite."""
+        """Returns the output and the logarithm of the sum of exponentials. For a query whose keys are all hidden, the
+        output is 0 and the logarithm is infinite."""
         seen = self._sum > 0
         log_sum = torch.where(seen, self._top + self._sum.log(), math.inf)
         return self._mean / self._sum.masked_fill(~seen, 1.0)[..., None], log_sum
 
 
 class _Shared(NamedTuple):
-    """What backward needs for every tile."""
+    """The inputs of backward that all tiles need."""
 
     q: Tensor
     given: Tensor
     """The gradient of the output."""
     log_sum: Tensor
     dot: Tensor
-    """For each query, the product of the output and its gradient."""
+    """For each query, the dot product of the output and its gradient."""
     scale: float
 
     def add(
         self, tile: _Tile, keys: Tensor, values: Tensor, bias: Tensor | None, into: tuple[Tensor, ...]
     ) -> None:
-        """Adds the tile's part of the gradients of queries, keys and values."""
+        """Adds the tile's terms to the gradients of queries, keys and values, in place."""
         dq, dk, dv = into
         rows, q, given = tile.rows, self.q[:, :, :, tile.rows], self.given[:, :, :, tile.rows]
         weights = torch.exp(tile.scores(self.q, keys, bias, self.scale) - self.log_sum[..., rows, None])
@@ -185,27 +191,28 @@ class _Shared(NamedTuple):
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """(batch, heads of keys, heads for each, length, width), in the type of sums."""
+    """Reshapes to (batch, heads of keys, heads for each, length, width), in the type of sums."""
     return _summed_in(torch.unflatten(x, 1, (heads, -1)))
 
 
 def _summed_in(x: Tensor) -> Tensor:
-    """``x`` in the type of sums."""
+    """Converts ``x`` to the type of sums: float64 if it is float64, else float32."""
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """(batch, heads of keys, heads for each, rows, n) times (batch, heads of keys, n, columns)."""
+    """Multiplies (batch, heads of keys, heads for each, rows, n) by (batch, heads of keys, n, columns)."""
     return torch.unflatten(x.flatten(2, 3) @ y, 2, x.shape[2:4])
 
 
-# Around the ring
+# Messages around the ring
 
 
 def _travelling(
     k: Tensor, v: Tensor, bias: Tensor | None, sequence: DividedSequence
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-    """Whose keys and values are at hand in each hop, and these, in the type of sums."""
+    """Yields for each hop the rank that owns the keys and values at hand, its keys, values and bias, in the type of
+    sums."""
     like = [k, v] if bias is None else [k, v, bias[:, None, :, None].to(k.dtype)]
     packet, ranks = _packed(like), sequence.group.size()
     for hop in range(ranks):
@@ -218,14 +225,14 @@ def _travelling(
 
 
 class _Homing:
-    """Gradients of keys and values, which travel with them and grow on every rank."""
+    """Gradients of keys and values: they travel around the ring, and each rank adds its terms."""
 
     def __init__(self, sequence: DividedSequence) -> None:
         self._sequence, self._rank = sequence, sequence.rank
         self._coming: Callable[[], Tensor] | None = None
 
     def send(self, *own: Tensor) -> None:
-        """Adds this rank's part to what comes from the rank before, and passes it on."""
+        """Adds this rank's terms to the gradients that come from the previous rank, and passes the sum on."""
         packet = _packed(own)
         if self._coming is not None:
             packet += self._coming()
@@ -234,7 +241,7 @@ class _Homing:
         self._coming = _pass_on(packet, own, self._rank, self._sequence, _GRADIENTS)
 
     def arrive(self) -> list[Tensor]:
-        """Those of this rank's own keys and values, after as many hops as there are ranks."""
+        """Waits for the complete gradients of this rank's own keys and values, after the last hop."""
         assert self._coming is not None
         return _unpacked(self._coming(), self._like, self._sequence.size)
 
@@ -242,7 +249,8 @@ class _Homing:
 def _pass_on(
     packet: Tensor, like: Sequence[Tensor], rank: int, sequence: DividedSequence, tag: int
 ) -> Callable[[], Tensor]:
-    """Starts to send the packet to the next rank; what comes is that of ``rank``'s keys."""
+    """Starts sending the packet to the next rank and receiving the one with ``rank``'s keys. Returns a function that
+    waits for it."""
     size = sequence.sizes[rank % sequence.group.size()]
     numbers = sum(size * x.shape[0] * x.shape[1] * x.shape[3] for x in like)
     return shifting(packet, 1, (numbers,), sequence.group, tag)
@@ -253,7 +261,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unpacked(packet: Tensor, like: Sequence[Tensor], size: int) -> list[Tensor]:
-    """(batch, heads, ``size``, width) each."""
+    """Splits a packet into tensors of (batch, heads, ``size``, width) each."""
     shapes = [(x.shape[0], x.shape[1], size, x.shape[3]) for x in like]
     parts = torch.split(packet, [math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

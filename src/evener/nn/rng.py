@@ -1,10 +1,8 @@
-"""Random numbers where ranks that compute the same samples hold different features.
+"""Random numbers for ranks that compute the same samples and hold different features.
 
-Between divided layers each rank draws for its own features, and as many numbers as it has of these. Ranks that drew
-from their generators there would draw apart ever after, also where all must draw the same. So the part draws from a
-generator of its own, and all take one number from the common one.
-
-::
+Between divided layers each rank draws one number for each of its own features. If it drew them from the generator that
+all ranks share, the ranks' generators would differ ever after, also where all must draw the same. So each rank draws
+them from a state of its own, and all take one number from the common generator as its seed::
 
     common     ... a b │ seed │ c d ...       alike on all ranks
     rank 0             └▶ seed + 0: own features
@@ -24,17 +22,19 @@ from evener.torch_internals.compiling import outside_of_graphs
 
 
 def common_seed() -> int:
-    """A number from the common generator."""
+    """Draws a number from the CPU generator, whose state is the same on all ranks."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 @contextmanager
 def drawing_apart(index: int, device: torch.device) -> Iterator[None]:
-    """What is drawn inside is this rank's own, and moves the common generator by one number on every rank.
+    """Context in which this rank draws numbers of its own. It advances the common generator by one number.
+
+    All ranks of the group must enter it, so that the common generators stay equal.
 
     Args:
-        index: Of this rank among those that draw different numbers.
-        device: On which is drawn.
+        index: The index of this rank among those that draw different numbers.
+        device: The device on which numbers are drawn.
     """
     seed = common_seed() + index
     with accelerators.generators_kept(device):
@@ -54,19 +54,19 @@ class _Apart(nn.Module):
 
 
 class _Dropout(_Apart, nn.Dropout):
-    """``nn.Dropout`` of a part of the features."""
+    """``nn.Dropout`` for this rank's features."""
 
 
 class _Dropout1d(_Apart, nn.Dropout1d):
-    """``nn.Dropout1d`` of a part of the channels."""
+    """``nn.Dropout1d`` for this rank's channels."""
 
 
 class _Dropout2d(_Apart, nn.Dropout2d):
-    """``nn.Dropout2d`` of a part of the channels."""
+    """``nn.Dropout2d`` for this rank's channels."""
 
 
 class _Dropout3d(_Apart, nn.Dropout3d):
-    """``nn.Dropout3d`` of a part of the channels."""
+    """``nn.Dropout3d`` for this rank's channels."""
 
 
 APART: dict[type[nn.Module], type[_Apart]] = {
@@ -78,7 +78,7 @@ APART: dict[type[nn.Module], type[_Apart]] = {
 
 
 def draw_apart(dropout: nn.Module, index: int) -> None:
-    """Makes one of ``torch.nn``'s dropouts draw for this rank's features; in place."""
+    """Makes a dropout of ``torch.nn`` draw this rank's own numbers, for its features; changes it in place."""
     dropout.__class__ = APART[type(dropout)]
     assert isinstance(dropout, _Apart)
     dropout.index = index

@@ -1,18 +1,18 @@
-"""Positions divided over ranks that compute the same samples, where layers are not divided.
+"""Sequence parallelism: between tensor-parallel layers, each rank computes some of the positions.
 
-Norms, dropout and residual sums look at each position alone. Computed whole on all ranks, their activations are what is
-left to be saved for backward when the layers between them are divided. So each rank computes some of the positions
-there. A region of divided layers begins with an all_gather and ends with a reduce_scatter along them, which together
-send as much as the all_reduce that they stand for (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022)::
+Norms, dropout and residual sums treat each position by itself. If every rank computes them for all positions, their
+activations are the largest part left in memory once the layers between them are divided. So each rank computes only
+some positions there. A region of divided layers then begins with an all_gather along the positions and ends with a
+reduce_scatter. Together these send as much as the all_reduce that they replace (Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022)::
 
               own positions             all positions, own features            own positions
     x ─ split ─┬─ norm ─ all_gather ─▶ columns ─▶ activation ─▶ rows ─ reduce_scatter ─ dropout ─ + ─ all_gather ─▶ y
                └──────────────────────────────────────────────────────────────────────────────────┘
 
-Where pieces begin and end is a :class:`Stream`: its modules get a tensor that is whole, and give one. What columns read
-is gathered once more in backward, so that no rank keeps all positions of it. A weight that is held whole and used in a
-stream has a term of its gradient on each rank.
+A :class:`SequenceStream` is a run of modules inside which positions are divided; its input and its output are whole.
+The input of a column layer is gathered again in backward, so that no rank keeps all positions of it. For an undivided
+weight used in a stream, each rank has only a term of the gradient.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from evener.nn.collectives import all_gather, all_reduce, enter, reduce_scatter,
 from evener.nn.sequence_layout import DividedSequence
 from evener.nn.unowned import Shared
 from evener.torch_internals.compiling import outside_of_graphs
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 Compute = Callable[..., Tensor]
-"""What modules compute, from a tensor and more that all ranks have whole."""
-Trial = Callable[["Stream", Compute, tuple[Any, ...], dict[str, Any]], None]
-"""Raises if pieces do not come to what is computed whole; called with a stream before it first divides."""
+"""Computes the modules of a stream: maps a tensor, and further arguments that all ranks have whole, to a tensor."""
+Trial = Callable[["SequenceStream", Compute, tuple[Any, ...], dict[str, Any]], None]
+"""Compares the divided with the whole computation and raises if they differ. Called before a stream first divides."""
 
 
-class Stream:
-    """Modules between whose regions of divided layers each rank computes some positions.
+class SequenceStream:
+    """A run of modules in which each rank computes some of the positions, except inside regions of divided layers.
 
     Args:
-        name: Of the modules, for messages.
-        group: The ranks.
+        name: Name of the modules, for error messages.
+        group: The ranks over which positions are divided.
         dim: The dimension of the positions.
-        trial: Of the modules, with the first tensor that they get; None for none.
+        trial: Called once, with the first input, before positions are divided; None to skip it.
     """
 
     def __init__(self, name: str, group: ProcessGroup, dim: int, trial: Trial | None = None) -> None:
@@ -60,7 +60,11 @@ class Stream:
         self._whole: int | None = None
 
     def __call__(self, compute: Compute, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What ``compute(x, ...)`` gives, computed in pieces."""
+        """Returns ``compute(x, ...)``, computed with divided positions. All ranks must call this together.
+
+        Raises:
+            TaskError: If ``x`` is no tensor with a dimension of positions before the last one.
+        """
         self._check(x)
         if self._trial is not None:
             trial, self._trial = self._trial, None
@@ -68,7 +72,7 @@ class Stream:
         return self.in_pieces(compute, x, *args, **kwargs)
 
     def in_pieces(self, compute: Compute, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Cuts ``x``, computes the positions of this rank, and gathers what comes of all."""
+        """Splits ``x``, computes this rank's positions, and gathers the outputs of all ranks."""
         now = DividedSequence(self.group, x.shape[self.dim], "contiguous", "tensor", self.dim)
         piece = split(x, self.group, self.dim, now.sizes)
         with self._dividing(now):
@@ -79,7 +83,7 @@ class Stream:
 
     @contextmanager
     def whole(self, length: int) -> Iterator[None]:
-        """Inside, the modules compute all ``length`` positions, as if there were no stream."""
+        """Context in which the modules compute all ``length`` positions, as without a stream."""
         self._whole = length
         try:
             yield
@@ -88,23 +92,25 @@ class Stream:
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks.
+        """The ranks over which positions are divided.
 
         Raises:
-            ConfigurationError: In another process, which is none of these ranks.
+            ConfigurationError: If the stream was pickled into another process, which has no such group.
         """
-        return self._ranks.of(self.name)
+        return self._ranks.value_for(self.name)
 
     @property
     def now(self) -> DividedSequence | None:
-        """How positions are divided at this moment; None if they are not."""
+        """The current division of the positions; None if they are not divided now."""
         return self._now.value
 
-    # For the modules of the stream
+    # Called by the modules inside the stream
 
     def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises:
-        TaskError: If a module that computes positions of its own is given something else.
+        """Checks the arguments of a module that computes this rank's positions only.
+
+        Raises:
+            TaskError: If they are not exactly one tensor with this rank's positions.
         """
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(given) != 1:
@@ -115,7 +121,7 @@ class Stream:
         self._check_length(name, given[0])
 
     def columns(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A linear map of all positions to features of this rank: the beginning of a region."""
+        """Gathers ``x`` and maps all positions to this rank's features; begins a region of divided layers."""
         self._check_length(name, x)
         now = self.now
         if now is None:
@@ -124,7 +130,7 @@ class Stream:
         return made
 
     def sum(self, name: str, partial: Tensor, dim: int | None = None) -> Tensor:
-        """The positions of this rank of the sum over the ranks: the end of a region."""
+        """Sums over the ranks and keeps this rank's positions; ends a region of divided layers."""
         dim, now = self.dim if dim is None else dim, self.now
         self._check_length(name, partial, dim, divided=False)
         if now is None:
@@ -136,7 +142,7 @@ class Stream:
     def made_whole(
         self, name: str, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """What a module computes that has to see all positions: on all ranks the same."""
+        """Runs a module that needs all positions: gathers its input, and keeps this rank's positions of its output."""
         self.check(name, args, kwargs)
         now = self.now
         if now is None:
@@ -187,18 +193,18 @@ def _mapped(function: Callable[[Tensor], Tensor], values: Any) -> tuple[Any, ...
     return tuple(function(value) if isinstance(value, Tensor) else value for value in values)
 
 
-# Instead of a module's forward
+# Replacements for a module's forward
 
 
 def _forward_of(module: nn.Module) -> Compute:
-    """That of its class."""
+    """Returns the forward of the module's class, bound to the module."""
     return partial(type(module).forward, module)
 
 
 class InPieces:
-    """A module that looks at each position alone, in a stream."""
+    """Forward of a module in a stream that treats each position by itself: it gets this rank's positions."""
 
-    def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
+    def __init__(self, module: nn.Module, name: str, stream: SequenceStream) -> None:
         self._module, self._name, self._stream = module, name, stream
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,16 +213,16 @@ class InPieces:
 
 
 class MadeWhole(InPieces):
-    """A module that sees all positions, in a stream."""
+    """Forward of a module in a stream that needs all positions: its input is gathered."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._stream.made_whole(self._name, _forward_of(self._module), args, kwargs)
 
 
 class Streamed:
-    """A module that is a stream by itself."""
+    """Forward of a module that is a whole stream."""
 
-    def __init__(self, module: nn.Module, stream: Stream) -> None:
+    def __init__(self, module: nn.Module, stream: SequenceStream) -> None:
         self._module, self._stream = module, stream
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,9 +230,9 @@ class Streamed:
 
 
 class StreamsInARow:
-    """``nn.Sequential``, of which some children that follow each other are a stream together."""
+    """Forward of an ``nn.Sequential`` in which some runs of consecutive children are streams."""
 
-    def __init__(self, module: nn.Sequential, streams: dict[range, Stream]) -> None:
+    def __init__(self, module: nn.Sequential, streams: dict[range, SequenceStream]) -> None:
         self._module, self._streams = module, streams
 
     def __call__(self, x: Any) -> Any:
@@ -250,12 +256,13 @@ def _in_turn(modules: list[nn.Module]) -> Compute:
 
 
 def instead_of_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Has ``forward`` called in place of that of the module's class."""
+    """Sets ``forward`` on the module, in place of the forward of its class."""
     vars(module)["forward"] = forward
 
 
 def in_terms(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of the module itself of whose gradients each rank has a term: what a stream uses whole."""
+    """Yields the module's own undivided parameters that a stream uses. Each rank has only a term of their gradients,
+    which must be summed over the ranks."""
     forward = vars(module).get("forward")
     if type(forward) in (InPieces, Streamed):
         yield from (p for p in own_parameters(module).values() if p is not None)
@@ -265,12 +272,13 @@ def in_terms(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from found.ends_stream()
 
 
-# What begins a region
+# The beginning of a region
 
 
 @outside_of_graphs  # a graph cannot wait for other ranks
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: DividedSequence) -> Tensor:
-    """``F.linear`` of all positions, from this rank's; they are gathered in forward and once more in backward."""
+    """Gathers this rank's positions ``x`` with those of the others and returns ``F.linear`` of all positions. Backward
+    gathers them again instead of keeping them."""
     output: Tensor = _GatheredLinear.apply(x, weight, bias, pieces)  # type: ignore[no-untyped-call]
     return output
 

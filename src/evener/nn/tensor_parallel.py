@@ -1,18 +1,20 @@
-"""Layers whose weights are divided over ranks that compute the same samples.
+"""Tensor parallelism: layers whose weights are divided over ranks that compute the same samples.
 
-A region of divided layers begins with one that makes some of its outputs (columns, in the words of ``x W``) and ends
-with one that reads some of its inputs (rows). In between each rank has its own part of every sample's features::
+A region of divided layers begins with a layer that computes some of its outputs (columns of ``W`` in ``x W``) and ends
+with a layer that reads some of its inputs (rows of ``W``). In between, each rank has its own part of every sample's
+features::
 
                         W_1                            W_2
     x ─ enter ─┬─▶ columns 0 1 2 ─▶ activation ─▶ rows 0 1 2 ─┬─ sum ─▶ + bias        rank 0
                └─▶ columns 3 4   ─▶ activation ─▶ rows 3 4   ─┘                       rank 1
 
-One message forward, where the region ends, and one backward, where it begins: the operators *f* and *g* of Shoeybi et
-al., "Megatron-LM", 2019. An embedding holds some of the words, and ends its region by itself.
+Forward communicates once, at the end of the region; backward communicates once, at its beginning. These are the
+operators *g* and *f* of Shoeybi et al., "Megatron-LM", 2019. A divided embedding holds some of the words and is a
+region of its own.
 
-A layer is divided in its place: its class changes, and names, hooks and references to it stay. PyTorch's DTensor is not
-what stands below, for it refuses widths that do not divide, computes convolutions wrong without an error, and does not
-mix with plain parameters in foreach optimizers, clipping and DistributedDataParallel.
+A layer is divided in place: its class changes, and its names, hooks and references stay. The layers do not use
+PyTorch's DTensor, which refuses widths that do not divide evenly, computes convolutions wrong without an error, and
+cannot be mixed with plain parameters in foreach optimizers, clipping and DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -29,25 +31,25 @@ from torch.distributed import ProcessGroup
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.collectives import all_gather, all_reduce, enter, split
 from evener.nn.context import current
-from evener.nn.sequence_parallel import Stream
-from evener.nn.tensor_region import Apart
+from evener.nn.sequence_parallel import SequenceStream
+from evener.nn.tensor_region import RegionRng
 from evener.nn.unowned import Shared
 from evener.nn.weight_stand_in import seen
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 
 @dataclass(frozen=True)
-class Parts:
-    """How a length is divided over the ranks of a group."""
+class LengthDivision:
+    """The division of a length (of features, channels, heads or words) over the ranks of a group."""
 
     group: ProcessGroup
     pieces: tuple[range, ...]
-    """Of all ranks, in order and without gaps, none empty."""
+    """The range of each rank: in order, without gaps, none empty."""
     index: int
-    """This rank's."""
+    """This rank's place in ``pieces``."""
 
     @property
-    def own(self) -> range:
+    def local_length(self) -> range:
         return self.pieces[self.index]
 
     @property
@@ -61,23 +63,23 @@ class Parts:
 
 
 class Divided(nn.Module):
-    """A layer of which this rank holds a part, made by :func:`divide_layer`.
+    """A layer of which this rank holds a part. :func:`divide_layer` makes it.
 
-    A part that another module reads, as in ``F.linear(x, embedding.weight)``, would be taken for the whole. So while
-    a micro-batch is computed others see its form alone, and no numbers (:class:`SeenWeight`). One that is in parts over
-    further ranks, of which nothing plain can be made, is shown to PyTorch's FSDP2, which looks at it before it gathers
-    it.
+    Another module that read the weight, as in ``F.linear(x, embedding.weight)``, would take this rank's part for the
+    whole. So while a micro-batch is computed, ``weight`` is a stand-in that has the shape of the whole weight and no
+    values (:class:`SeenWeight`). A weight that FSDP2 has sharded over further ranks is returned as it is, because
+    FSDP2 reads it before it gathers it.
     """
 
     held: ClassVar[dict[str, int]]
-    """The parameters that are divided, and along which dimension."""
+    """Maps the name of each divided parameter to the dimension along which it is divided."""
     layer: str = ""
-    """Its qualified name in the model."""
-    stream: Stream | None = None
-    """The stream that it is in, if positions are divided where features are not."""
-    apart: Apart | None = None
-    """Where ranks draw random numbers of their own, if this layer begins such a region or ends it."""
-    _parts = Shared[Parts]()
+    """The qualified name in the model."""
+    stream: SequenceStream | None = None
+    """The sequence stream that contains the layer, if positions are divided between the divided layers."""
+    apart: RegionRng | None = None
+    """Switches to the rank's own random numbers, if this layer begins or ends a region that draws some."""
+    _parts = Shared[LengthDivision]()
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
@@ -87,42 +89,42 @@ class Divided(nn.Module):
         return found
 
     @property
-    def parts(self) -> Parts:
-        """How it is divided.
+    def parts(self) -> LengthDivision:
+        """The division of the layer.
 
         Raises:
-            ConfigurationError: In another process, which is none of these ranks.
+            ConfigurationError: If the layer was pickled into another process, which has no such group.
         """
-        return self._parts.of(self)
+        return self._parts.value_for(self)
 
-    def own(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter."""
+    def local_part(self, name: str) -> Tensor | None:
+        """Returns this rank's part of the parameter ``name``."""
         return own_parameters(self)[name]
 
     def extra_repr(self) -> str:
         parts = self._parts.value
-        held = "" if parts is None else f", part={parts.own.start}:{parts.own.stop}"
+        held = "" if parts is None else f", part={parts.local_length.start}:{parts.local_length.stop}"
         return super().extra_repr() + held
 
 
 Compute = Callable[[Any, Tensor, Any, Any], Tensor]
-"""From a layer, its input, weight and bias, the output."""
+"""Maps a layer, its input, weight and bias to the output."""
 
 
 class ColumnLayer(Divided):
-    """Makes some of its features."""
+    """A layer that computes some of its output features."""
 
     held: ClassVar = {"weight": 0, "bias": 0}
     compute: ClassVar[Compute]
     whole: Tensor | None = None
-    """What it reads in the place of a stand-in, until its next call."""
+    """The undivided input for the next call, in place of the argument (set by :class:`StandIn`)."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.whole is not None:
             input, self.whole = self.whole, None
         if self.apart is not None and self.training:
             self.apart.begin(input.device)
-        weight, bias = self.own("weight"), self.own("bias")
+        weight, bias = self.local_part("weight"), self.local_part("bias")
         assert weight is not None
         if self.stream is not None:
             return self.stream.columns(self.layer, input, weight, bias)
@@ -130,13 +132,14 @@ class ColumnLayer(Divided):
 
 
 class RowLayer(Divided):
-    """Reads some of its features."""
+    """A layer that reads some of its input features and sums its outputs over the ranks."""
 
     held: ClassVar = {"weight": 1}
     features: ClassVar[int] = -1
-    """The dimension of the features, or channels."""
+    """The dimension of the features or channels in the input."""
     between: tuple[tuple[nn.Module, str], ...] = ()
-    """Parameters of others in the region that this layer ends, of whose gradients each rank has a term."""
+    """Undivided parameters of other modules in the region that this layer ends, as (module, name). Each rank has only
+    a term of their gradients."""
     compute: ClassVar[Compute]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -145,14 +148,14 @@ class RowLayer(Divided):
             self.apart.end()
         if input.shape[self.features] == parts.whole:
             input = split(input, parts.group, self.features, parts.sizes)
-        elif input.shape[self.features] != len(parts.own):
+        elif input.shape[self.features] != len(parts.local_length):
             raise TaskError(
-                f"{self.layer} reads {len(parts.own)} of {parts.whole} features on this rank and got "
+                f"{self.layer} reads {len(parts.local_length)} of {parts.whole} features on this rank and got "
                 f"{input.shape[self.features]}: the colwise layers before it must make as many, in runs of one length"
             )
-        partial = type(self).compute(self, input, self.own("weight"), None)
+        partial = type(self).compute(self, input, self.local_part("weight"), None)
         output = self._summed(partial)
-        bias = self.own("bias")
+        bias = self.local_part("bias")
         return output if bias is None else output + bias.view(-1, *[1] * (-1 - self.features))
 
     def _summed(self, partial: Tensor) -> Tensor:
@@ -162,7 +165,7 @@ class RowLayer(Divided):
         return total
 
     def ends_stream(self) -> Iterator[nn.Parameter]:
-        """What is added to the positions of this rank alone."""
+        """Yields the bias, which is added to the positions of this rank only."""
         bias = own_parameters(self)["bias"]
         yield from () if bias is None else (bias,)
 
@@ -172,28 +175,27 @@ def _multiplied(layer: nn.Linear, input: Tensor, weight: Any, bias: Any) -> Tens
 
 
 class ColumnLinear(ColumnLayer, nn.Linear):
-    """``nn.Linear`` that makes some of its output features: from (..., in_features), alike on all ranks, the part
-    (..., own features)."""
+    """``nn.Linear`` that computes some of its output features. Input: (..., in_features), the same on all ranks.
+    Output: (..., own features)."""
 
     compute = _multiplied
 
 
 class RowLinear(RowLayer, nn.Linear):
-    """``nn.Linear`` that reads some of its input features: from (..., own features), the sum over the ranks (...,
-    out_features), alike on all. An input that has all features is cut."""
+    """``nn.Linear`` that reads some of its input features. Input: (..., own features), or (..., in_features), of which
+    each rank takes its part. Output: the sum over the ranks, (..., out_features), the same on all."""
 
     compute = _multiplied
 
 
 class VocabularyLinear(ColumnLinear):
-    """:class:`ColumnLinear` of scores, one for each word, which are gathered, so that all ranks have all scores.
+    """:class:`ColumnLinear` with one output score for each word. It gathers the scores, so that all ranks have all.
 
-    In training they stay apart where the loss does without the others:
-    :class:`~evener.nn.VocabularyParallelCrossEntropy`.
+    In training the scores stay divided if the loss accepts that (:class:`~evener.nn.VocabularyParallelCrossEntropy`).
     """
 
     stays_divided = False
-    """Whether the scores of other words are left to their ranks in training."""
+    """True if each rank keeps only the scores of its own words in training."""
 
     def forward(self, input: Tensor) -> Tensor:
         scores = super().forward(input)
@@ -202,21 +204,21 @@ class VocabularyLinear(ColumnLinear):
         return all_gather(scores, self.parts.group, -1, self.parts.sizes, replicated=True)
 
 
-def _is_elsewhere(words: Tensor, parts: Parts) -> Tensor:
-    """Whether another rank has the word. One that none has is looked up here, and refused as by PyTorch's layer."""
-    here = (words >= parts.own.start) & (words < parts.own.stop)
+def _is_elsewhere(words: Tensor, parts: LengthDivision) -> Tensor:
+    """Returns True for each word of another rank. A word that does not exist is False: looking it up raises."""
+    here = (words >= parts.local_length.start) & (words < parts.local_length.stop)
     return ~here & (words >= 0) & (words < parts.whole)
 
 
 class VocabularyEmbedding(Divided, nn.Embedding):
-    """``nn.Embedding`` that holds some of the words: each rank looks up its own, and the sum over the ranks has all."""
+    """``nn.Embedding`` that holds some of the words: each rank looks up its own, and a sum joins them."""
 
     held: ClassVar = {"weight": 0}
 
     def forward(self, input: Tensor) -> Tensor:
-        parts, weight = self.parts, self.own("weight")
+        parts, weight = self.parts, self.local_part("weight")
         assert weight is not None
-        local, elsewhere = input - parts.own.start, _is_elsewhere(input, parts)
+        local, elsewhere = input - parts.local_length.start, _is_elsewhere(input, parts)
         lookup = self._sparsely if self.sparse else self._densely
         return all_reduce(lookup(local, elsewhere, weight), parts.group, replicated=True)
 
@@ -225,18 +227,18 @@ class VocabularyEmbedding(Divided, nn.Embedding):
         return found.masked_fill(elsewhere[..., None], 0)
 
     def _sparsely(self, local: Tensor, elsewhere: Tensor, weight: Tensor) -> Tensor:
-        """The gradient names the rows that were looked up, also where it is zero: no rows but these may be."""
+        """Looks up only this rank's words: a sparse gradient lists every row that was looked up, also if it is 0."""
         found = F.embedding(local[~elsewhere], weight, self._own_padding, sparse=True)
         return found.new_zeros(*local.shape, found.shape[-1]).masked_scatter(~elsewhere[..., None], found)
 
     @property
     def _own_padding(self) -> int | None:
-        padding, own = self.padding_idx, self.parts.own
+        padding, own = self.padding_idx, self.parts.local_length
         return padding - own.start if padding is not None and padding in own else None
 
 
 class VocabularyBag(Divided, nn.EmbeddingBag):
-    """``nn.EmbeddingBag`` that holds some of the words, for sums and means: each rank adds up its own."""
+    """``nn.EmbeddingBag`` that holds some of the words, for modes sum and mean: each rank adds up its own words."""
 
     held: ClassVar = {"weight": 0}
 
@@ -249,7 +251,7 @@ class VocabularyBag(Divided, nn.EmbeddingBag):
             if self.padding_idx is None
             else words != self.padding_idx
         )
-        local, here = words - self.parts.own.start, kept & ~_is_elsewhere(words, self.parts)
+        local, here = words - self.parts.local_length.start, kept & ~_is_elsewhere(words, self.parts)
         own = self._own_sparsely if self.sparse else self._own_densely
         total: Tensor = all_reduce(own(local, here, factors, bags), self.parts.group, replicated=True)
         if self.mode == "sum":
@@ -260,7 +262,7 @@ class VocabularyBag(Divided, nn.EmbeddingBag):
     def _flat(
         self, input: Tensor, offsets: Tensor | None, factors: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The words of all bags, what they are multiplied by, and where each bag begins, and the last one ends."""
+        """Returns the words of all bags (flat), their factors, and the bag edges (bags + 1,). Checks their shapes."""
         if factors is not None and (self.mode != "sum" or factors.shape != input.shape):
             raise TaskError(
                 f"{self.layer}: per_sample_weights of shape {tuple(factors.shape)} for words of shape "
@@ -286,15 +288,15 @@ class VocabularyBag(Divided, nn.EmbeddingBag):
         return F.embedding_bag(rows, weight, bags, include_last_offset=True, **given)
 
     def _own_densely(self, local: Tensor, here: Tensor, factors: Tensor | None, bags: Tensor) -> Tensor:
-        """Words of other ranks are multiplied by zero."""
-        weight = self.own("weight")
+        """Adds up each bag, with the words of other ranks multiplied by 0."""
+        weight = self.local_part("weight")
         assert weight is not None
         factors = here.to(weight.dtype) if factors is None else factors.masked_fill(~here, 0)
         return self._added(local.masked_fill(~here, 0), weight, bags, factors)
 
     def _own_sparsely(self, local: Tensor, here: Tensor, factors: Tensor | None, bags: Tensor) -> Tensor:
-        """The gradient names the rows that were looked up: no rows but these may be."""
-        weight = self.own("weight")
+        """Adds up each bag from this rank's words only: a sparse gradient lists every row that was looked up."""
+        weight = self.local_part("weight")
         assert weight is not None
         before = F.pad(here.cumsum(0), (1, 0))[bags]
         return self._added(
@@ -312,19 +314,19 @@ def _convolved(layer: Convolution, input: Tensor, weight: Any, bias: Any) -> Ten
 
 
 class ColumnConv1d(ColumnLayer, nn.Conv1d):
-    """``nn.Conv1d`` that makes some of its output channels."""
+    """``nn.Conv1d`` that computes some of its output channels."""
 
     compute = _convolved
 
 
 class ColumnConv2d(ColumnLayer, nn.Conv2d):
-    """``nn.Conv2d`` that makes some of its output channels."""
+    """``nn.Conv2d`` that computes some of its output channels."""
 
     compute = _convolved
 
 
 class ColumnConv3d(ColumnLayer, nn.Conv3d):
-    """``nn.Conv3d`` that makes some of its output channels."""
+    """``nn.Conv3d`` that computes some of its output channels."""
 
     compute = _convolved
 
@@ -370,18 +372,18 @@ VOCABULARY: dict[type[nn.Module], type[Divided]] = {
 
 
 def divide_layer(
-    layer: nn.Module, kinds: dict[type[nn.Module], type[Divided]], parts: Parts, name: str
+    layer: nn.Module, kinds: dict[type[nn.Module], type[Divided]], parts: LengthDivision, name: str
 ) -> Divided:
-    """Makes ``layer`` compute with a part of its parameters, which whoever calls this cuts.
+    """Turns ``layer`` into a divided layer. The caller must cut its parameters.
 
     Args:
-        layer: Of a class of ``torch.nn``, alike on all ranks; changed in place.
+        layer: A layer of a class in ``kinds``, the same on all ranks; changed in place.
         kinds: ``COLUMNS``, ``ROWS`` or ``VOCABULARY``.
-        parts: Of the length that is divided.
-        name: For messages.
+        parts: The division of the features, channels or words.
+        name: The layer's qualified name, for error messages.
 
     Raises:
-        ConfigurationError: For a layer of another class.
+        ConfigurationError: If the layer's class is not in ``kinds``.
     """
     if type(layer) not in kinds:
         known = ", ".join(kind.__name__ for kind in kinds)

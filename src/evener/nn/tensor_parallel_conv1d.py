@@ -1,4 +1,4 @@
-"""The ``Conv1D`` of GPT-2, a linear layer whose weight is (in, out), divided as others are."""
+"""Tensor parallelism for ``Conv1D`` of GPT-2 in transformers, a linear layer whose weight is (in, out)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from evener.nn.tensor_parallel import COLUMNS, ROWS, ColumnLayer, Divided, RowLayer
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether the layer has the name, the tensors and the sizes of transformers' ``Conv1D``; a trial tells the rest."""
+    """Returns True if the layer has the class name, parameters and shapes of transformers' ``Conv1D``. What it computes
+    is not checked here: a trial run does that."""
     held = own_parameters(layer)
     weight, bias = held.get("weight"), held.get("bias")
     known = type(layer).__name__ in ("Conv1D", "ColumnTransposed", "RowTransposed") and held.keys() == {
@@ -35,7 +36,7 @@ def _multiplied(layer: Any, input: Tensor, weight: Any, bias: Any) -> Tensor:
 
 
 class ColumnTransposed(ColumnLayer):
-    """``Conv1D`` that makes some of its output features."""
+    """``Conv1D`` that computes some of its output features."""
 
     held: ClassVar = {"weight": 1, "bias": 0}
     compute = _multiplied
@@ -49,10 +50,10 @@ class RowTransposed(RowLayer):
 
 
 def column_kinds(layer: nn.Module) -> dict[type[nn.Module], type[Divided]]:
-    """For :func:`~evener.nn.tensor_parallel.divide_layer`, of a layer that makes features."""
+    """Returns the ``kinds`` for :func:`~evener.nn.tensor_parallel.divide_layer` of a layer divided by outputs."""
     return {type(layer): ColumnTransposed} if is_transposed(layer) else COLUMNS
 
 
 def row_kinds(layer: nn.Module) -> dict[type[nn.Module], type[Divided]]:
-    """The same of a layer that reads features."""
+    """Returns the ``kinds`` for :func:`~evener.nn.tensor_parallel.divide_layer` of a layer divided by inputs."""
     return {type(layer): RowTransposed} if is_transposed(layer) else ROWS

@@ -1,6 +1,6 @@
-"""What the code of the user's own between divided layers is given, so that it computes some of the heads or features.
+"""Support for user code between divided layers, so that it computes this rank's heads or features.
 
-Such code says sizes and draws random numbers, as in attention::
+Such code reads sizes and draws random numbers, as in attention::
 
     b, t, c = x.size()                               a stand-in for x, with as many features as this rank has
     q = self.c_attn(x).view(b, t, heads, -1)         the layer reads x itself
@@ -21,11 +21,11 @@ from evener.nn.rng import drawing_apart
 from evener.torch_internals.compiling import outside_of_graphs
 
 
-class Apart:
-    """The random numbers of a region, which are this rank's own: from the layer that begins it to the one that ends it.
+class RegionRng:
+    """Lets each rank draw its own random numbers between the layer that begins a region and the layer that ends it.
 
     Args:
-        index: Of this rank.
+        index: The index of this rank in the tensor-parallel group.
     """
 
     def __init__(self, index: int) -> None:
@@ -34,30 +34,31 @@ class Apart:
 
     @outside_of_graphs
     def begin(self, device: torch.device) -> None:
-        """Draws apart from now on."""
+        """Switches to this rank's own generator state on ``device``."""
         self.end()
         self._block = drawing_apart(self._index, device)
         self._block.__enter__()
 
     @outside_of_graphs
     def end(self) -> None:
-        """Draws from the common generator again."""
+        """Switches back to the generator state that all ranks share. Does nothing if ``begin`` was not called."""
         block, self._block = self._block, None
         if block is not None:
             block.__exit__(None, None, None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Apart:
-        return Apart(self._index)
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionRng:
+        return RegionRng(self._index)
 
 
 class StandIn:
-    """A hook before the forward of a module: an argument is as wide as what this rank has of it, and layers inside read
-    the whole.
+    """A forward pre-hook that replaces an argument by a tensor with as many features as this rank has.
+
+    User code reads its size from the replacement; the layers inside read the whole argument.
 
     Args:
-        argument: Its place or name.
-        features: How many of the last dimension there are.
-        layers: Those that read it, with an attribute ``whole``.
+        argument: Position or name of the argument.
+        features: Size of the replacement's last dimension.
+        layers: The layers that read the argument; the hook sets their attribute ``whole``.
     """
 
     def __init__(self, argument: int | str, features: int, layers: Iterable[nn.Module]) -> None:
@@ -74,5 +75,5 @@ class StandIn:
 
 
 def stand_in(whole: Tensor, features: int) -> Tensor:
-    """Of the form that ``whole`` would have with so many features."""
+    """Returns the first ``features`` of ``whole``, detached: a tensor of the right shape, type and device."""
     return whole.detach().narrow(-1, 0, features).contiguous()

@@ -1,5 +1,5 @@
-"""Attention by heads: each rank gathers all positions for some of the heads, and gives them back afterwards (Jacobs et
-al., "DeepSpeed Ulysses", 2023).
+"""Ulysses attention: each rank gets all positions for some of the heads, and sends the outputs back afterwards (Jacobs
+et al., "DeepSpeed Ulysses", 2023).
 
 ::
 
@@ -7,7 +7,8 @@ al., "DeepSpeed Ulysses", 2023).
     rank 0   positions 0 1 6 7   ── q, k, v ──▶  all       .             attention as on one device,
     rank 1   positions 2 3 4 5   ◀── output ───  .         all           by whatever kernel PyTorch has for it
 
-Neither heads nor positions need divide by the number of ranks: an all-to-all may have pieces of any length.
+The numbers of heads and positions need not be divisible by the number of ranks: the pieces of an all-to-all may have
+any length.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def ulysses_attention(
     scale: float,
     sequence: DividedSequence,
 ) -> Tensor:
-    """As :func:`evener.nn.ring.ring_attention`.
+    """Computes the attention of this rank's queries to the keys of all ranks.
+
+    Arguments are those of :func:`evener.nn.ring.ring_attention`. All ranks must call this together.
 
     Raises:
         ConfigurationError: If there are more ranks than heads of keys.
@@ -45,10 +48,10 @@ def ulysses_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Attention to whole sequences by PyTorch's own function, called where no mode for functions sees it.
+    """Computes attention over whole sequences by PyTorch's operator. The call bypasses any ``TorchFunctionMode``.
 
     Args:
-        bias: (batch, length) to be added to the scores of a key.
+        bias: (batch, length), added to the scores of each key.
     """
     mask = None if bias is None else bias[:, None, None, :].to(q.dtype)
     if mask is not None and causal:
@@ -62,7 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, s
 
 
 def _heads(heads: int, of_keys: int, sequence: DividedSequence) -> list[int]:
-    """How many heads each rank has, in whole groups that share their keys."""
+    """Returns the number of heads of each rank. Heads that share their keys stay on one rank."""
     ranks = sequence.group.size()
     if of_keys < ranks:
         raise ConfigurationError(
@@ -76,7 +79,7 @@ def _heads(heads: int, of_keys: int, sequence: DividedSequence) -> list[int]:
 def _to_heads(
     tensors: Sequence[Tensor], counts: Sequence[Sequence[int]], sequence: DividedSequence
 ) -> list[Tensor]:
-    """Of (batch, heads, own length, width) the whole sequences of this rank's heads, all in one exchange."""
+    """Exchanges (batch, heads, own length, width) for (batch, own heads, length, width), all tensors in one message."""
     own = [count[sequence.rank] for count in counts]
     pieces = [torch.split(x, list(count), 1) for x, count in zip(tensors, counts, strict=True)]
     sent = [torch.cat([x.flatten() for x in for_rank]) for for_rank in zip(*pieces, strict=True)]
@@ -96,7 +99,7 @@ def _to_heads(
 
 
 def _to_positions(mixed: Tensor, counts: Sequence[int], sequence: DividedSequence) -> Tensor:
-    """The inverse, of one tensor."""
+    """Exchanges (batch, own heads, length, width) for (batch, heads, own length, width)."""
     batch, _, _, width = mixed.shape
     sent = [x.flatten() for x in sequence.by_rank(mixed, 2)]
     shapes = [(batch, heads, sequence.size, width) for heads in counts]

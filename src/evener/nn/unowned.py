@@ -1,4 +1,4 @@
-"""What a module uses and does not own, such as a process group."""
+"""References from a module to something that it does not own, such as a process group."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """A copy of the module shares it, and a pickled one comes back without."""
+    """Holds a reference that copies of the module share and that pickling leaves out."""
 
     def __init__(self, value: T | None = None) -> None:
         self.value = value
 
-    def of(self, owner: object) -> T:
-        """The value.
+    def value_for(self, owner: object) -> T:
+        """Returns the value; ``owner`` names the module in the error.
 
         Raises:
-            ConfigurationError: In another process, where what ``owner`` uses is not.
+            ConfigurationError: If there is no value, as in a module that was pickled into another process.
         """
         if self.value is None:
             raise ConfigurationError(f"{owner} was copied to another process; only its state_dict can be")

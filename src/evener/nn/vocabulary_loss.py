@@ -1,13 +1,13 @@
-"""Cross entropy of scores that are divided over ranks by their classes, which are never gathered.
+"""Cross entropy of scores whose classes are divided over ranks; the scores are never gathered.
 
-Of (N, V) scores each rank has some columns of every row, and the ranks exchange three numbers a row::
+Each rank has some columns (classes) of the (N, V) scores, and the ranks exchange a few numbers for each row::
 
     m = max of all scores      s = Σ exp(score - m)      t = score of the target - m     to smooth, Σ (score - m)
     loss = log s - t
 
-The largest takes a message, the sums another; backward takes none. After Shoeybi et al., "Megatron-LM", 2019, section
-3; with smoothing ε the target's t is ``(1 - ε) t + ε / V Σ (score - m)`` (Szegedy et al., "Rethinking the Inception
-Architecture", 2016, section 7).
+Forward sends one message for the maximum and one for the sums; backward sends none. After Shoeybi et al.,
+"Megatron-LM", 2019, section 3. With label smoothing ε, ``(1 - ε) t + ε / V Σ (score - m)`` replaces t (Szegedy et al.,
+"Rethinking the Inception Architecture", 2016, section 7).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evener.core.losses.type_checks import check_outputs, check_targets
 from evener.errors import LossError
 from evener.nn.checks import check_own_length, dimension, lengths_of, several
 from evener.nn.collectives_no_grad import largest, summed
-from evener.nn.tensor_parallel import Parts
+from evener.nn.tensor_parallel import LengthDivision
 from evener.nn.unowned import Shared
 from evener.torch_internals.compiling import outside_of_graphs
 
@@ -43,19 +43,21 @@ def vocabulary_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """``F.cross_entropy`` of the scores of all ranks, side by side in order of rank; the same on all.
+    """Computes ``F.cross_entropy`` of the scores of all ranks, whose classes follow each other in order of rank.
+
+    All ranks must call this together, and get the same result.
 
     Args:
-        scores: This rank's classes of all rows, (N, own) or (N, own, d1, ...), or (own) of one row.
-        targets: Of all classes: (N), (N, d1, ...) or (), alike on all ranks.
+        scores: The scores of this rank's classes: (N, own), (N, own, d1, ...), or (own) for a single row.
+        targets: Class numbers among all classes: (N), (N, d1, ...) or (); the same on all ranks.
         group: The ranks; None for this rank alone.
-        sizes: How many classes each rank has; needed for a group of several.
-        ignore_index: Targets that are no terms.
+        sizes: The number of classes of each rank; required for a group of several ranks.
+        ignore_index: The target value of terms that do not count.
         label_smoothing: As in PyTorch.
         reduction: As in PyTorch.
 
     Raises:
-        ConfigurationError: If the sizes are not those of the scores, or this rank is not in the group.
+        ConfigurationError: If ``sizes`` do not fit the group or the scores, or this rank is not in the group.
     """
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if (ranks := several(group)) is None:
@@ -73,8 +75,8 @@ def vocabulary_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """From (..., own) scores and (...) targets, (...) terms: 0 where the target is ignored, and no number where
-    there is no such class."""
+    """Maps scores (..., own) and targets (...) to terms (...). A term is 0 if the target is ignored, and NaN if its
+    class does not exist."""
 
     @staticmethod
     def forward(
@@ -112,23 +114,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabularyParallelCrossEntropy(Loss):
-    """``nn.CrossEntropyLoss`` as a mean over terms, of scores that strategy ``tensor`` leaves divided in training.
+    """``nn.CrossEntropyLoss`` (mean over terms) for scores that strategy ``tensor`` leaves divided over ranks.
 
-    It is the loss of a model whose outputs are the scores of a divided output layer as they are, or reshaped with the
-    classes on dimension 1. On one device, with another strategy, and in evaluation, where the scores are whole, it is
-    the plain loss.
+    The model must return the scores of its divided output layer, as they are or reshaped with the classes on dimension
+    1. On one device, with another strategy, and in evaluation, each rank has all scores, and this is the plain loss.
 
     Args:
-        ignore_index: Targets that are no terms.
+        ignore_index: The target value of terms that do not count.
         label_smoothing: As in PyTorch.
     """
 
     def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-        self._parts = Shared[Parts]()
+        self._parts = Shared[LengthDivision]()
 
-    def divide(self, parts: Parts | None) -> None:
-        """Says how the classes are divided from now on; None if they are not."""
+    def divide(self, parts: LengthDivision | None) -> None:
+        """Sets how the classes are divided over ranks from now on; None if they are not."""
         self._parts = Shared(parts)
 
     def count(self, targets: Tensor) -> Tensor:
@@ -138,12 +139,12 @@ class VocabularyParallelCrossEntropy(Loss):
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         check_outputs(outputs, "VocabularyParallelCrossEntropy")
         parts, classes = self._parts.value, outputs.shape[min(1, outputs.dim() - 1)]
-        if parts is not None and classes not in (parts.whole, len(parts.own)):
+        if parts is not None and classes not in (parts.whole, len(parts.local_length)):
             raise LossError(
                 f"VocabularyParallelCrossEntropy: outputs of shape {tuple(outputs.shape)} have {classes} classes on "
-                f"dimension 1, of which there are {parts.whole}, or {len(parts.own)} on this rank"
+                f"dimension 1, of which there are {parts.whole}, or {len(parts.local_length)} on this rank"
             )
-        divided = parts is not None and classes == len(parts.own)
+        divided = parts is not None and classes == len(parts.local_length)
         total: Tensor = vocabulary_parallel_cross_entropy(
             outputs.to(torch.promote_types(outputs.dtype, torch.float32)),
             targets,

@@ -1,7 +1,7 @@
-"""A divided weight as code outside of its layer sees it: the form of the whole weight, and no numbers.
+"""A stand-in for a divided weight, for code outside of its layer: it has the shape of the whole weight and no values.
 
-A forward that makes a mask of ``self.embed.weight.dtype`` on ``self.embed.weight.device`` uses nothing that is divided.
-One that computes with the numbers would take this rank's part for the whole, so that is refused::
+A forward may read ``self.embed.weight.dtype`` or ``self.embed.weight.device``, which do not depend on the division. A
+forward that computed with the values would take this rank's part for the whole weight, so that raises an error::
 
     x.to(weight)   weight.dtype   weight.shape   weight.new_zeros(3)   torch.zeros_like(weight)      answered
     F.linear(x, weight)   weight * 2   weight[0]   weight.sum()                                      refused
@@ -25,15 +25,17 @@ _METHODS = {
     *("is_floating_point", "is_complex", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "is_tensor"),
 }
-"""What is answered by form, type and place alone."""
+"""Functions and methods whose answer depends on shape, type and device only."""
 
 
 class SeenWeight(Tensor):
-    """The form, type and place of a whole weight.
+    """The shape, type and device of a whole weight, without values.
+
+    Raises TaskError for every operation that reads values.
 
     Attributes:
         layer: The qualified name of its layer.
-        form: A plain tensor of this form, type and place.
+        form: A plain tensor of that shape, type and device, of one element that is expanded.
     """
 
     layer: str
@@ -61,7 +63,8 @@ class SeenWeight(Tensor):
 
 
 def seen(own: Tensor, shape: tuple[int, ...], layer: str) -> SeenWeight:
-    """What others see of the weight of ``layer``, of which this rank holds ``own``; no memory is taken."""
+    """Returns a stand-in of ``shape`` for the weight of ``layer``; type and device are those of ``own``, this rank's
+    part. It takes the memory of one element."""
     form = torch.empty((), dtype=own.dtype, device=own.device).expand(shape).requires_grad_(own.requires_grad)
     found = form.detach().as_subclass(SeenWeight)
     found.layer, found.form = layer, form

@@ -1,6 +1,7 @@
-"""Evener's strategies, and what one of your own is made of: docs/strategies.md, :mod:`evener.strategies.base`."""
+"""The built-in strategies and the base classes for writing one: see docs/strategies.md and
+:mod:`evener.strategies.base`."""
 
-from evener.components.sharded_tensor.shard_spec import Slice, mark
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
 from evener.distributed.mesh import Layout, Mesh
 from evener.hardware.async_read import read
 from evener.hardware.timers import waiting
@@ -9,7 +10,7 @@ from evener.strategies.context.context import ContextParallel
 from evener.strategies.ddp import Ddp
 from evener.strategies.experts import ExpertParallel
 from evener.strategies.features import FeatureParallel
-from evener.strategies.interfaces import Cut, Settings, StepOutcome, Stepper, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, StepOutcome, Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.pipeline import Pipeline
 from evener.strategies.sharded.sharded import Sharded
@@ -20,8 +21,8 @@ from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.tensor.tensor import TensorParallel
 
 __all__ = [
+    "BatchSlicer",
     "ContextParallel",
-    "Cut",
     "DataParallel",
     "Ddp",
     "ExpertParallel",
@@ -32,16 +33,16 @@ __all__ = [
     "Mesh",
     "Pipeline",
     "Plain",
-    "Settings",
+    "ShardSpec",
     "Sharded",
-    "Slice",
     "StepOutcome",
     "Stepper",
     "Strategy",
+    "StrategySettings",
     "Synchronizer",
     "TensorParallel",
-    "mark",
     "normalize_together",
     "read",
+    "set_shard_spec",
     "waiting",
 ]

@@ -1,8 +1,8 @@
-"""Gradients summed over the ranks when backward is over.
+"""Sums gradients over the ranks after backward.
 
-Where DistributedDataParallel sums while backward runs, it is the better (:mod:`evener.strategies.ddp`). Its hooks want
-one forward and one backward of the whole model in turn; a schedule that runs several micro-batches through parts of a
-model, now forward, now backward, has no such thing, and neither has a loop of the user's own.
+DistributedDataParallel, which sums during backward (:mod:`evener.strategies.ddp`), is faster where it can be used. Its
+hooks require alternating forward and backward passes of the whole model. A pipeline schedule and a training loop of the
+user's own do not meet this requirement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
 from evener.components import gradients
 from evener.components.coalesce import broadcast_together, sent_as_one
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.trainable import check_trained_alike
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError
@@ -27,20 +27,21 @@ from evener.hardware.async_read import Readout
 from evener.hardware.timers import waiting
 from evener.strategies.interfaces import Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.single import Alone
+from evener.strategies.single import NoSync
 
 
 def summing_afterwards(learner: Learner) -> Synchronizer:
-    """Sums gradients over the ranks that divide the terms of a batch, if there are several."""
+    """Returns a synchronizer that sums gradients after backward over the ranks that divide a batch. With only one such
+    rank, returns one that sums nothing."""
     group = learner.mesh.group(*DIVIDING_TERMS)
-    return Alone(learner) if group is None else Afterwards(learner, group)
+    return NoSync(learner) if group is None else PostBackwardSum(learner, group)
 
 
-class Afterwards(Synchronizer):
-    """Sums gradients over the ranks of ``group`` in buckets, one after the other.
+class PostBackwardSum(Synchronizer):
+    """Sums gradients over the ranks of ``group``, one bucket after the other.
 
     Raises:
-        ConfigurationError: For a compression that is one of DistributedDataParallel's own.
+        ConfigurationError: If the compression is one that only DistributedDataParallel supports (PowerSGD).
     """
 
     exchanges_in_passes = False
@@ -69,12 +70,12 @@ class Afterwards(Synchronizer):
 
     @property
     def bucket_bytes(self) -> int:
-        """That of the settings, or a usual one."""
+        """The bucket size in bytes: from the settings, or a default."""
         return self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
-        """Of its all-reduce, and of the largest copy of gradients that it sends."""
+        """Bytes that the all-reduce holds, plus the largest bucket, into which gradients are copied to be sent."""
         sizes = [sum(p.nbytes for p in bucket) for bucket in in_buckets(self._present(), self.bucket_bytes)]
         return self._all_reduce.held_nbytes + max(sizes, default=0)
 
@@ -110,7 +111,7 @@ class Afterwards(Synchronizer):
         named = [(names[p], p) for p in parameters if p.requires_grad and not is_apart(p)]
         absent = [name for name, p in named if p.grad is None]
         self._learner.look_at(p for _, p in named)
-        self._learner.trained.look(self._learner.name, self.follows)
+        self._learner.trained.update(self._learner.name, self.follows)
         own = absent, self._learner.unsound.name(), self._learner.trained.changes
         said = self._learner.session.control.gather_objects(own)
         check_trained_alike([changes for *_, changes in said])
@@ -129,11 +130,11 @@ class Afterwards(Synchronizer):
         return [p for p in self._learner.trained.first if not is_apart(p)]
 
     def _present(self) -> list[nn.Parameter]:
-        """Those with a gradient now."""
+        """Returns the trained parameters that have a gradient now."""
         return [p for p in self._trained() if p.grad is not None and p.numel()]
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A rank that has no gradient adds zeros."""
+        """Sums the gradients of ``parameters`` over the ranks. A rank without a gradient contributes zeros."""
         present = [p for p in parameters if p.numel()]
         for parameter in present:
             if parameter.grad is None:
@@ -161,13 +162,14 @@ class Afterwards(Synchronizer):
 
 
 def is_apart(parameter: nn.Parameter) -> bool:
-    """Whether the ranks over which gradients are summed hold a piece each: its gradient is whole where it is."""
-    piece = slice_of(parameter)
+    """Returns True if the ranks over which gradients are summed each hold a shard of the parameter. Such a gradient
+    needs no sum."""
+    piece = shard_spec(parameter)
     return piece is not None and any(axis in DIVIDING_TERMS for axis in piece.axes)
 
 
 def zeros_of(parameter: Tensor, sparse: bool) -> Tensor:
-    """What a rank without a gradient adds to the sum."""
+    """Returns the zero gradient that a rank without a gradient contributes to the sum."""
     if not sparse:
         return torch.zeros_like(parameter)
     shape = parameter.shape
@@ -178,7 +180,8 @@ def zeros_of(parameter: Tensor, sparse: bool) -> Tensor:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> Iterator[list[nn.Parameter]]:
-    """Those with gradients of one layout, type and device together, until these reach ``nbytes``."""
+    """Yields buckets of parameters whose gradients have the same layout, type and device, each of about ``nbytes``
+    bytes."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: dict[Any, int] = {}
     for parameter in parameters:

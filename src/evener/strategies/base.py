@@ -3,18 +3,18 @@
 ::
 
     layout         how many ranks there are along each axis of the mesh
-    parallelize    what becomes of the model: functions applied to it before it has numbers
-    stepper        who runs which micro-batch when, and where loss and outputs are
+    parallelize    how the model is divided: functions applied to it before its weights are initialized
+    stepper        which rank runs which micro-batch when, and which ranks have the loss and the outputs
     synchronizer   what is summed over the ranks, and when
 
-A strategy sets up a :class:`~evener.strategies.learner.Learner`. A step is two calls, so that what the ranks have to
-tell each other (did some parameter get no gradient anywhere) can travel between them::
+A strategy sets up a :class:`~evener.strategies.learner.Learner`. A step is two calls. Between them the ranks exchange
+one message, which tells for example whether a parameter got no gradient on any rank::
 
     engine:    divisor ──▶ stepper.run(batch, divisor) ──▶ outcome ══ one tiny message ══▶ learner.update(forget)
                            micro-batches: forward, backward;                               clip, optimizer
                            the synchronizer sums gradients
 
-The gradients that the update finds are those of ``sum of total / divisor`` over all samples of the global batch.
+The update uses the gradients of ``total / divisor``, summed over all samples of the global batch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from evener.components.checks.param_hooks import refuse_hooks
 from evener.components.compile_check.graph import watched
 from evener.components.memory_limits.fits import check_room
 from evener.components.memory_limits.limits import room_on
-from evener.components.offload.offload import Offloaded
+from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import check_state, in_eight_bits
 from evener.components.optim.fused import fuse
 from evener.components.sharded_tensor.shard_spec import divided
-from evener.components.trainable import Trained
+from evener.components.trainable import TrainableParameters
 from evener.core.config.recompute import Recompute
 from evener.core.config.run_config import Recipe
 from evener.core.config.strategy_names import STRATEGIES
@@ -50,7 +50,7 @@ from evener.core.task.task import Task
 from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.strategies.interfaces import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.memory_attribution import name_model, updates_named
 from evener.strategies.memory_monitor import watching
@@ -60,70 +60,73 @@ from evener.strategies.sync_batch_norm import normalize_apart
 
 
 class Strategy(Recipe, ABC):
-    """A recipe for setting up a :class:`~evener.strategies.learner.Learner`; stateless.
+    """The base class of strategies: sets up a :class:`~evener.strategies.learner.Learner`. Strategies are stateless.
 
-    One with options is a frozen dataclass whose fields have defaults: numbers and words, as a command line has them.
+    A strategy with options is a frozen dataclass whose fields have defaults. Options are numbers or words, so that the
+    command line can set them.
     """
 
     name: ClassVar[str] = ""
-    """What records call it; if empty, the short name that it has in Evener, or the class's name."""
+    """The name in records. If empty, the strategy's short name in Evener is used, or else the class name."""
     divides_model: ClassVar[bool] = False
-    """Whether ranks hold parts of the model, which is then built on the meta device where it can be."""
+    """True if each rank holds only a part of the model. The model is then built on the meta device if possible."""
     axis: ClassVar[str] = "data"
-    """The axis of the mesh that is its own."""
+    """The mesh axis over which the strategy works."""
     combines: ClassVar[tuple[str, ...]] = ()
-    """Further axes that a mesh may have with it, over which other strategies are laid."""
+    """Other mesh axes, handled by other strategies, that can be combined with this strategy."""
     apart: ClassVar[Mapping[str, str]] = {}
-    """Of further axes, why a mesh may not have them with it, and what to do instead, where that can be said."""
+    """Maps mesh axes that cannot be combined with this strategy to the reason and a remedy, where these can be
+    given."""
     sums_in_backward: ClassVar[bool] = True
-    """Whether DistributedDataParallel can sum gradients while its stepper goes backward."""
+    """True if DistributedDataParallel can sum gradients while this strategy's stepper runs backward."""
     one_process: ClassVar[bool] = False
-    """Whether it uses several devices in one process."""
+    """True if the strategy uses several devices in one process."""
     mixes: ClassVar[bool] = False
-    """Whether hosts may have different kinds of devices: it sends nothing but through gloo and the all-reduce."""
+    """True if hosts may have different kinds of devices. Such a strategy communicates only through gloo and the
+    all-reduce."""
 
     @property
     def label(self) -> str:
-        """What records call it."""
+        """The name of the strategy in records."""
         kind = type(self)
         path = f"{kind.__module__}:{kind.__qualname__}"
         short = next((short for short, known in STRATEGIES.items() if known == path), "")
         return self.name or short or kind.__name__.lower()
 
     def __str__(self) -> str:
-        """The label, and the options that are not as usual."""
+        """Returns the label and the options that differ from their defaults."""
         set_ = [f"{name}={value}" for name, value in self._set_options()]
         return f"{self.label}({', '.join(set_)})" if set_ else self.label
 
     def _set_options(self) -> Iterator[tuple[str, Any]]:
-        options: Any = self  # of a subclass, which mypy cannot know to be a dataclass
+        options: Any = self  # mypy cannot know that the subclass is a dataclass
         for entry in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
             if getattr(self, entry.name) != entry.default:
                 yield entry.name, getattr(self, entry.name)
 
     @abstractmethod
-    def layout(self, world_size: int, settings: Settings) -> Layout:
-        """The axes over ``world_size`` ranks.
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
+        """Returns the layout of the mesh over ``world_size`` ranks.
 
         Raises:
-            ConfigurationError: If the strategy does not run on so many, or with these settings.
+            ConfigurationError: If the strategy cannot run on so many ranks or with these settings.
         """
 
     def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
-        """The strategy with what it has to know of the model, the task and the ranks before it divides the model; all
-        ranks come to the same. ``learner`` has no model yet."""
+        """Returns the strategy, completed by what it must know of the model, the task and the ranks before it divides
+        the model. All ranks get the same result. ``learner`` has no model yet."""
         return self
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
-        """What the strategy makes of the model, which may be on the meta device: a model without numbers."""
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
+        """Divides the model, or replaces modules of it, and returns it. The model may be on the meta device."""
         return model
 
     def settle(self, divided: nn.Module, learner: Learner) -> nn.Module:
-        """The model where it computes, in the type of the run; what was on the meta device is memory then, to be
-        filled. A collective call.
+        """Moves the model to the rank's device and data type. Tensors on the meta device get uninitialized memory. All
+        ranks must call this together.
 
         Raises:
-            ConfigurationError: If a rank holds all of the model, and cannot.
+            ConfigurationError: If a rank must hold the whole model and has not enough memory.
         """
         if not self.divides_model:
             check_room(divided, learner.session)
@@ -131,22 +134,22 @@ class Strategy(Recipe, ABC):
 
     @abstractmethod
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        """What is summed when, where the strategy is alone on the mesh."""
+        """Returns the gradient synchronizer, for a mesh on which this strategy is alone."""
 
     def around(self, learner: Learner, inner: Synchronizer) -> Synchronizer:
-        """``inner``, which sums over the axes that divide the batch, with what the strategy's own axis needs besides;
-        asked for where other strategies are laid over the mesh too."""
+        """Returns ``inner``, extended by the communication that the strategy's own axis needs. ``inner`` sums gradients
+        over the axes that divide the batch. Called if the mesh has other strategies too."""
         return inner
 
     @abstractmethod
     def stepper(self, learner: Learner) -> Stepper:
-        """Who runs which micro-batch when."""
+        """Returns the stepper, which runs the micro-batches."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigurationError for an optimizer that the strategy cannot have."""
+        """Raises ConfigurationError if the strategy does not support ``optimizer``."""
 
     def check_recompute(self, asked: Recompute) -> None:
-        """Raises ConfigurationError if blocks of the model cannot be computed again."""
+        """Raises ConfigurationError if the strategy does not support activation checkpointing."""
         if self.one_process:
             raise ConfigurationError(
                 f"recompute={asked.text} goes with one device for each rank, and strategy {self.label!r} has several "
@@ -154,26 +157,27 @@ class Strategy(Recipe, ABC):
             )
 
     def portion(self, dataset: Any, learner: Learner) -> Any:
-        """The data set with no more of each item than this rank needs."""
+        """Returns the data set with each item reduced to what this rank needs."""
         return dataset
 
-    def pieces(self, learner: Learner) -> Cut:
-        """What of the samples of its part a rank computes, where these are divided too."""
-        return Cut()
+    def pieces(self, learner: Learner) -> BatchSlicer:
+        """Returns the slicer that selects this rank's pieces of samples, for a strategy that divides samples."""
+        return BatchSlicer()
 
 
 def set_up(
     strategy: Strategy,
     task: Task,
     session: Session,
-    settings: Settings,
+    settings: StrategySettings,
     agree: Callable[[nn.Module], None] = lambda model: None,
     fill: Callable[[nn.Module], None] = lambda model: None,
 ) -> Learner:
-    """The learner of a rank: builds the model, lets the strategy divide it, fills it, and builds what steps it.
+    """Builds the learner of a rank: builds the model, lets the strategy divide it, initializes its weights, and builds
+    the optimizer, the synchronizer and the stepper. All ranks must call this together.
 
     Args:
-        agree: Called with the model before any tensor travels, to compare it with that of other ranks.
+        agree: Called with the model before any tensor is communicated, to compare it with the models of other ranks.
         fill: Called on rank 0 with the model that holds the first weights of all ranks.
     """
     if session.mixed and not strategy.mixes:
@@ -182,14 +186,14 @@ def set_up(
             "different ones: use ddp, or hosts of one kind"
         )
     settings = replace(settings, precision=_agreed(settings.precision, session))
-    caches = not strategy.divides_model  # else the weights that a rank need not hold would be held, cast
+    caches = not strategy.divides_model  # a cache would hold casts of weights that the rank need not hold
     task = replace(task, forward=settings.precision.around(task.forward, caches))
     learner = Learner(strategy.label, task, session, settings, strategy.portion)
     with ExitStack() as undo:
         undo.callback(learner.close)
         learner.mesh = session.lay(strategy.layout(session.world_size, settings))
         owned = ExitStack()
-        learner.mesh.own(owned.close)
+        learner.mesh.close_with_mesh(owned.close)
         owned.enter_context(products_of(settings.precision.name))
         built, source = _build(strategy, task, session, settings)
         agree(built)
@@ -212,10 +216,11 @@ def set_up(
         if settings.compiling.check != "no":
             owned.enter_context(watched(placed, learner.graphs.findings))
         learner.recomputed = recompute_blocks(settings.recompute, placed)
-        learner.offloaded = Offloaded(settings.offload, session.device)
+        learner.offloaded = OffloadState(settings.offload, session.device)
         owned.callback(learner.offloaded.close)
         learner.offloaded.apply(placed)
-        learner.precision_of = settings.precision.apply(placed, caches)
+        own_precision = settings.precision.apply(placed, caches)
+        learner.first_step_checks = [own_precision.check, learner.offloaded.check]
         learner.optimizer = build_optimizer(task, placed)
         if settings.optimizer_state is not None:
             learner.optimizer = in_eight_bits(learner.optimizer)
@@ -224,9 +229,9 @@ def set_up(
         pieces = any(True for _ in divided(placed))
         check_state(learner.optimizer, session.device, pieces, session.world_size)
         strategy.check_optimizer(learner.optimizer)
-        learner.offloaded.take(learner.optimizer)
+        learner.offloaded.take_optimizer(learner.optimizer)
         owned.enter_context(_memory_watched(learner, strategy))
-        learner.trained = Trained(learner.names)
+        learner.trained = TrainableParameters(learner.names)
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = fitted(strategy.stepper(learner), learner, strategy.one_process)
         if settings.update_in_backward:
@@ -238,7 +243,7 @@ def set_up(
 
 @contextmanager
 def _memory_watched(learner: Learner, strategy: Strategy) -> Iterator[None]:
-    """What each rank may use of its memory is held to."""
+    """Measures the rank's memory within the block, and enforces its memory limit."""
     settings, rank = learner.settings, learner.session.rank
     if settings.limits is not None and strategy.one_process:
         raise ConfigurationError(
@@ -256,14 +261,16 @@ def _memory_watched(learner: Learner, strategy: Strategy) -> Iterator[None]:
 
 
 def _agreed(precision: Precision, session: Session) -> Precision:
-    """Of all ranks together, also where nothing was chosen: whether all have chosen the same is compared later."""
+    """Returns the precision that all ranks support. All ranks call this, also those whose user chose no precision; a
+    later check compares their choices."""
     return agreed(precision, session.control.gather_objects(able(session.device)))
 
 
 def _build(
-    strategy: Strategy, task: Task, session: Session, settings: Settings
+    strategy: Strategy, task: Task, session: Session, settings: StrategySettings
 ) -> tuple[nn.Module, nn.Module | None]:
-    """The model to divide, and on rank 0 the one that holds the first weights if that is another."""
+    """Returns the model to divide, and, on rank 0, the model with the first weights if it is a different one (else
+    None)."""
     on_meta = model.build_on_meta(task, settings.seed) if strategy.divides_model else None
     if on_meta is None:
         built = model.build_model(task, settings.seed)
@@ -272,6 +279,7 @@ def _build(
 
 
 def _draw_apart(seed: int, mesh: Mesh) -> None:
-    """Ranks that compute the same terms of the same samples draw the same numbers, others others."""
+    """Seeds the random number generator: ranks that compute the same samples draw equal numbers, all others different
+    ones."""
     part = mesh.data.index * mesh.degree("context") + mesh.index("context")
     torch.manual_seed(((seed << 20) + part) % 2**63)

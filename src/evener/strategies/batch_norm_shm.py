@@ -1,16 +1,16 @@
-"""Ranks of one host, which tell each other a layer's few numbers through memory that they share.
+"""Exchanges BatchNorm statistics between the ranks of one host through shared memory.
 
-A model has tens of layers that look at all samples, and each waits for the others twice a step. Through sockets such a
-meeting takes a fifth of a millisecond and wakes up threads that the computation needs; here it is a store and a look::
+A model has tens of BatchNorm layers, and each exchanges a few numbers twice a step. Through sockets an exchange takes
+0.2 ms and wakes up threads while the computation needs the cores. In shared memory it is one store and a few loads::
 
     post(message n)   title and numbers ─▶ this rank's slot n mod 4, then  entered[rank] = n + 1
-    take()            until entered[all] > n: do the titles agree? then the numbers of all, in order of rank
+    take()            wait until entered[all] > n, compare the titles, return the numbers of all in order of rank
 
-The title says of which layer a message is, in which direction and how long, so that ranks which come to different
-layers are told so. A message longer than a slot goes in parts, one after the other.
+The title names the layer, the direction and the length of the message, so that ranks that reach different layers get an
+error. A message longer than a slot is sent in several parts.
 
-A rank posts only after it has taken what came before, so that a slot is free again when its turn comes: who posts
-message n + 2 has taken n + 1, so all have posted that, so all have taken n. Two slots would do.
+A rank posts a message only after it has taken the previous one. So a slot is free again when it is reused: a rank that
+posts message n + 2 has taken n + 1, so all ranks have posted n + 1, so all have taken n. Two slots would be enough.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _NUMBERS_NBYTES = 64 * 1024
 
 
 class Neighbors(Peers):
-    """The ranks of ``group``, of one host, for messages of CPU tensors.
+    """The ranks of ``group``, all on one host, which exchange CPU tensors through shared memory.
 
     Args:
-        timeout_seconds: How long to wait for a rank. Where a watchdog runs, which says more, a little longer.
+        timeout_seconds: How long to wait for a rank. If a watchdog runs, it waits a little longer, because the
+            watchdog's message says more.
 
     Raises:
-        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+        ConfigurationError: If the ranks are on several hosts, or the machine does not support this. Raised on all
+            ranks.
     """
 
     what = "ranks"
@@ -47,7 +49,7 @@ class Neighbors(Peers):
         self._names = dist.get_process_group_ranks(group)
         slots = Slots(group, _SLOTS, _TITLE_NBYTES + _NUMBERS_NBYTES, timeout_seconds, WHAT)
         self._slots: Slots | None = slots
-        self.held_nbytes = self._ranks * _SLOTS * (_TITLE_NBYTES + _NUMBERS_NBYTES)  # each maps those of all
+        self.held_nbytes = self._ranks * _SLOTS * (_TITLE_NBYTES + _NUMBERS_NBYTES)  # all are mapped
         self._titles = [[self._title(slots, rank, slot) for rank in self._all()] for slot in range(_SLOTS)]
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
         self._texts: dict[tuple[str, torch.dtype, int], bytes] = {}
@@ -71,7 +73,7 @@ class Neighbors(Peers):
         return later
 
     def close(self) -> None:
-        """Gives back the memory, when the last view of it is gone."""
+        """Frees the shared memory once no views of it are left."""
         self._slots = None
         self._titles.clear()
         self._views.clear()
@@ -84,7 +86,7 @@ class Neighbors(Peers):
         self._of(slots, part)[number % _SLOTS][self._rank].copy_(part)
         self._posted = number + 1
         slots.count_call()
-        slots.publish(ENTERED, number + 1)  # after title and numbers, and x86 keeps that order: see slots
+        slots.publish(ENTERED, number + 1)  # stored after title and numbers; x86 keeps that order: see slots
         return number
 
     def _take(self, number: int, part: Tensor, title: bytes) -> Tensor:
@@ -136,7 +138,7 @@ class Neighbors(Peers):
         return self._texts[key]
 
     def _of(self, slots: Slots, part: Tensor) -> list[list[Tensor]]:
-        """Views of every slot of every rank, as long as ``part``."""
+        """Returns views of all slots of all ranks, each as long as ``part``."""
         key = part.dtype, len(part)
         if key not in self._views:
             before = _TITLE_NBYTES // part.itemsize

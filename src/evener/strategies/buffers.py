@@ -1,8 +1,8 @@
-"""Buffers that a forward pass writes from a rank's own samples, told once.
+"""Copies buffers that a forward pass changed from one rank to all others, and warns if they depend on samples.
 
-Ranks that divide a batch are given the same buffers after each step, those of one of them. Where what is written
-follows from the weights alone (``spectral_norm``), that is what one device would have; where it follows from samples
-(a running average in a module of the user's), it is not, and no collective of ours can know how to make it so.
+Ranks that divide a batch get equal buffers after each step: those of one rank. If a buffer follows from the weights
+alone (as with ``spectral_norm``), this matches training on one device. If it follows from samples (as with a running
+average in a user's module), it does not match, and no collective can know how to correct it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,29 @@ from evener.strategies.learner import Learner
 
 
 def share_buffers(learner: Learner, batch: Batch) -> None:
-    """Gives all ranks one rank's loose buffers, written with ``batch``. A collective call."""
+    """Copies the loose buffers of the first rank with samples to all ranks. All ranks must call this together.
+
+    Args:
+        batch: The batch whose forward pass changed the buffers.
+    """
     if not learner.has_shared_buffers:
         learner.has_shared_buffers = True
         _tell(learner, batch)
-    learner.synchronizer.share_buffers(learner.loose_buffers(), batch.first_part)
+    learner.synchronizer.share_buffers(learner.loose_buffers.tensors(), batch.first_part)
 
 
 def _tell(learner: Learner, batch: Batch) -> None:
-    """Compares the buffers of ranks that have had samples of a batch, where each computes a part of its own on a CPU.
+    """Compares the buffers of the ranks that had samples. Only on CPU ranks of one kind that each compute samples of
+    their own.
 
     Warns:
-        UserWarning: On rank 0, if they differ.
+        UserWarning: On rank 0, if the buffers differ.
     """
     divided = learner.data.degree > 1 and learner.data.is_whole
     uncompared = is_late(learner.session.device) or learner.session.mixed
     if not divided or learner.settings.batch_norm == "local" or uncompared:
-        return  # a step waits for no device; and unlike ones round differently, on all ranks or none
-    loose = {id(buffer) for buffer in learner.loose_buffers()}
+        return  # a step must not wait for a GPU, and mixed devices round differently; all ranks decide alike
+    loose = {id(buffer) for buffer in learner.loose_buffers.tensors()}
     own = {
         clean_name(name): digest_of(local(buffer))
         for name, buffer in learner.model.named_buffers()

@@ -1,4 +1,4 @@
-"""Several strategies over one mesh, each along its own axis.
+"""Combines several strategies over one mesh, each along its own axis.
 
 ::
 
@@ -8,9 +8,9 @@
     data 0       rank 0     rank 1         the model divided between 0 and 1, as between 2 and 3
     data 1       rank 2     rank 3         its gradients summed between 0 and 2, as between 1 and 3
 
-The model goes through the hands of all of them, from the axis whose messages are most to the one whose are fewest.
-Gradients are summed over the axes that divide the batch by the strategy of ``shard``, or where there is none by that of
-``data``; around that each does what its own axis needs besides.
+Each strategy divides the model in turn, beginning with the axis that communicates most. The strategy of the ``shard``
+axis, or without one that of ``data``, sums gradients over the axes that divide the batch. The other strategies add the
+communication that their own axes need.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from evener.errors import ConfigurationError
 from evener.strategies.after_backward import summing_afterwards
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import Ddp
-from evener.strategies.interfaces import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.registry import strategy_called
 from evener.strategies.single import Single
 
 USUAL = {"pipeline": "pipeline", "shard": "sharded", "context": "context", "tensor": "tensor", "data": "ddp"}
-"""The strategy of an axis for which none is named."""
+"""The default strategy of each axis."""
 _DIVIDING = ("tensor", "context", "pipeline", "shard", "data")
-"""The order in which the model is divided."""
+"""The order of axes in which their strategies divide the model."""
 _STEPPING = ("pipeline", "context", "shard", "tensor", "data")
-"""Whose stepper it is, of the first that there is."""
+"""The order of axes in which a stepper is looked for: the first axis in the mesh provides it."""
 
 
 def laid(parts: Sequence[Strategy], mesh: str | None, world_size: int) -> Strategy:
-    """One strategy of all of them, over the axes of ``mesh``.
+    """Returns one strategy that combines ``parts`` over the axes of ``mesh``.
 
     Args:
-        parts: Those that were named; other axes of the mesh get their usual ones, and without a mesh none is ``ddp``.
-        mesh: As ``--mesh`` has it. Ranks that it leaves over are on the axis of the first part that is not in it, or
-            on ``data``. None leaves one strategy the layout of its own.
-        world_size: Ranks.
+        parts: The named strategies. Other axes of the mesh get their default strategies. Without parts and without a
+            mesh the result is ``ddp``.
+        mesh: In the format of ``--mesh``. Remaining ranks go to the axis of the first part that is not in it, or to
+            ``data``. With None, a single strategy chooses its own layout.
+        world_size: The number of ranks.
 
     Raises:
-        ConfigurationError: If the strategies cannot be laid over such a mesh, with the reason.
+        ConfigurationError: If the strategies cannot be combined over such a mesh, with the reason.
     """
     if world_size == 1 and all(map(_is_of_evener, parts)) and not any(part.one_process for part in parts):
         _check_product(degrees_of(mesh), 1)
@@ -66,16 +67,16 @@ def laid(parts: Sequence[Strategy], mesh: str | None, world_size: int) -> Strate
         )
     degrees = _completed(degrees_of(mesh), parts, world_size)
     found = _one_for_each(degrees, parts)
-    if len(found) == 1 and found[0].layout(world_size, Settings()).degrees == degrees:
+    if len(found) == 1 and found[0].layout(world_size, StrategySettings()).degrees == degrees:
         return found[0]
     return Composed(found, degrees)
 
 
 def degrees_of(mesh: str | None) -> dict[str, int]:
-    """The ranks along each axis that ``data=2,tensor=2`` names.
+    """Parses a mesh such as ``data=2,tensor=2`` into the number of ranks along each axis.
 
     Raises:
-        ConfigurationError: If it is not of that form, or there is no such axis.
+        ConfigurationError: If the format is wrong, or an axis is unknown.
     """
     degrees: dict[str, int] = {}
     for item in mesh.split(",") if mesh else ():
@@ -90,7 +91,7 @@ def degrees_of(mesh: str | None) -> dict[str, int]:
 
 
 def _completed(degrees: Mapping[str, int], parts: Sequence[Strategy], world_size: int) -> dict[str, int]:
-    """With the ranks that are left over on an axis that is not named."""
+    """Returns the degrees with the remaining ranks on an axis that is not named, without axes of one rank."""
     free = next((part.axis for part in parts if part.axis not in degrees), "data")
     product = math.prod(degrees.values())
     given = dict(degrees)
@@ -110,7 +111,7 @@ def _check_product(degrees: Mapping[str, int], world_size: int) -> None:
 
 
 def _one_for_each(degrees: Mapping[str, int], parts: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """A strategy for each axis, in the order in which they divide the model."""
+    """Returns a strategy for each axis, in the order in which they divide the model."""
     of_axis: dict[str, Strategy] = {}
     for part in parts:
         if part.axis in of_axis:
@@ -146,11 +147,11 @@ def _is_of_evener(part: Strategy) -> bool:
 
 
 class Composed(Strategy):
-    """Strategies that divide a step together.
+    """Several strategies that run a training step together.
 
     Args:
-        parts: One for each axis, in the order in which they divide the model.
-        degrees: Ranks along each axis.
+        parts: One strategy for each axis, in the order in which they divide the model.
+        degrees: The number of ranks along each axis.
     """
 
     def __init__(self, parts: Sequence[Strategy], degrees: Mapping[str, int]) -> None:
@@ -158,7 +159,7 @@ class Composed(Strategy):
 
     @property
     def parts(self) -> tuple[Strategy, ...]:
-        """One for each axis."""
+        """The strategies, one for each axis."""
         return self._parts
 
     @property
@@ -172,7 +173,7 @@ class Composed(Strategy):
     def __str__(self) -> str:
         return " x ".join(f"{part} {self._degrees[part.axis]}" for part in reversed(self._parts))
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         _check_product(self._degrees, world_size)
         for part in self._parts:
             part.layout(self._degrees[part.axis], settings)
@@ -181,7 +182,7 @@ class Composed(Strategy):
     def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
         return Composed([part.prepared(model, learner) for part in self._parts], self._degrees)
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         for part in self._parts:
             model = part.parallelize(model, mesh, settings)
         return model
@@ -193,7 +194,7 @@ class Composed(Strategy):
         return found
 
     def _summing(self, learner: Learner) -> Synchronizer:
-        """Of the axes that divide the batch."""
+        """Returns the synchronizer that sums gradients over the axes that divide the batch."""
         dividing = self._of("shard") or self._of("data") or Ddp()
         if type(dividing) is Ddp and not all(part.sums_in_backward for part in self._parts):
             return summing_afterwards(learner)
@@ -216,9 +217,9 @@ class Composed(Strategy):
             dataset = part.portion(dataset, learner)
         return dataset
 
-    def pieces(self, learner: Learner) -> Cut:
+    def pieces(self, learner: Learner) -> BatchSlicer:
         cutting = self._of("context")
-        return Cut() if cutting is None else cutting.pieces(learner)
+        return BatchSlicer() if cutting is None else cutting.pieces(learner)
 
     def _of(self, axis: str) -> Strategy | None:
         return next((part for part in self._parts if part.axis == axis), None)

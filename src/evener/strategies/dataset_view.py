@@ -1,11 +1,11 @@
-"""What this rank reads of a data set, for each of the three ways to partition one.
+"""The part of a data set that this rank reads, for each of the three ways to partition data.
 
 ===========  ==============================================  ==========================================
-partition    a rank reads                                    said by
+partition    a rank reads                                    chosen by
 ===========  ==============================================  ==========================================
-by batch     its share of every batch, of one data set       nothing: it is what happens
+by batch     its share of every batch, of one data set       default
              that all ranks can read
-by sample    the part that it alone holds                    ``Task(partition="sample")``
+by sample    the samples that it alone holds                 ``Task(partition="sample")``
 by           its columns of every sample                     ``strategy="dimension"``
 dimension
 ===========  ==============================================  ==========================================
@@ -20,13 +20,13 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from evener.data.loader import Loader
-from evener.data.local_shards import Parts, gather_parts
+from evener.data.local_shards import LocalShards, gather_parts
 from evener.data.sampler import ListedOrder, Order
 from evener.errors import ConfigurationError
 from evener.strategies.learner import Learner
 
 Listing = Callable[[int], Any]
-"""From the number of an epoch to the numbers of its samples."""
+"""Maps an epoch number to the numbers of the epoch's samples."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,32 @@ class Reading:
 
     dataset: Any
     name: str
-    """What errors call it."""
+    """The name of the data set in error messages."""
     rank: int
-    """Which part of a batch is this rank's."""
+    """The number of this rank's part of a batch."""
     ranks: int
-    """How many parts a batch has."""
-    parts: Parts | None
-    """Where each rank owns samples of its own."""
+    """The number of parts of a batch."""
+    parts: LocalShards | None
+    """The ranks' own samples, if the data are partitioned by sample; else None."""
     balanced: bool
-    """Whether the ranks may take any shares of a batch."""
+    """True if ranks may take any shares of a batch, so that load balancing can adapt them."""
     agree: Callable[[int], list[int]]
-    """Gathers an integer of each part of a batch."""
+    """Gathers one integer from each part of a batch. All ranks must call it together."""
     listed: ListedOrder | None = None
-    """The order of samples, where the task gives one."""
+    """The order of samples, if the task defines one."""
 
     @classmethod
-    def of(cls, learner: Learner, dataset: Any, name: str, listed: Listing | None = None) -> Reading:
-        """How the rank of ``learner`` reads ``dataset``. All ranks call it together.
+    def from_learner(
+        cls, learner: Learner, dataset: Any, name: str, listed: Listing | None = None
+    ) -> Reading:
+        """Returns how the rank of ``learner`` reads ``dataset``. All ranks must call this together.
 
         Args:
             listed: The task's own order of samples, if it has one.
 
         Raises:
-            ConfigurationError: If the partition cannot be, or the task's order lists no samples of the data set.
+            ConfigurationError: If the data cannot be partitioned this way, or the task's order does not fit the data
+                set.
         """
         session, data = learner.session, learner.data
         portion, parts = learner.portion(dataset), None
@@ -75,7 +78,7 @@ class Reading:
 
     @property
     def size(self) -> int | None:
-        """Samples over all ranks; None if the data set does not tell."""
+        """The number of samples over all ranks. None if the data set does not tell it."""
         if self.parts is not None:
             return self.parts.size
         if self.listed is not None:
@@ -83,7 +86,8 @@ class Reading:
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     def shuffled(self, seed: int) -> Order | None:
-        """The task's order, or a shuffled one of what this rank reads; an iterable data set has none."""
+        """Returns the task's order, or a shuffled order of the samples that this rank reads. Returns None for an
+        iterable data set."""
         if self.listed is not None:
             return self.listed
         if self.parts is not None:
@@ -91,12 +95,12 @@ class Reading:
         return None if isinstance(self.dataset, IterableDataset) else Order(len(self.dataset), seed=seed)
 
     def loader(self, order: Order | None, **options: Any) -> Loader:
-        """A loader of it."""
+        """Returns a loader of the data set."""
         place: dict[str, Any] = {"rank": self.rank, "world_size": self.ranks, "parts": self.parts}
         return Loader(self.dataset, order, name=self.name, agree=self.agree, **place, **options)
 
 
-def _order(listed: Listing, dataset: Any, parts: Parts | None) -> ListedOrder:
+def _order(listed: Listing, dataset: Any, parts: LocalShards | None) -> ListedOrder:
     if parts is not None or not hasattr(dataset, "__len__"):
         kind = "data that are partitioned by sample" if parts is not None else "an iterable data set"
         raise ConfigurationError(

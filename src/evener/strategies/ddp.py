@@ -1,18 +1,18 @@
-"""A replica of the model on every rank, on PyTorch's DistributedDataParallel.
+"""Data parallelism with PyTorch's DistributedDataParallel: every rank holds a replica of the model.
 
-DDP's reducer fills buckets while backward runs and hands each to a communication hook; here the hook sums. Two things
-are done differently from DDP's own ways.
+DDP's reducer fills buckets during backward and passes each to a communication hook, which sums the bucket. Two things
+differ from plain DDP.
 
 *Missing gradients.* DDP waits for a gradient of every parameter, or, with ``find_unused_parameters``, walks the graph
-and exchanges a map of used parameters in every step. Here a backward that leaves some buckets unfilled is followed by
-a second one that gives zeros to the parameters that were left out, in the same iteration of the reducer, so that a rank
-whose samples skip a layer neither hangs the others nor costs the usual step anything.
+and exchanges a map of used parameters in every step. Here, if backward leaves buckets unfilled, a second backward in
+the same iteration of the reducer gives zeros to the parameters without gradient. So a rank whose samples skip a layer
+does not hang the others, and ordinary steps cost nothing extra.
 
-*Nothing but gradients is exchanged in a step.* Buffers are not broadcast before every forward pass: those of BatchNorm
-are exact and therefore equal, others are shared only if a forward pass was seen to write to them.
+*Only gradients are exchanged in a step.* Buffers are not broadcast before every forward pass. The buffers of an exact
+BatchNorm are equal anyway; other buffers are shared only after a forward pass has written to them.
 
-On a GPU the host waits for none of this, but for once: before its second forward pass DDP makes its buckets anew, in
-the order in which rank 0's gradients came, and reads that order from the device.
+On a GPU the host waits for the device only once: before the second forward pass DDP rebuilds its buckets in the order
+in which rank 0's gradients came, and reads that order from the device.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
 from evener.distributed.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
-from evener.hardware.async_read import Here, Readout
+from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.timers import waiting
-from evener.strategies.after_backward import Afterwards, is_apart, summing_afterwards, zeros_of
+from evener.strategies.after_backward import PostBackwardSum, is_apart, summing_afterwards, zeros_of
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.single import Alone
+from evener.strategies.single import NoSync
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.torch_internals.ddp import leave_out, no_buffer_broadcast
 
 
 class Ddp(Strategy):
-    """Every rank holds the whole model; gradients are summed while backward runs."""
+    """Data parallelism: every rank holds the whole model, and gradients are summed during backward."""
 
     combines: ClassVar[tuple[str, ...]] = AXES
     mixes: ClassVar[bool] = True
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({"data": world_size})
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -68,12 +68,13 @@ class Ddp(Strategy):
 
 
 def summing(learner: Learner) -> Synchronizer:
-    """Sums gradients over the ranks that divide the terms of a batch, if there are several."""
+    """Returns a synchronizer that sums gradients during backward over the ranks that divide a batch. With only one such
+    rank, returns one that sums nothing."""
     group = learner.mesh.group(*DIVIDING_TERMS)
-    return Alone(learner) if group is None else DdpSum(learner, group)
+    return NoSync(learner) if group is None else DdpSum(learner, group)
 
 
-class DdpSum(Afterwards):
+class DdpSum(PostBackwardSum):
     """Sums gradients over the ranks of ``group`` through PyTorch's DistributedDataParallel."""
 
     holds_all = True
@@ -84,7 +85,7 @@ class DdpSum(Afterwards):
         self._hook = GradientSum(_send(learner, group, self._all_reduce), learner)
         self._filled: set[Tensor] = set()
         self._ddp: DistributedDataParallel | None = None
-        self._of_thawed: Readout = Here(0.0)
+        self._of_thawed: Readout = ReadyValue(0.0)
 
     def _summed_by(self) -> AllReduce:
         settings, session = self._learner.settings, self._learner.session
@@ -101,7 +102,7 @@ class DdpSum(Afterwards):
     def wrap(self, replica: nn.Module) -> nn.Module:
         with self._learner.trained.as_at_first():
             self._ddp = self._wrapped(replica)
-        # Without annotations, which DDP compares with the classes themselves and not with their names.
+        # The lambda has no annotations: DDP would compare them with classes, and here annotations are strings.
         self._ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
         return self._ddp
 
@@ -122,14 +123,14 @@ class DdpSum(Afterwards):
 
     @cached_property
     def bucket_bytes(self) -> int:
-        """That of the settings, or chosen by what the all-reduce is expected to take."""
+        """The bucket size in bytes: from the settings, or chosen by the expected time of the all-reduce."""
         nbytes = sum(p.nbytes for p in self._trained())
         chosen = self._learner.settings.bucket_bytes
         return chosen or bucket_nbytes(self._all_reduce.expected_seconds, nbytes)
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
-        """Of its all-reduce: DDP's buckets are where the gradients lie."""
+        """Bytes that the all-reduce holds. DDP's buckets take no more: gradients are views of them."""
         return self._all_reduce.held_nbytes
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
@@ -139,10 +140,13 @@ class DdpSum(Afterwards):
         return nullcontext() if last else self._ddp.no_sync()
 
     def complete(self) -> tuple[str, ...]:
-        """Where backward has left buckets unfilled, DDP still waits for them, and so do the other ranks. A second
-        backward, of a scalar whose gradient is zero in just those parameters, fills them within the same iteration of
-        the reducer: to it, the two are one backward that came in two parts. A gradient that an earlier micro-batch
-        left stays, for zero is added to it. Parameters that are frozen since get zeros too, which are forgotten."""
+        """Completes the reduction. Returns the names of the parameters without a gradient from this rank.
+
+        If backward left buckets unfilled, DDP still waits for them, and so do the other ranks. A second backward, of a
+        scalar with zero gradient in just those parameters, fills them in the same iteration of the reducer. A gradient
+        from an earlier micro-batch stays, because zero is added to it. Parameters frozen since the start get zeros too,
+        and their gradients are then dropped.
+        """
         missing = self._without_gradient(self._thawed())
         self._of_thawed = self._learner.look_at(self._thawed())
         if self._hook.saw_last_bucket:
@@ -171,31 +175,32 @@ class DdpSum(Afterwards):
 
 
 Send = Callable[[GradBucket], Future[Tensor]]
-"""Starts to sum a bucket over the ranks."""
+"""Starts to sum a bucket over the ranks. Returns a future of the summed bucket."""
 
 
 def _send(learner: Learner, group: dist.ProcessGroup, all_reduce: AllReduce) -> Send:
-    """How a bucket is sent."""
+    """Returns the function that sums a bucket: PowerSGD or the all-reduce."""
     if learner.settings.compression == "powersgd":
         return partial(power_sgd_hook, power_sgd_state(group))
     return partial(hook, all_reduce)
 
 
 class GradientSum:
-    """DDP's communication hook: sums each bucket, which is no work of this rank's own."""
+    """DDP's communication hook: sums each bucket over the ranks. The time this takes is not counted as the rank's own
+    work."""
 
     def __init__(self, send: Send, learner: Learner) -> None:
         self._send, self._learner = send, learner
         self.begin()
 
     def begin(self) -> None:
-        """A micro-batch begins."""
+        """Resets the hook for a new micro-batch."""
         self.saw_last_bucket = False
         self.soundness: list[Readout] = []
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.saw_last_bucket = bucket.is_last()
-        # Of what this rank adds, before it is lost in the sum of all.
+        # Check this rank's own gradients before they are summed with those of others.
         self.soundness.append(self._learner.unsound.of_flat(bucket.buffer(), partial(self._named, bucket)))
         if self.saw_last_bucket:
             self._learner.pace.work_done()
@@ -210,7 +215,8 @@ class GradientSum:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """A scalar whose gradient is zero in every parameter: what a rank adds to a sum of which it has no term."""
+    """Returns a scalar with zero gradient in every parameter. A rank without gradients uses it to contribute zeros to
+    the sum."""
 
     @staticmethod
     def forward(ctx: Any, sparse: list[bool], *parameters: Tensor) -> Tensor:

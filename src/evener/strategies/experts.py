@@ -1,7 +1,8 @@
-"""The samples and the experts divided over the same ranks; all else is replicated, as with ``ddp``.
+"""Expert parallelism: divides samples and experts over the same ranks. Everything else is replicated, as with ``ddp``.
 
-Each rank holds some of the experts of every :class:`~evener.nn.Experts` and has tokens for all of them. An expert's
-gradient is whole on the rank that holds it, for the tokens of all ranks have come there; the others' are summed::
+Each rank holds some experts of every :class:`~evener.nn.Experts` layer and has tokens for all of them. The rank that
+holds an expert gets its tokens from all ranks, so that the expert's gradient is complete there. All other gradients are
+summed over the ranks::
 
     rank 0   samples 0 1 2 ─▶ layers ─▶ router ─┐  ┌▶ experts 0 1 ─┐  ┌─▶ layers ─▶ loss     layers: summed
                                                 ├──┤               ├──┤
@@ -15,16 +16,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from evener.components.sharded_tensor.shard_spec import Slice, mark
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
 from evener.distributed.mesh import AXES, Mesh
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.experts import STACKED, Experts
 from evener.strategies.ddp import Ddp
 from evener.strategies.features import check_elementwise, check_untied
-from evener.strategies.interfaces import Settings
+from evener.strategies.interfaces import StrategySettings
 
 AXIS = "data"
-"""The axis of the mesh over which experts are divided."""
+"""The mesh axis over which experts are divided."""
 
 
 _OF_ITS_HOLDER = (
@@ -34,10 +35,10 @@ _OF_ITS_HOLDER = (
 
 
 class ExpertParallel(Ddp):
-    """The model's layers of experts divided over the ranks, as equally as can be.
+    """Divides the model's expert layers over the ranks, as equally as possible.
 
     Raises:
-        TaskError: If the model has none, or an expert's weight is another layer's too.
+        TaskError: If the model has no expert layers, or if an expert's weight is shared with another layer.
         ConfigurationError: If there are more ranks than experts in a layer.
     """
 
@@ -45,15 +46,15 @@ class ExpertParallel(Ddp):
     combines = ()
     apart: ClassVar = dict.fromkeys(AXES, _OF_ITS_HOLDER)
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         layers = _expert_layers(model)
-        # A group of its own: the messages of forward and backward never meet those of the buckets.
+        # A separate group, so that the messages of forward and backward cannot mix with gradient buckets.
         group = mesh.new_group(AXIS)
         if group is not None:
             for name, layer in layers.items():
                 pieces = _pieces(name, layer, mesh.degree(AXIS))
                 for stacked in STACKED:
-                    _cut(layer, stacked, Slice(AXIS, 0, pieces, mesh.index(AXIS)))
+                    _cut(layer, stacked, ShardSpec(AXIS, 0, pieces, mesh.index(AXIS)))
                 layer.divide(pieces, group)
         return super().parallelize(model, mesh, settings)
 
@@ -82,6 +83,6 @@ def _pieces(name: str, layer: Experts, degree: int) -> tuple[range, ...]:
     return tuple(map(range, cuts, cuts[1:]))
 
 
-def _cut(layer: Experts, name: str, piece: Slice) -> None:
+def _cut(layer: Experts, name: str, piece: ShardSpec) -> None:
     whole = layer.get_parameter(name)
-    setattr(layer, name, mark(nn.Parameter(piece.part(whole.detach()), whole.requires_grad), piece))
+    setattr(layer, name, set_shard_spec(nn.Parameter(piece.part(whole.detach()), whole.requires_grad), piece))

@@ -1,20 +1,21 @@
-"""Every rank reads all samples but only its slice of their features, for features too many for one device.
+"""Feature parallelism: every rank reads all samples, but only a slice of their features. For very wide inputs.
 
-The first layer is divided along its input features (:mod:`evener.nn.feature_parallel`), the rest of the model is
+The first layer is divided along its input features (:mod:`evener.nn.feature_parallel`). The rest of the model is
 replicated, and every rank computes it for the whole batch::
 
     rank 0   x[:, 0:4] ─▶ W[:, 0:4] ─┐         ┌─▶ all other layers ─▶ loss
                                      ├─ sum ───┤
     rank 1   x[:, 4:7] ─▶ W[:, 4:7] ─┘         └─▶ all other layers ─▶ loss         the same on both
 
-What belongs to whom decides what is exchanged:
+Communication:
 
-- *Slices* belong to one rank, and so do their gradients: nothing to exchange, but a norm of all gradients needs the
-  squares of all ranks.
-- *Replicated parameters* get the same gradient on every rank, of all samples, to be taken once and not summed. Ranks
-  on devices of two kinds round differently, though, and their replicas would drift apart: all take rank 0's bits.
+- *Slices* and their gradients belong to one rank, and are not exchanged. Only the norm of all gradients needs a sum of
+  squares over the ranks.
+- *Replicated parameters* get the same gradient, for all samples, on every rank; it is not summed. Devices of different
+  kinds round differently, so that replicas would drift apart: all ranks take the gradients of rank 0.
 
-Buffers, too, are rank 0's. Only the sum in the first layer moves activations: samples * out_features numbers a pass.
+Buffers are taken from rank 0 too. Only the sum in the first layer moves activations: samples * out_features numbers per
+pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
 from evener.components import gradients
 from evener.components.coalesce import by_kind, sent_as_one
-from evener.components.sharded_tensor.shard_spec import Slice, mark, slice_over
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, slice_over
 from evener.core.half_precision import added_in_float32
 from evener.data.feature_slice import columns_of, divide_columns
 from evener.distributed.mesh import Layout, Mesh
@@ -41,7 +42,7 @@ from evener.hardware.timers import waiting
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
@@ -49,53 +50,54 @@ from evener.strategies.sync_batch_norm import normalize_together
 T = TypeVar("T", bound=Tensor)
 
 AXIS = "tensor"
-"""The axis of the mesh over which features are divided."""
+"""The mesh axis over which features are divided."""
 _NOT_ELEMENTWISE = ("Adafactor", "Muon")
-"""Optimizers of torch that look at a weight as a whole, which nobody holds here."""
+"""PyTorch optimizers that need whole weight matrices, which no rank holds here."""
 
 
 class FeatureParallel(Strategy):
-    """The features divided over the ranks: a slice of the first layer each, and a replica of all else.
+    """Divides the input features over the ranks: each rank holds a slice of the first layer and a replica of all
+    others.
 
-    The layers that read the features are the model's :class:`~evener.nn.FeatureParallelLinear`, or if it has none its
-    first ``nn.Linear``. Fixed weights of ``balance`` are the ranks' parts of the features; else these are equal. Over
-    a mesh that has a data axis too the samples are divided over that.
+    The divided layers are the model's :class:`~evener.nn.FeatureParallelLinear` layers, or, without any, its first
+    ``nn.Linear``. Fixed weights of ``balance`` set the ranks' shares of the features; otherwise the shares are equal.
+    If the mesh has a data axis too, the samples are divided over it.
 
     Raises:
-        TaskError: If no layer can be divided, or its weight is also another layer's.
-        ConfigurationError: If there are more ranks than features, or a setting that cannot be.
+        TaskError: If no layer can be divided, or if its weight is shared with another layer.
+        ConfigurationError: If there are more ranks than features, or a setting is not supported.
     """
 
     divides_model = True
     axis = AXIS
     combines = ("data", "shard")
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         if settings.compression is not None:
             raise ConfigurationError(
                 f"strategy 'dimension' sends no gradients that {settings.compression!r} could compress; leave it out"
             )
         return Layout({AXIS: world_size})
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         group, layers = mesh.group(AXIS), _feature_layers(model)
         if group is None:
             return normalize_together(model, mesh)
         all_reduce = make(settings.all_reduce, group, mesh.timeout_seconds)
-        mesh.own(all_reduce.close)
+        mesh.close_with_mesh(all_reduce.close)
         width = next(iter(layers.values())).in_features
         columns = divide_columns(width, settings.weights or [1.0] * mesh.degree(AXIS))
-        piece = Slice(AXIS, 1, tuple(columns), mesh.index(AXIS))
+        piece = ShardSpec(AXIS, 1, tuple(columns), mesh.index(AXIS))
         for layer in layers.values():
-            divided = divide_features(layer, piece.own, lambda partial: all_reduce(partial).wait())
-            mark(divided.get_parameter("weight"), piece)
+            divided = divide_features(layer, piece.local_bounds, lambda partial: all_reduce(partial).wait())
+            set_shard_spec(divided.get_parameter("weight"), piece)
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
         return self.around(learner, summing(learner))
 
     def around(self, learner: Learner, inner: Synchronizer) -> Synchronizer:
-        return SameBits(learner, AXIS, inner)
+        return ReplicatedGradSync(learner, AXIS, inner)
 
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
@@ -106,14 +108,15 @@ class FeatureParallel(Strategy):
     def portion(self, dataset: Any, learner: Learner) -> Any:
         pieces = (slice_over(parameter, AXIS) for parameter in learner.model.parameters())
         piece = next((piece for piece in pieces if piece), None)
-        return dataset if piece is None else columns_of(dataset, piece.own, piece.pieces[-1].stop)
+        return dataset if piece is None else columns_of(dataset, piece.local_bounds, piece.pieces[-1].stop)
 
 
-class SameBits(Synchronizer):
-    """Gives the ranks of ``axis``, which compute the same samples, the same gradients of what each holds whole.
+class ReplicatedGradSync(Synchronizer):
+    """Gives the ranks of ``axis``, which compute the same samples, bitwise equal gradients of their replicated
+    parameters.
 
     Args:
-        inner: Sums the gradients over other axes before.
+        inner: Sums the gradients over the other axes first.
     """
 
     def __init__(self, learner: Learner, axis: str, inner: Synchronizer) -> None:
@@ -178,22 +181,23 @@ class SameBits(Synchronizer):
         self._share(gradients.values(p) for p in self._whole(parameters) if p.grad is not None)
 
     def _whole(self, tensors: Iterable[T]) -> Iterator[T]:
-        """Those that are not divided over the axis."""
+        """Yields the tensors that are not divided over the axis."""
         return (tensor for tensor in tensors if slice_over(tensor, self._axis) is None)
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all ranks the values of the first."""
+        """Broadcasts the tensors of the first rank to all ranks of the axis."""
         self._together(tensors, lambda tensor: dist.broadcast(tensor, group=self._group, group_src=0))
 
     def _sum(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all ranks the sum of their values."""
+        """Sums the tensors over the ranks of the axis."""
         self._together(tensors, lambda tensor: added_in_float32(tensor, self._all_reduce))
 
     def _all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._group)
 
     def _together(self, tensors: Iterable[Tensor], send: Callable[[Tensor], Any]) -> None:
-        """Sends in place: small tensors of one type together, large ones alone."""
+        """Applies ``send`` to the tensors in place: small tensors of one type joined into one message, large ones
+        alone."""
         if self._group is None:
             return
         large = self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
@@ -209,9 +213,7 @@ class SameBits(Synchronizer):
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Raises:
-    ConfigurationError: For an optimizer that needs whole weights, of which a rank of ``strategy`` holds slices.
-    """
+    """Raises ConfigurationError if ``optimizer`` needs whole weights: each rank of ``strategy`` holds only slices."""
     if type(optimizer).__name__ in _NOT_ELEMENTWISE:
         raise ConfigurationError(
             f"{type(optimizer).__name__} looks at a weight as a whole, but each rank of strategy {strategy!r} holds a "
@@ -220,10 +222,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
 
 
 def _feature_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that read the features, by name.
+    """Returns the layers that read the input features, by name.
 
     Raises:
-        TaskError: If there are none, or they cannot be divided alike.
+        TaskError: If there are none, or if their input sizes differ.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     marked = {name: layer for name, layer in linear.items() if isinstance(layer, FeatureParallelLinear)}
@@ -247,9 +249,7 @@ def _check_alike(layers: Mapping[str, nn.Linear]) -> None:
 
 
 def check_untied(model: nn.Module, divided: Iterable[Tensor]) -> None:
-    """Raises:
-    TaskError: If one of the parameters to divide stands under several names in the model.
-    """
+    """Raises TaskError if one of the parameters to divide has several names in the model (tied weights)."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -1,4 +1,4 @@
-"""The parts of a strategy: what the user may set, who runs which micro-batch when, what is summed over the ranks."""
+"""The parts of a strategy: its settings, the stepper that runs the micro-batches, and the gradient synchronizer."""
 
 from __future__ import annotations
 
@@ -25,210 +25,233 @@ from evener.hardware.memory.step_usage import NOTHING, Lap, MemoryUse
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the user may set about any strategy."""
+class StrategySettings:
+    """The settings that every strategy accepts."""
 
     seed: int = 0
     dtype: torch.dtype | None = None
-    """Type of the weights and of floating inputs and targets; None leaves them as they are made."""
+    """Data type of the weights and of floating-point inputs and targets. None keeps the types of the model and the
+    data."""
     precision: Precision = field(default_factory=Precision)
-    """What the model computes in."""
+    """The precision in which the model computes."""
     compiling: Compiling = field(default_factory=Compiling)
-    """What torch.compile makes faster."""
+    """How the model is compiled with torch.compile."""
     fits: bool = False
-    """Whether micro-batches are cut as memory wants."""
+    """True if each rank chooses the size of its micro-batches by its free memory (``micro_batch=auto``)."""
     limits: MemoryLimits | None = None
-    """What the ranks may use of their memory; None for all of it."""
+    """Limits on the memory that the ranks may use. None means no limits."""
     recompute: Recompute | None = None
-    """Which blocks of the model are computed again in backward; None for none."""
+    """The blocks of the model whose activations are recomputed in backward (activation checkpointing). None means
+    none."""
     offload: Offload = field(default_factory=Offload)
-    """What is kept outside of the device's memory."""
+    """What is offloaded from the device to host memory or disk."""
     optimizer_state: str | None = None
-    """``8bit`` for the task's Adam with state in codes; None leaves the optimizer as it is made."""
+    """``8bit`` keeps the state of the task's Adam in 8 bits. None leaves the optimizer as the task builds it."""
     batch_norm: str = "exact"
-    """``exact`` or ``local``: whether BatchNorm normalizes by the samples of all ranks, or by the rank's own."""
+    """``exact`` normalizes BatchNorm over the samples of all ranks; ``local`` uses the samples of each rank alone."""
     fuses: bool = True
-    """Whether the task's Adam is updated by a fused kernel, where it says nothing else."""
+    """True if the task's Adam uses a fused kernel, unless the task has chosen an implementation itself."""
     update_in_backward: bool = False
-    """Whether parameters are updated while backward runs."""
+    """True if each parameter is updated during backward, as soon as its gradient is complete."""
     clip_norm: float | None = None
-    """Largest global norm of the gradients of one step."""
+    """Maximum norm of the gradients of one step, over all ranks. None disables clipping."""
     all_reduce: str | None = None
-    """Name of the all-reduce that sums gradients; None for the best that the ranks are known to have."""
+    """Name of the all-reduce that sums the gradients. None chooses the fastest one known for these ranks."""
     compression: str | None = None
-    """Name of a compression of gradients; None for none."""
+    """Name of a gradient compression. None means no compression."""
     bucket_bytes: int | None = None
-    """Size of the buckets in which gradients are exchanged while backward runs; None to have it chosen."""
+    """Bucket size in bytes for gradient synchronization. None lets the synchronizer choose it."""
     throttle: Throttle | None = None
-    """Emulation of unequal devices, by rank; None for none."""
+    """Emulates slower devices, per rank. None means no emulation."""
     weights: Sequence[float] | None = None
-    """Parts of the ranks, where the user fixed them: a strategy that divides the model divides it so."""
+    """The ranks' shares, if the user has fixed them. A strategy that divides the model may use them to divide it."""
     devices: tuple[str, ...] | None = None
-    """Devices of this process, for a strategy that uses several in one; None for those that there are."""
+    """The devices of this process, for a strategy that uses several devices in one process. None means all available
+    ones."""
 
     @property
     def weight_type(self) -> torch.dtype | None:
-        """Type of the weights; None leaves them as they are made."""
+        """Data type of the weights. None keeps the types of the model."""
         return self.dtype or self.precision.weights
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What one rank knows after its part of a step, before the update. Numbers of a device are still on their way."""
+    """The result of one rank's forward and backward passes in a step, before the update. On a GPU, its numbers are read
+    without waiting for the device."""
 
     totals: tuple[Readout, ...]
-    """Sums of the loss's terms over this rank's samples, one for each micro-batch."""
+    """The summed loss over this rank's samples, one for each micro-batch."""
     missing: tuple[str, ...]
-    """Names of the parameters to which no sample of this rank gave a gradient."""
+    """Names of the parameters that got no gradient from this rank's samples."""
     buffers_changed: bool
-    """Whether the forward pass wrote to buffers that the strategy does not keep equal by itself."""
+    """True if the forward pass wrote to buffers that the strategy does not keep equal across ranks."""
     compute_seconds: Readout
-    """Time of this rank's own work, waiting for others left out."""
+    """Seconds of this rank's own work, without the time it waited for other ranks."""
     soundness: tuple[Readout, ...] = ()
-    """Numbers of which one is not finite if a gradient of this rank's own samples is not."""
+    """Numbers of which at least one is not finite if a gradient of this rank's own samples is not finite."""
     unsound: tuple[Readout, ...] = ()
-    """Then the place of that parameter among the names of all, from 1 on, if it is known; the largest is meant."""
+    """The position of a parameter with a non-finite gradient, counted from 1 in the list of all parameter names; 0 for
+    none. The largest number counts."""
 
     memory: MemoryUse = NOTHING
-    """Of the rank's device, since the passes of the step before."""
+    """Memory use of the rank's device since the passes of the previous step."""
     retries: int = 0
-    """How often the passes were taken again in smaller pieces, for want of memory."""
+    """How often the passes were repeated in smaller pieces because memory ran out."""
     piece: int = 0
-    """The most samples of a pass that there is room for; 0 if none is known."""
+    """The largest number of samples in one pass that fits into memory; 0 if unknown or if everything fits."""
 
     changes: tuple[str, ...] = ()
-    """How the set of trained parameters differs from that at the beginning, by name."""
+    """How the set of trained parameters differs from the set at the start: one text for each parameter."""
     has_changed: bool = False
-    """Whether that is new with this step."""
+    """True if ``changes`` changed in this step."""
 
     @property
     def missing_code(self) -> float:
-        """0 where nothing is missing, else a number that is equal only for equal sets of names."""
+        """A checksum of the missing names: 0 if none are missing. Equal sets of names give equal numbers."""
         return float(1 + zlib.crc32("\n".join(self.missing).encode())) if self.missing else 0.0
 
 
 class Stepper(ABC):
     """Runs this rank's part of every step.
 
-    On a GPU it only queues work, and waits for none: what it learns of a number it hands on as a ``Readout``.
+    On a GPU the stepper only queues work and never waits for the device. It returns numbers as ``Readout`` objects.
     """
 
     @abstractmethod
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        """Forward and backward of the rank's share; when it returns, gradients are exchanged too.
+        """Runs forward and backward on the rank's share. When it returns, the gradients have been synchronized.
 
-        ``divisor`` is asked for after the first forward pass, so that the message that brings it travels meanwhile.
+        Args:
+            divisor: Returns the global divisor of the loss. It is called after the first forward pass, so that the
+                message that brings the divisor can travel during that pass.
         """
 
     @abstractmethod
     def outputs(self, micro: MicroBatch) -> Tree:
-        """The model's outputs in evaluation, on the rank that speaks for the part; anything on others."""
+        """Returns the model's outputs in evaluation. They are valid only on the rank that reports the outputs of this
+        part of the batch; other ranks may return anything."""
 
 
-class Watch(Protocol):
-    """Follows the memory of a rank."""
+class MemoryWatch(Protocol):
+    """Measures the memory use of a rank."""
 
     def begin(self, batch: Batch) -> None:
-        """The passes of a step begin."""
+        """Called before the passes of a step."""
 
     def part(self) -> Lap:
-        """Between two passes: what there is, and was since it was asked last."""
+        """Called between two passes. Returns the memory in use now and the peak since the last reading."""
 
     def end(self, batch: Batch) -> MemoryUse:
-        """They are over, and gradients are there."""
+        """Called after the passes of a step, when the gradients exist. Returns the memory use of the step."""
 
     def relieve(self, asked: int) -> None:
-        """An allocation of so many bytes, 0 if that is not known, failed in the passes, and what they made has gone."""
+        """Called after an allocation failed in the passes and their tensors were freed.
+
+        Args:
+            asked: Size of the failed allocation in bytes; 0 if unknown.
+        """
 
 
-class Cut:
-    """What of a part's samples this rank computes: all of it, here and where samples are not divided."""
+class BatchSlicer:
+    """Selects the samples, or pieces of samples, that this rank computes. This base class selects everything: it is for
+    strategies that do not divide samples."""
 
     def trained(self, micro: MicroBatch) -> MicroBatch:
-        """This rank's piece of inputs and targets."""
+        """Returns this rank's piece of the inputs and targets."""
         return micro
 
     def evaluated(self, micro: MicroBatch) -> MicroBatch:
-        """This rank's piece of the inputs, beside whole targets."""
+        """Returns this rank's piece of the inputs, with the whole targets."""
         return micro
 
     def whole(self, outputs: Tree, piece: MicroBatch) -> Tree:
-        """From the outputs for the pieces of all ranks, those for the whole samples, on the rank that speaks."""
+        """Returns the outputs for whole samples, joined from the pieces of all ranks. Valid on the rank that reports
+        the outputs."""
         return outputs
 
 
 class Synchronizer:
-    """Sums nothing: that of one rank alone, and what those for several derive from."""
+    """The base class of gradient synchronizers. It sums nothing, as for a single rank."""
 
     words = "none: one rank"
-    """What sums gradients, for the record."""
+    """A description of the gradient synchronization, for the record of the run."""
     keeps_equal: bool = True
-    """Whether ranks that hold the same weights and buffers have the same bits after every step."""
+    """True if ranks that hold the same weights and buffers have bitwise equal values after every step."""
 
     exchanges_in_passes: bool = True
-    """Whether ranks may wait for each other before all passes of a step are over."""
+    """True if ranks may wait for each other before all passes of a step are over."""
 
     bucket_nbytes: int = 0
-    """Bytes that it takes at most, besides parameters and gradients, for what is sent or received."""
+    """Maximum size in bytes of the communication buffers, without parameters and gradients."""
 
     holds_all: bool = False
-    """Whether each rank holds all that the training goes on from, so that one that stays can give it to a new one.
-    It then tells the learner before it gives its last gradients (`Learner.has_drawn`)."""
+    """True if each rank holds the complete training state, so that any surviving rank can give it to a replacement
+    rank. The synchronizer then calls `Learner.has_drawn` before it sends its last gradients."""
 
     follows: bool = False
-    """Whether parameters may be frozen and thawed between steps (`Trained`)."""
+    """True if parameters may be frozen and unfrozen between steps (`TrainableParameters`)."""
 
     def alone(self) -> None:
-        """From here on nobody but updates writes to weights, as in a whole run. A collective call."""
+        """Tells the synchronizer that from now on only optimizer updates write to the weights, as in a whole run. All
+        ranks must call this together."""
 
     def wrap(self, replica: nn.Module) -> nn.Module:
-        """What is called in place of ``replica``, which goes from a micro-batch to the total of its terms."""
+        """Wraps the model-with-loss module (as DDP does). The wrapped module maps a micro-batch to its summed loss."""
         return replica
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Around a forward pass that is not followed by backward."""
+        """Context for a forward pass that no backward pass follows."""
         return nullcontext()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch; gradients are exchanged with the ``last`` one."""
+        """Context for forward and backward of one micro-batch. Gradients are synchronized in the ``last`` one."""
         return nullcontext()
 
     def until_complete(self) -> AbstractContextManager[Any]:
-        """Around all forward and backward passes of a step, in any order, in place of :meth:`micro_batch`: gradients
-        are exchanged in :meth:`complete`, when the last of them is over."""
+        """Context for all forward and backward passes of a step, in any order. Used in place of :meth:`micro_batch`:
+        :meth:`complete` then synchronizes the gradients after the last pass."""
         return nullcontext()
 
     def complete(self) -> tuple[str, ...]:
-        """Ends the rank's own work and the exchange of gradients; names the parameters that it gave none."""
+        """Ends the rank's own work and completes gradient synchronization. Returns the names of the parameters that got
+        no gradient from this rank."""
         return ()
 
     def completes_in_backward(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of ``parameter`` is summed over the ranks, and in no bucket with others, when backward
-        calls the hooks on it."""
+        """Returns True if the gradient of ``parameter`` is complete when backward calls the parameter's hooks: summed
+        over the ranks, and not part of a bucket."""
         return False
 
-    def gave(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank has added to the gradient of one that is complete, asked in backward."""
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Returns True if this rank contributed to the gradient of ``parameter``. Called in backward, when that
+        gradient is complete."""
         return True
 
     def soundness(self) -> tuple[Readout, ...]:
-        """See :class:`StepOutcome`."""
+        """Returns numbers that are finite if this rank's gradients are; see :class:`StepOutcome`."""
         return ()
 
     def sum_thawed(self, without: Collection[str]) -> None:
-        """Before an update, sums the gradients of thawed parameters, ``without`` those that no rank gave one."""
+        """Sums the gradients of unfrozen parameters before an update.
+
+        Args:
+            without: Names of the parameters that got no gradient on any rank; they are skipped.
+        """
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sums gradients that a loop of the user's own left in ``parameters``, over the ranks."""
+        """Sums the gradients of ``parameters`` over the ranks after a training loop of the user's own has run
+        backward."""
 
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
-        """Gives all ranks the buffers of those that compute part number ``part`` of the batch."""
+        """Copies the buffers of the ranks that compute part number ``part`` of the batch to all ranks."""
 
     def updated(self, step: int) -> None:
-        """The optimizer has taken the step: what is exchanged every few steps, and not in each, is exchanged here."""
+        """Called after the optimizer step. Exchanges what is exchanged every few steps rather than in each step."""
 
     def let_go(self) -> None:
-        """Forgets what the learner calls in place of its model, which others keep, and which may refer to this."""
+        """Drops the reference to the wrapped model. The caller keeps the wrapped model, which may refer to this
+        synchronizer."""
 
     def close(self) -> None:
-        """Gives back what the synchronizer owns."""
+        """Frees the resources of the synchronizer."""

@@ -1,7 +1,6 @@
-"""A task's model and optimizer on one rank, as a strategy has set them up.
+"""The learner: a task's model and optimizer on one rank, set up by a strategy.
 
-Everything that does not depend on the strategy is here, once: the update with its clipping and penalty, the whole
-tensors of a divided model, and its state by name.
+It holds the code that all strategies share: the update with clipping and penalty, whole tensors, and state by name.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from evener.components import model_init as model
 from evener.components import state_dict as state
 from evener.components.activation_checkpoint.forward import Blocks
 from evener.components.amp.grad_scaler import LossScale
-from evener.components.amp.policy import Named
 from evener.components.compile import Graphs
+from evener.components.loose_buffers import LooseBuffers
 from evener.components.memory_limits.limits import Room
 from evener.components.model_with_loss import Replica
-from evener.components.offload.offload import Offloaded
+from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import stepping
 from evener.components.optim.fused import lay_out
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.sharded_tensor.summon_full import undivided
-from evener.components.trainable import Trained
+from evener.components.trainable import TrainableParameters
 from evener.core.phase_marks import marked
 from evener.core.task.task import Task
 from evener.core.types import Tree
@@ -40,24 +39,30 @@ from evener.distributed.hosts import destroy
 from evener.distributed.mesh import DIVIDING_TERMS, DataAxis, Mesh
 from evener.distributed.session import Session
 from evener.errors import DivergenceError
-from evener.hardware.async_read import Here, Readout, read
+from evener.hardware.async_read import Readout, ReadyValue, read
 from evener.hardware.timers import stopwatch, waiting
-from evener.nn.batch_norm import BatchNorm
 from evener.nn.context import Scope, scope
 from evener.nn.fqn import clean_name
-from evener.strategies.interfaces import Cut, Settings, StepOutcome, Stepper, Synchronizer, Watch
-from evener.strategies.timing import Pace
-from evener.torch_internals.module_tensors import own_buffers
-from evener.torch_internals.version import version
+from evener.strategies.interfaces import (
+    BatchSlicer,
+    MemoryWatch,
+    StepOutcome,
+    Stepper,
+    StrategySettings,
+    Synchronizer,
+)
+from evener.strategies.timing import WorkTimer
+from evener.torch_internals.modules import own_buffers
 
 Portion = Callable[[Any, "Learner"], Any]
 
 
 class Learner:
-    """What trains. Made by :func:`evener.strategies.base.set_up`.
+    """Holds the model, the optimizer, the stepper and the synchronizer of one rank. Made by
+    :func:`evener.strategies.base.set_up`.
 
     Args:
-        portion: From a data set and the learner, the data set with no more of each item than this rank needs.
+        portion: Maps a data set and the learner to the data set with each item reduced to what this rank needs.
     """
 
     mesh: Mesh
@@ -65,65 +70,69 @@ class Learner:
     optimizer: torch.optim.Optimizer
     synchronizer: Synchronizer
     stepper: Stepper
-    cut: Cut
+    cut: BatchSlicer
     graphs: Graphs
-    """What of the model is compiled."""
-    watch: Watch
-    """Follows the memory of its device."""
+    """The compiled modules of the model."""
+    watch: MemoryWatch
+    """Measures the memory use of the rank's device."""
     room: Room
-    """The memory of its device."""
+    """The free memory of the rank's device, and its limit."""
     recomputed: Blocks
-    """Blocks of the model that are computed again in backward."""
-    offloaded: Offloaded
-    """What is outside of the device's memory, and the updates of what may be."""
-    trained: Trained
-    """Which parameters are, at first and now."""
-    precision_of: Named
-    """Modules with a precision of their own."""
+    """The blocks of the model that are recomputed in backward (activation checkpointing)."""
+    offloaded: OffloadState
+    """State that is offloaded from the device, and the optimizer updates of offloaded parameters."""
+    trained: TrainableParameters
+    """The trained parameters, at the start and now."""
+    first_step_checks: list[Callable[[Callable[[Any], list[Any]]], None]]
+    """Checks that run once, after the first update. Each is called with a function that gathers an object from every
+    rank."""
 
-    def __init__(self, name: str, task: Task, session: Session, settings: Settings, portion: Portion) -> None:
+    def __init__(
+        self, name: str, task: Task, session: Session, settings: StrategySettings, portion: Portion
+    ) -> None:
         self.name = name
-        """What records call the strategy."""
+        """The name of the strategy in records."""
         self.task, self.session, self.settings = task, session, settings
         self.scale = LossScale() if settings.precision.is_scaled else None
-        """Of the loss; None where it needs none."""
-        self.pace = Pace(stopwatch(session.device), settings.throttle, session.rank)
-        self.penalty: Readout = Here(0.0)
-        """The task's penalty in the last update."""
-        self.penalty_soundness: Readout = Here(0.0)
-        """Not finite if the gradient of the penalty is not."""
+        """The loss scale. None if the precision needs none."""
+        self.pace = WorkTimer(stopwatch(session.device), settings.throttle, session.rank)
+        self.penalty: Readout = ReadyValue(0.0)
+        """The value of the task's penalty in the last update."""
+        self.penalty_soundness: Readout = ReadyValue(0.0)
+        """A number that is not finite if the gradient of the penalty is not."""
         self.may_leave_out = False
-        """Whether updates may be left out, so that buffers have to be remembered."""
+        """True if an update may be skipped, so that buffers must be saved before each step."""
         self._remembered: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         self._remembered_of: int | None = None
         self.updating: int | None = None
-        """The last step whose update was begun."""
+        """The last step whose update has begun. None before the first."""
         self.updated_early: set[Tensor] = set()
-        """Parameters that were updated before the backward pass of the last step was over."""
+        """Parameters that were updated during the last backward pass."""
         self.when_drawn: Callable[[int], None] = lambda step: None
-        """Called with each step when this rank has drawn all its random numbers, before it gives its last gradients to
-        others; by a synchronizer that can tell."""
+        """Called with the step number when this rank has drawn all random numbers of the step, before it sends its last
+        gradients. Only if the synchronizer supports it (`Synchronizer.holds_all`)."""
         self.clipping = gradients.Clipping(settings.clip_norm)
         self.has_shared_buffers = False
-        """Whether loose buffers went from one rank to all."""
+        """True if loose buffers have been copied from one rank to all others."""
         self._step = 0
         self._portion = portion
-        self._portions: dict[int, Any] = {}  # of the task's own data sets, which live as long
+        self._portions: dict[int, Any] = {}  # by id(): the task's own data sets live as long as the learner
 
     @property
     def data(self) -> DataAxis:
-        """Who computes which part of a batch."""
+        """The assignment of ranks to the parts of a batch."""
         return self.mesh.data
 
     @cached_property
     def replica(self) -> nn.Module:
-        """The model with its loss, as it is called in training."""
+        """The model with its loss, wrapped for training by the synchronizer."""
         return self.synchronizer.wrap(Replica(self.model, self.task.exact_loss(), self.task.forward))
 
     # Data
 
     def portion(self, dataset: Any) -> Any:
-        """The data set with no more of each item than this rank needs."""
+        """Returns the data set with each item reduced to what this rank needs. Caches the result for the task's data
+        sets."""
         if id(dataset) in self._portions:
             return self._portions[id(dataset)]
         portion = self._portion(dataset, self)
@@ -132,10 +141,11 @@ class Learner:
         return portion
 
     def give_up(self) -> nn.Module:
-        """Nothing will be read any more, built or trained; returns what was called in place of the model.
+        """Releases the data sets, the offloaded state and the task. Returns the wrapped model; the learner cannot train
+        afterwards.
 
-        DDP's reducer refers to its hook and so to this learner, which Python cannot see: if the learner referred to
-        DDP, neither would ever be freed.
+        DDP's reducer refers to its hook and through it to this learner, in C++ where Python's garbage collector cannot
+        see it. If the learner still referred to DDP, neither would ever be freed.
         """
         self._portions.clear()
         self.offloaded.close()
@@ -145,34 +155,39 @@ class Learner:
         return replica
 
     def place(self, batch: Batch) -> Batch:
-        """The batch in the floating type of the run."""
+        """Returns the batch with floating-point tensors in the data type of the run."""
         dtype = self.settings.dtype
         return batch if dtype is None else batch.map(lambda leaf: _as_floating(leaf, dtype))
 
-    def own(self, batch: Batch) -> Batch:
-        """What of the batch this rank trains on, where the terms of a sample are divided."""
-        if type(self.cut) is Cut:
+    def local_part(self, batch: Batch) -> Batch:
+        """Returns the pieces of the batch that this rank trains on. They differ from the batch only if the strategy
+        divides samples."""
+        if type(self.cut) is BatchSlicer:
             return batch
         own = dataclasses.replace(batch, micro_batches=[self.cut.trained(m) for m in batch.micro_batches])
-        return own if batch.on_host is None else dataclasses.replace(own, on_host=self.own(batch.on_host))
+        return (
+            own if batch.on_host is None else dataclasses.replace(own, on_host=self.local_part(batch.on_host))
+        )
 
     def outputs(self, micro: MicroBatch) -> Tree:
-        """The model's outputs, in evaluation."""
+        """Returns the model's outputs in evaluation."""
         with self.synchronizer.forward():
             return self.cut.whole(self.stepper.outputs(micro), micro)
 
     def micro_scope(self, micro: MicroBatch, step: int) -> AbstractContextManager[Scope]:
-        """Tells the modules of :mod:`evener.nn` which samples are being computed, and by whom the others."""
+        """Returns a context that tells the modules of :mod:`evener.nn` which samples this rank and the others
+        compute."""
         self.session.watchdog.moved()
         group, seed = lambda: self.data_group, self.settings.seed
         return scope(micro.samples, step, seed, micro.weight, group, micro.sequence)
 
     @cached_property
     def data_group(self) -> ProcessGroup | None:
-        """The ranks that compute the parts of a batch, for what a loss or a layer of the user's own sends.
+        """The process group of the ranks that compute the parts of a batch, for communication in the user's loss or
+        layers.
 
-        A group of its own: what backward sends in it may come before or after a bucket of gradients. It is made by
-        these ranks together when it is first asked for; None where that is this rank alone.
+        It is a separate group, so that messages in backward cannot mix with gradient buckets. All its ranks must access
+        this property together for the first time, which creates the group. None if this rank is alone.
         """
         ranks = self.mesh.group(*DIVIDING_TERMS)
         if ranks is None:
@@ -180,7 +195,7 @@ class Learner:
         with waiting(), marked("start of a process group"):
             made = subgroup(ranks, range(ranks.size()), self.session.group_timeout.total_seconds())
         assert made is not None
-        self.mesh.own(partial(destroy, made))
+        self.mesh.close_with_mesh(partial(destroy, made))
         return made
 
     # The update
@@ -188,10 +203,12 @@ class Learner:
     def update(
         self, forget: Iterable[str] = (), step: int = 0, passes: Callable[[], bool] = lambda: True
     ) -> None:
-        """Clips, steps the optimizer and clears the gradients; ``forget`` names parameters without any gradient.
+        """Clips the gradients, steps the optimizer and clears the gradients. All ranks must call this together.
 
         Args:
-            passes: Asked when all gradients are there; if it says no, the update is left out.
+            forget: Names of parameters that got no gradient on any rank.
+            step: The number of the step.
+            passes: Called when all gradients are complete. If it returns False, the update is skipped.
         """
         for name in (without := tuple(forget)):
             self.parameter(name).grad = None
@@ -205,18 +222,18 @@ class Learner:
             self.clipping(self.model.parameters(), self.mesh)
             lay_out(self.optimizer)
             with stepping(self.optimizer, self.session.device):
-                self.offloaded.update()
+                (self.offloaded.updates or self.optimizer).step()
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self._leave_out()
         self.synchronizer.updated(step)
         self.room.over()
-        self.precision_of.check(self.session.control.gather_objects)
-        self.offloaded.check(self.session.control.gather_objects)
+        while self.first_step_checks:
+            self.first_step_checks.pop(0)(self.session.control.gather_objects)
         self.graphs.check(step, self.session.control.gather_objects)
 
     def _remember_buffers(self, step: int) -> None:
-        """As they are now is how they will be if the update of ``step`` is left out."""
+        """Saves the buffers; they are restored if the update of ``step`` is skipped."""
         self._remembered_of = step
         self._remembered = [
             (held, name, buffer, buffer.clone())
@@ -226,34 +243,35 @@ class Learner:
         ]
 
     def start_afresh(self) -> None:
-        """Forgets a step that was begun, after another state has been taken up. A collective call."""
+        """Drops the gradients of an unfinished step after another state was loaded. All ranks must call this
+        together."""
         self._clear_gradients()
         self.synchronizer.updated(0)
 
     def _clear_gradients(self) -> None:
-        """Those too that the optimizer does not have."""
+        """Clears the gradients of all parameters, also of those that the optimizer does not hold."""
         for parameter in self.names:
             parameter.grad = None
 
     @torch.no_grad()
     def _leave_out(self) -> None:
-        """Nothing is left of the step: neither its gradients nor what its forward pass wrote."""
+        """Skips the update: clears the gradients and restores the buffers that the forward pass changed."""
         self.clipping.norm = None
         self._clear_gradients()
         for held, name, buffer, value in self._remembered:
             held[name] = buffer.copy_(value)
 
     def has_drawn(self) -> None:
-        """The last gradients of the step are about to be given to other ranks."""
+        """Called by the synchronizer before it sends the last gradients of the step."""
         self.when_drawn(self._step)
 
     def undo(self, step: int) -> None:
-        """Leaves nothing of ``step``, if it was begun, and not updated yet."""
+        """Undoes ``step`` if its buffers were saved: clears the gradients and restores the buffers."""
         if self._remembered_of == step:
             self._leave_out()
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The parameter of that name."""
+        """Returns the parameter with that name."""
         return self._parameters[name]
 
     @cached_property
@@ -262,41 +280,42 @@ class Learner:
 
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
-        """The first name of each parameter."""
+        """Maps each parameter to its first name in the model."""
         return {p: clean_name(name) for name, p in self.model.named_parameters()}
 
     @cached_property
     def names_in_order(self) -> list[str]:
-        """Those of :attr:`names`."""
+        """The parameter names in the order of :attr:`names`."""
         return list(self.names.values())
 
     @cached_property
     def unsound(self) -> gradients.Unsound:
-        """What of this rank's own gradients is not finite, where a synchronizer has it looked at."""
+        """Records which of this rank's own gradients are not finite."""
         return gradients.Unsound(self.names.values())
 
     def look_at(self, parameters: Iterable[nn.Parameter]) -> Readout:
-        """A number that is finite if the gradients of ``parameters`` are; else :attr:`unsound` knows which."""
+        """Returns a number that is finite if the gradients of ``parameters`` are. Otherwise :attr:`unsound` records the
+        parameter."""
         given = list(parameters)
         found = [p.grad for p in given if p.grad is not None]
         return self.unsound.of_these(found, lambda: gradients.named((self.names[p], p) for p in given)())
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        """This rank's part of a step, up to its gradients; see :meth:`Stepper.run`."""
+        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`."""
         self.unsound.found.clear()
         self._step = step
-        has_changed = self.trained.look(
+        has_changed = self.trained.update(
             self.name, self.synchronizer.follows, self.settings.update_in_backward
         )
         self.watch.begin(batch)
         if self.settings.limits is not None:
-            self.room.allow(self.settings.limits.of(self.session.rank, step))
+            self.room.allow(self.settings.limits.limit_for(self.session.rank, step))
         if self.may_leave_out:
             self._remember_buffers(step)
         try:
             outcome = self.stepper.run(batch, self._scaled(divisor), step)
         except BaseException:
-            self._clear_gradients()  # of whoever goes on, none would be of his own step
+            self._clear_gradients()  # a caller that goes on must not find gradients of the failed step
             raise
         outcome.unsound, outcome.memory = tuple(self.unsound.found), self.watch.end(batch)
         outcome.changes, outcome.has_changed = self.trained.changes, has_changed
@@ -309,18 +328,19 @@ class Learner:
         return lambda: divisor() / scale
 
     def _add_penalty(self) -> None:
-        """Adds the gradient of the task's penalty: after the exchange, alike on all ranks, so that it counts once."""
+        """Adds the gradient of the task's penalty. It is equal on all ranks, and added after synchronization: it counts
+        once."""
         if self.task.penalty is not None:
             with undivided(self.model, self.mesh):
                 term = self.task.penalty(self.model)
                 self.penalty = read(term)
                 term.backward()  # type: ignore[no-untyped-call]
                 found = [(clean_name(name), p) for name, p in self.model.named_parameters()]
-                self.penalty_soundness = read(self.unsound.of(gradients.named(found)).tensor)
+                self.penalty_soundness = read(self.unsound.check_gradients(gradients.named(found)).tensor)
 
     def check_weights(self, steps: int) -> None:
-        """Raises DivergenceError on all ranks alike if a trained weight of one is not finite: such weights are never
-        saved or reported. A collective call."""
+        """Raises DivergenceError on all ranks if a trained weight of any rank is not finite after ``steps`` steps. Such
+        weights must never be saved or reported. All ranks must call this together."""
         rows = self.session.control.exchange([gradients.first_bad_weight(self.names)]).wait()
         for rank, (place,) in enumerate(rows):
             if place:
@@ -330,63 +350,41 @@ class Learner:
                     "lower learning rate or clip_norm"
                 )
 
-    # Buffers
-
     @cached_property
-    def _loose_buffers(self) -> list[tuple[nn.Module, str]]:
-        """Buffers that training may write and nothing keeps equal; those of an exact BatchNorm are so by themselves,
-        unless several ranks compute the same samples and may round differently."""
-        return [
-            (module, name)
-            for module in self.model.modules()
-            if not (isinstance(module, BatchNorm) and module.is_exact and self.data.is_whole)
-            for name, buffer in own_buffers(module).items()
-            if isinstance(buffer, Tensor)
-        ]
-
-    def loose_buffers(self) -> list[Tensor]:
-        """As they are now: a forward pass may have put another tensor in a buffer's place."""
-        found = [own_buffers(module)[name] for module, name in self._loose_buffers]
-        return [buffer for buffer in found if buffer is not None]
-
-    def buffer_versions(self) -> list[tuple[int, int]]:
-        """Differs after a forward pass that wrote to a loose buffer."""
-        return [(id(buffer), version(buffer)) for buffer in self.loose_buffers()]
+    def loose_buffers(self) -> LooseBuffers:
+        """The buffers that a forward pass may change and that nothing keeps equal across ranks."""
+        return LooseBuffers(self.model, self.data.is_whole)
 
     # The model as one device would hold it
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers under all their names, whole; all ranks call it together."""
+        """Returns all parameters and buffers, whole, under all their names. All ranks must call this together."""
         named = model.named_tensors(self.model)
         return {name: self.whole(tensor, tensor) for name, tensor in named.items()}
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """``value``, of the shape of ``parameter``, as one device would hold it.
-
-        A collective call where the parameter is divided.
-        """
-        piece = slice_of(parameter)
+        """Returns ``value``, a tensor of the same shape as ``parameter``, as one device would hold it. If ``parameter``
+        is divided, all ranks must call this together."""
+        piece = shard_spec(parameter)
         return piece.gather(value, self.mesh) if piece else value
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer by name, whole and on the CPU, as copies, which any strategy takes up.
-
-        A collective call.
-        """
+        """Returns weights and optimizer state by name: whole copies on the CPU, which any strategy can load. All ranks
+        must call this together."""
         return state.whole(state.held(self.model, self.optimizer), self.mesh)
 
     def load_state_dict(self, found: dict[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave; the caller's tensors stay its own.
+        """Loads a state returned by :meth:`state_dict`. The given tensors are copied.
 
         Raises:
-            ConfigurationError: If it is of another model or optimizer.
+            ConfigurationError: If the state belongs to another model or optimizer.
         """
-        state.take(
+        state.load_state(
             self.model, self.optimizer, found, lambda value, piece: piece.part(value), self.offloaded.load
         )
 
     def close(self) -> None:
-        """Gives back what the strategy owns."""
+        """Frees the resources of the strategy."""
         self.__dict__.pop("replica", None)
         if hasattr(self, "synchronizer"):
             self.synchronizer.close()

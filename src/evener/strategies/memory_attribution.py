@@ -1,4 +1,4 @@
-"""What of a rank's memory is weights, gradients, state of the optimizer: said to an accounting, from the learner."""
+"""Attributes a rank's memory to parameters, buffers, gradients, optimizer state and inputs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import torch
 from torch import Tensor
 
 from evener.data.batch import Batch, map_leaves
-from evener.hardware.memory import Accounting, made_as
+from evener.hardware.memory import MemoryTracker, made_as
 from evener.hardware.memory.counters import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from evener.strategies.learner import Learner
-from evener.torch_internals.module_tensors import own_buffers
+from evener.torch_internals.modules import own_buffers
 from evener.torch_internals.storages import address, memory_of
 
 
-def name_model(account: Accounting, learner: Learner) -> None:
-    """Parameters, buffers and what the optimizer holds for them, as they are now."""
+def name_model(account: MemoryTracker, learner: Learner) -> None:
+    """Registers the model's parameters, buffers and optimizer state with the memory tracker, as they are now."""
     account.name(PARAMETERS, learner.model.parameters())
     account.name(BUFFERS, (b for m in learner.model.modules() for b in own_buffers(m).values()))
     account.name(OPTIMIZER, _state_of(learner))
 
 
-def name_inputs(account: Accounting, batch: Batch) -> None:
-    """The samples of a batch."""
+def name_inputs(account: MemoryTracker, batch: Batch) -> None:
+    """Registers the samples of a batch with the memory tracker."""
     for micro in batch.micro_batches:
         account.name(INPUTS, [*_tensors_of(micro.inputs), *_tensors_of(micro.targets)])
 
 
 @contextmanager
-def updates_named(account: Accounting, learner: Learner) -> Iterator[None]:
-    """In the block every update says what are gradients, which are there then, and what the optimizer keeps."""
+def updates_named(account: MemoryTracker, learner: Learner) -> Iterator[None]:
+    """Within the block, every optimizer step registers gradients and new optimizer state with the memory tracker."""
     making = ExitStack()
 
     optimizer = learner.optimizer
 
     def before(updating: torch.optim.Optimizer, *_: Any) -> None:
-        # In backward it is one parameter's.
+        # With updates in backward, the optimizer holds one parameter.
         named = learner.model.parameters() if updating is optimizer else _updated(updating)
         account.name(GRADIENTS, (p.grad for p in named))
         making.enter_context(made_as(OTHER))
@@ -64,14 +64,14 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def gradients_of(learner: Learner) -> Iterator[Tensor]:
-    """Those that are there."""
+    """Returns the gradients that exist now."""
     return (p.grad for p in learner.model.parameters() if p.grad is not None)
 
 
 def nbytes_of(learner: Learner) -> dict[str, int]:
-    """Bytes of the rank's device that it holds all the time, with the gradients that are there now.
+    """Returns the bytes on the rank's device of parameters, buffers, optimizer state and existing gradients.
 
-    What lies in one memory, such as gradients in a bucket, counts once, and for the first that has it.
+    Tensors that share storage, such as gradients in a bucket, count once, in the first category that has them.
     """
     model, device = learner.model, learner.session.device
     held: dict[str, Iterable[Tensor | None]] = {
@@ -85,7 +85,7 @@ def nbytes_of(learner: Learner) -> dict[str, int]:
 
 
 def nbytes_of_inputs(batch: Batch, device: torch.device) -> int:
-    """Bytes of the samples of a batch; of a view its own part."""
+    """Returns the bytes of a batch's samples on ``device``. Of a view, only its own part counts."""
     leaves = (leaf for micro in batch.micro_batches for leaf in _tensors_of((micro.inputs, micro.targets)))
     return sum(leaf.nbytes for leaf in leaves if _is_on(device, leaf) and leaf.layout is torch.strided)
 
@@ -102,7 +102,7 @@ def _storages(tensors: Iterable[Tensor | None], device: torch.device, seen: set[
 
 
 def _state_of(learner: Learner) -> list[Tensor]:
-    """Of the optimizer, but for what is outside."""
+    """Returns the optimizer state that is not offloaded."""
     found = _tensors_of(list(learner.optimizer.state.values()))
     return [tensor for tensor in found if not learner.offloaded.holds(tensor)]
 
@@ -114,10 +114,10 @@ def _is_on(device: torch.device, tensor: Tensor) -> bool:
 def _tensors_of(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
-    def take(leaf: Any) -> Any:
+    def count_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             found.append(leaf)
         return leaf
 
-    map_leaves(take, tree)
+    map_leaves(count_leaf, tree)
     return found

@@ -1,11 +1,11 @@
-"""What each step takes of a rank's memory, by what it is for, at the cost of two readings and a few sums.
+"""Measures the memory that each step uses, by category, at the cost of two readings and a few sums per step.
 
-Where a reading is dear beside short steps, as that of a process is, it is done 20 times a second at most. The steps in
-between are told what was read last; a peak in one of them is that of the next that is looked at.
+Reading the memory of a process is slow compared with short steps, so that it is read at most 20 times a second. The
+steps between two readings repeat the last reading. A peak in one of them is reported with the next reading.
 
-What a rank holds all the time does not change from step to step: it is summed up when the optimizer has made new state,
-and every now and then, for what nobody could see change. The rest is worked out
-(:mod:`evener.hardware.memory.step_usage`). Where each tensor is counted, what is counted is told.
+The memory that a rank holds permanently (parameters, buffers, optimizer state) rarely changes. It is summed when the
+optimizer has made new state, and every 1000 steps in case of unnoticed changes. The rest is computed from the readings
+(:mod:`evener.hardware.memory.step_usage`). If a memory tracker counts each tensor, its counts are reported instead.
 """
 
 from __future__ import annotations
@@ -18,43 +18,44 @@ from contextlib import contextmanager
 from evener.data.batch import Batch
 from evener.distributed.environment import ranks_per_card
 from evener.hardware.gpu_tenants import Neighbours, neighbours_on, uuid_of
-from evener.hardware.memory import Accounting
+from evener.hardware.memory import MemoryTracker
 from evener.hardware.memory.allocator_cache import lost_in_pieces, wanted_by_others, worth_emptying
 from evener.hardware.memory.counters import BUCKETS, GRADIENTS, INPUTS
 from evener.hardware.memory.interval_peak import Laps
 from evener.hardware.memory.step_usage import NOTHING, Lap, MemoryUse, News, counted, use_of
 from evener.hardware.memory.usage import Gauge, gauge_of
 from evener.hardware.survey.nvml import find_nvml
-from evener.strategies.interfaces import Watch
+from evener.strategies.interfaces import MemoryWatch
 from evener.strategies.learner import Learner
 from evener.strategies.memory_attribution import gradients_of, name_inputs, nbytes_of, nbytes_of_inputs
 
 EVERY = 1000
-"""Steps after which all is summed up again."""
+"""Number of steps after which the permanent memory is summed again."""
 OFTEN = 20
-"""Steps after which it is asked again what was freed and is kept: that takes longer the more small pieces there are."""
+"""Number of steps after which the gauge is asked again for memory that was freed but not returned. The answer takes
+longer the more small pieces there are."""
 LOOK_SECONDS = 30.0
-"""Time after which it is asked again who else has memory of the card."""
+"""Seconds after which other processes' use of the GPU's memory is read again."""
 
 
 @contextmanager
-def watching(learner: Learner, account: Accounting | None) -> Iterator[Watch]:
-    """Follows the memory of the learner's device; by ``account`` where that counts each tensor."""
+def watching(learner: Learner, account: MemoryTracker | None) -> Iterator[MemoryWatch]:
+    """Measures the memory of the learner's device within the block; with ``account``, by counting each tensor."""
     if account is not None:
         yield OfAccount(learner, account)
         return
     device = learner.session.device
-    uuid = uuid_of(device) if ranks_per_card() == 1 else ""  # else others on the card are ranks, most likely
+    uuid = uuid_of(device) if ranks_per_card() == 1 else ""  # else neighbours are probably ranks
     with neighbours_on(uuid, find_nvml() if uuid else None) as neighbours:
         yield Read(learner, gauge_of(device), neighbours)
 
 
 class Read:
-    """From what ``gauge`` reads.
+    """Measures memory by the readings of ``gauge``.
 
     Args:
-        neighbours: On the same card, if they can be asked for.
-        clock: Seconds that only go forward.
+        neighbours: The other processes on the same GPU, if they can be read.
+        clock: A monotonic clock in seconds.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class Read:
             self._between = self._gauge.lap()
 
     def _is_due(self, batch: Batch) -> bool:
-        """Whether the step is one to look at: also one with new state, and the last of an epoch, for no peak may be
-        lost at the end."""
+        """Returns True if memory is to be read in this step. Steps with new optimizer state and the last step of an
+        epoch are always read, so that no peak is lost at the end."""
         every = self._gauge.every_seconds
         if not every or batch.last or len(self._learner.optimizer.state) != self._states:
             return True
@@ -103,7 +104,7 @@ class Read:
         found = self._gauge.lap()
         if worth_emptying(found, asked):
             self._empty(found)
-        # The peak of what has failed is that of this step, which is looked at.
+        # The peak of the failed attempt belongs to this step, so that this step must be read.
         before = 0 if self._passed_by or not self._looks else self._between.peak
         self._between = found._replace(peak=max(before, found.peak))
         self._looks, self._passed_by = True, False
@@ -135,14 +136,14 @@ class Read:
         return news._replace(won=won)
 
     def _once(self, cause: str, found: int) -> int:
-        """What was found, if nothing of the kind was told before."""
+        """Returns ``found`` the first time it is not 0 for this cause; afterwards 0."""
         if not found or cause in self._told:
             return 0
         self._told.add(cause)
         return found
 
     def _of_neighbours(self, news: News, now: Lap) -> News:
-        use = self._neighbours.look() if self._neighbours else None
+        use = self._neighbours.read_usage() if self._neighbours else None
         if use is None or not use.others:
             return news
         others = sum(other.nbytes for other in use.others)
@@ -156,9 +157,9 @@ class Read:
 
 
 class OfAccount:
-    """What an accounting counts."""
+    """Reports the counts of a memory tracker."""
 
-    def __init__(self, learner: Learner, account: Accounting) -> None:
+    def __init__(self, learner: Learner, account: MemoryTracker) -> None:
         self._learner, self._account = learner, account
         self._highest = NOTHING
 
@@ -180,4 +181,4 @@ class OfAccount:
         return highest._replace(held=held)
 
     def relieve(self, asked: int) -> None:
-        pass  # what is counted is not cached
+        pass  # a tracker counts tensors, and no allocator cache

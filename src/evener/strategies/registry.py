@@ -1,10 +1,10 @@
-"""The strategies by name, with their options.
+"""Finds strategies by name and sets their options.
 
 ::
 
     --strategy pipeline,tensor --strategy-option schedule=gpipe --strategy-option tensor.plan=up=colwise
                ──────── ──────                   ────────                         ──────
-               names of classes                  a field of one of them           of which, where both have it
+               names of classes                  a field of one of them           the class, if both have the field
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Kind = type[Strategy]
 
 
 def strategies_called(names: str, options: Sequence[str] = ()) -> tuple[Strategy, ...]:
-    """The strategies of these names, with commas between them; none for ``auto``.
+    """Returns the strategies with these comma-separated names. Returns none for ``auto``.
 
-    Your own class is named ``package.module:Class``.
+    A user's own class is named ``package.module:Class``.
 
     Args:
         options: ``field=value`` for the strategy that has the field, or ``name.field=value``.
 
     Raises:
-        ConfigurationError: If there is none of a name, or of an option.
+        ConfigurationError: If a name or an option is unknown, or an option is ambiguous or malformed.
     """
     kinds = {name: _kind(name) for name in names.split(",")} if names != "auto" else {}
     values: dict[str, dict[str, Any]] = {name: {} for name in kinds}
@@ -47,7 +47,7 @@ def strategies_called(names: str, options: Sequence[str] = ()) -> tuple[Strategy
 
 
 def strategy_called(name: str) -> Strategy:
-    """The one strategy of that name, with its usual options.
+    """Returns the strategy with this name and default options.
 
     Raises:
         ConfigurationError: If there is none.
@@ -90,7 +90,7 @@ def _fields(kind: Kind) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _owner(kinds: dict[str, Kind], key: str) -> tuple[str, dataclasses.Field[Any]]:
-    """Whose option it is."""
+    """Returns the name of the strategy that has option ``key``, and the option's dataclass field."""
     of, _, field = key.rpartition(".")
     asked = kinds if not of else {of: kinds[of]} if of in kinds else {}
     owners = [name for name, kind in asked.items() if field in _fields(kind)]
@@ -106,7 +106,7 @@ def _owner(kinds: dict[str, Kind], key: str) -> tuple[str, dataclasses.Field[Any
 
 
 def _parsed(kind: Kind, field: dataclasses.Field[Any], text: str) -> Any:
-    """The value that the text is for a field of that type."""
+    """Parses ``text`` as a value of the field's type."""
     types = typing.get_args(hint := typing.get_type_hints(kind)[field.name]) or (hint,)
     if text == "none" and type(None) in types:
         return None

@@ -1,4 +1,4 @@
-"""One device: the reference that every division of the work must match."""
+"""Training on one device: the reference that every distributed strategy must match."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.oom_retry import plain_or_piecewise
 
 
-class Alone(Synchronizer):
-    """There is no other rank."""
+class NoSync(Synchronizer):
+    """The synchronizer of a rank that has no other rank to sum gradients with."""
 
     exchanges_in_passes = False
 
@@ -34,7 +34,8 @@ class Alone(Synchronizer):
         return True
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Those of the same samples on other ranks, as of a model that is divided, may not be finite."""
+        """Checks that all gradients are finite. Where the model is divided, ranks have different gradients of the same
+        samples, so that each rank must report. All ranks must call this together."""
         self._learner.look_at(p for p in parameters if p in self._learner.names)
         check_sound(self._learner.session.control.gather_objects(self._learner.unsound.name()))
 
@@ -43,9 +44,9 @@ class Alone(Synchronizer):
 
 
 class Single(Strategy):
-    """The whole batch on one device, in micro-batches where asked."""
+    """Runs the whole batch on one device, in micro-batches if requested."""
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         if world_size > 1:
             raise ConfigurationError(
                 f"strategy 'single' runs on one rank, not on {world_size}; use 'ddp' or --processes 1"
@@ -53,7 +54,7 @@ class Single(Strategy):
         return Layout({"data": 1})
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return Alone(learner)
+        return NoSync(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
         return plain_or_piecewise(learner)

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks that divide the samples of a batch, or the positions of these; or by each rank's own."""
+"""BatchNorm over all ranks that divide a batch or its sequences (exact), or over each rank's own samples (local)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from evener.distributed.hosts import all_gather
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
 from evener.errors import ConfigurationError
 from evener.nn.batch_norm import BatchNorm, exact_batch_norm, local_batch_norm
-from evener.nn.batch_norm_peers import Peers, Ranks
+from evener.nn.batch_norm_peers import PeerRanks, Peers
 from evener.strategies.batch_norm_shm import Neighbors
 from evener.strategies.learner import Learner
-from evener.torch_internals.layers import AnyBatchNorm
+from evener.torch_internals.modules import AnyBatchNorm
 
 _peers: WeakKeyDictionary[Mesh, Peers] = WeakKeyDictionary()
 
 
 def normalize_together(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Makes the model's BatchNorm modules exact, where it has any that are not to be local."""
-    group = mesh.group(*DIVIDING_TERMS)  # of one rank where that is all there are
+    """Makes the model's BatchNorm modules exact, except those that are set to be local. All ranks must call this
+    together."""
+    group = mesh.group(*DIVIDING_TERMS)  # may consist of a single rank
     if group is None or group.size() == 1 or not any(map(_is_meant, model.modules())):
         return model
-    if mesh not in _peers:  # several strategies over one mesh ask in turn
+    if mesh not in _peers:  # several strategies over one mesh call this in turn
         _peers[mesh] = _meet(mesh)
     return exact_batch_norm(model, _peers[mesh])
 
@@ -35,23 +36,24 @@ def _is_meant(module: nn.Module) -> bool:
 
 
 def _meet(mesh: Mesh) -> Peers:
-    """The ranks that divide the terms; through shared memory if they are CPU ranks of one host. A collective call."""
-    # A group of its own, so that its messages in backward never meet those of the buckets.
+    """Returns the ranks that divide a batch, connected through shared memory if they are CPU ranks of one host. All
+    ranks must call this together."""
+    # A separate group, so that its messages in backward cannot mix with gradient buckets.
     group = mesh.group(*DIVIDING_TERMS, use="normalization")
     assert group is not None
-    # Where hosts have different kinds of devices, gloo joins ranks with memory to share and ranks without.
+    # With mixed devices, gloo connects CPU ranks, which can share memory, with GPU ranks, which cannot.
     if dist.get_backend(group) != "gloo" or not all(all_gather(mesh.device_type == "cpu", group)):
-        return Ranks(group)
+        return PeerRanks(group)
     try:
         neighbors = Neighbors(group, mesh.timeout_seconds)
-    except ConfigurationError:  # raised on every rank alike
-        return Ranks(group)
-    mesh.own(neighbors.close)
+    except ConfigurationError:  # raised on all ranks or on none
+        return PeerRanks(group)
+    mesh.close_with_mesh(neighbors.close)
     return neighbors
 
 
 def normalize_apart(model: nn.Module, learner: Learner, one_process: bool) -> None:
-    """Has the model's BatchNorm modules normalize by the samples of each rank alone.
+    """Makes the model's BatchNorm modules normalize over the samples of each rank alone.
 
     Warns:
         UserWarning: On rank 0, if the model has none.
@@ -77,7 +79,7 @@ def normalize_apart(model: nn.Module, learner: Learner, one_process: bool) -> No
 
 
 def words_of_normalization(learner: Learner) -> str:
-    """How the model's BatchNorm normalizes, if not exactly; else nothing."""
+    """Returns a text for the record that tells how BatchNorm normalizes if it is not exact. Returns "" otherwise."""
     if learner.settings.batch_norm == "exact" or learner.data.degree == 1:
         return ""
     if not any(isinstance(module, BatchNorm) for module in learner.model.modules()):

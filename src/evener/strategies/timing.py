@@ -1,8 +1,8 @@
-"""A rank's own work in a step: how long it takes, and how it is made longer where unequal devices are emulated.
+"""Measures the time of a rank's own work in a step, and prolongs it to emulate a slower device.
 
-The last bucket of gradients ends the work of a rank: what follows is waiting for others and the update, which is alike
-on all. An emulated slower device sleeps just before it hands that bucket over, in proportion to its work so far, so
-that to all others it looks exactly like a device that needs so long::
+A rank's work ends with its last gradient bucket: afterwards it only waits for others and updates, which takes equally
+long on all ranks. An emulated slower device sleeps just before it sends that bucket, in proportion to its work so far.
+To all other ranks it looks like a device that is really that slow::
 
     with pace.step(41):     forward ─ backward ─ work_done: [sleep] ─ last bucket ─ ...
     pace.seconds()         ├──────────────────────────────────────┤
@@ -15,17 +15,18 @@ from collections.abc import Callable
 from typing import Self
 
 from evener.balance.throttle import Throttle
-from evener.hardware.async_read import Here, Readout
+from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.timers import Stopwatch
 
 
-class Pace:
-    """The work of rank ``rank`` on ``stopwatch``; of a real device, unless there is a ``throttle``.
+class WorkTimer:
+    """Measures the work of rank ``rank`` with ``stopwatch``, and prolongs it if ``throttle`` is given.
 
-    An emulated device has to know how long its work took before it sleeps: the host waits for a GPU then, in each step.
+    Emulation must know the duration of the work before it sleeps. So with a throttle, the host waits for the GPU in
+    each step.
 
     Args:
-        sleep: Lets seconds pass.
+        sleep: Sleeps for a number of seconds.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class Pace:
         self._stopwatch, self._throttle, self._rank, self._sleep = stopwatch, throttle, rank, sleep
         self._step = 0
         self._slept = 0.0
-        self._elapsed: Readout = Here(0.0)
+        self._elapsed: Readout = ReadyValue(0.0)
 
     def step(self, number: int) -> Self:
-        """Around the rank's part of a step."""
+        """Returns a context for the rank's part of step ``number``."""
         self._step = number
         return self
 
@@ -55,7 +56,7 @@ class Pace:
         self._stopwatch.__exit__()
 
     def work_done(self) -> None:
-        """The rank has done its work so far, but for what the emulation adds to it."""
+        """Marks the end of the rank's work so far. Sleeps if a slower device is emulated."""
         self._stopwatch.mark()
         if self._throttle is None:
             return
@@ -67,9 +68,9 @@ class Pace:
             self._stopwatch.mark()
 
     def taken(self) -> Readout:
-        """Time of the work in the last step in seconds, emulation included and waiting left out."""
+        """Returns the seconds of work in the last step, with emulated delay and without waiting."""
         return self._stopwatch.taken()
 
     def elapsed(self) -> Readout:
-        """Time of the rank's whole part of the last step in seconds, waiting included."""
+        """Returns the seconds of the rank's whole part of the last step, waiting included."""
         return self._elapsed

@@ -1,1 +1,1 @@
-"""What is done with a task beside training: verify, estimate, bench, and tests of parts of your own."""
+"""Tools besides training: verify, estimate, bench, and conformance tests for user-defined parts."""

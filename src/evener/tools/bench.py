@@ -1,4 +1,4 @@
-"""``evener bench``: all-reduces measured on the ranks of this machine, or simulated for ranks that are not at hand."""
+"""``evener bench``: measures all-reduces on ranks of this machine, or simulates them on other topologies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evener.collectives.schedules.schedule import Topology
 from evener.collectives.tuning.bench import DTYPES, Row, bench, bus_factor
 from evener.collectives.tuning.cost import Link
 from evener.collectives.tuning.measure import measured_costs
-from evener.collectives.tuning.select import Costs, predict
+from evener.collectives.tuning.select import MeasuredCosts, predict
 from evener.collectives.tuning.simulate import Network
 from evener.distributed.launch.launch import launch
 from evener.distributed.launch.rendezvous import Rendezvous
@@ -27,18 +27,18 @@ from evener.training.reporting.chart import size_chart
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a bench found; ``wrong`` is the number of elements that were not the exact sum."""
+    """Results of a benchmark. ``wrong`` is the number of elements that were not the exact sum."""
 
     ranks: int
     simulated: bool
     rows: list[Row]
     rank: int = 0
-    """The rank that it comes from: 0, and on further machines that of their first process."""
+    """Rank that returned this result: 0, or on further hosts the first rank of the host."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """All-reduces that would suit these ranks but cannot be made on them, with the reason."""
+    """All-reduces that would suit these ranks but cannot be made on them, each with the reason."""
 
     def __repr__(self) -> str:
-        """In one line; the rows hold the rest."""
+        """Returns a summary in one line."""
         kind = "simulated" if self.simulated else "measured"
         return (
             f"<BenchResult of {self.ranks} ranks, {kind}: {len(self.rows)} rows, {self.wrong} wrong elements>"
@@ -53,7 +53,7 @@ class BenchResult:
         return {"ranks": self.ranks, "simulated": self.simulated, "rows": rows, "left_out": self.left_out}
 
     def chart(self) -> str:
-        """Bus bandwidth by size, as SVG."""
+        """Returns a chart of bus bandwidth by size, as SVG."""
         names = dict.fromkeys(row.algorithm for row in self.rows)
         lines = {
             name: [(row.size, row.busbw) for row in self.rows if row.algorithm == name] for name in names
@@ -73,17 +73,17 @@ def bench_all_reduce(
     timeout_seconds: float = 300.0,
     rendezvous: Rendezvous | None = None,
 ) -> BenchResult:
-    """Times all-reduces on ranks that it starts.
+    """Starts ranks and times all-reduces on them.
 
     Args:
-        sizes: Bytes.
-        algorithms: Names of all-reduces, or ``package.module:make``; None for all that suit these ranks.
-        dtype: torch's name of the elements' type.
-        check: Whether to count wrong elements.
+        sizes: Sizes in bytes.
+        algorithms: Names of all-reduces, or ``package.module:make``. None for all that suit these ranks.
+        dtype: Name of the torch dtype of the elements.
+        check: True to count wrong elements.
         processes, device, timeout_seconds, rendezvous: As for :func:`evener.launch`.
 
     Raises:
-        ConfigurationError: For an all-reduce or dtype that there is not.
+        ConfigurationError: If an all-reduce or the dtype does not exist, or there are fewer than 2 ranks.
     """
     for name in algorithms or ():
         find(name)
@@ -124,7 +124,7 @@ def _bench_on_rank(
 
 
 def _suitable(session: Session) -> list[str]:
-    """All-reduces worth comparing on these ranks: no shared memory for GPUs, no hierarchy without several hosts."""
+    """Returns the all-reduces to compare on these ranks: no shared memory for GPUs, no hierarchy on one host."""
     one_host = session.world_size == session.environment.local_world_size
     on_cpu = str(dist.get_backend(session.world)) == "gloo"
     left_out = {"two-level", "ring-tree"} if one_host else {"shared-memory"}
@@ -136,27 +136,27 @@ def _suitable(session: Session) -> list[str]:
 def simulate_all_reduce(
     sizes: Sequence[int], ranks: int | None, description: Path | None, algorithms: Sequence[str] | None = None
 ) -> BenchResult:
-    """Predicts all-reduces on a topology that is described and not at hand.
+    """Predicts the times of all-reduces on a described topology, without running them.
 
     Args:
-        sizes: Bytes.
-        ranks: Number of ranks; None for what the description says.
-        description: JSON file, see :func:`read_topology`; None for equal links of 10 us and 10 GB/s.
-        algorithms: Names of algorithms; None for all.
+        sizes: Sizes in bytes.
+        ranks: Number of ranks. None for the number in the description.
+        description: JSON file, see :func:`read_topology`. None for equal links of 10 us and 10 GB/s.
+        algorithms: Names of algorithms. None for all that can run on the topology.
 
     Raises:
-        ConfigurationError: For numbers that do not go together.
-        DataError: For a file that is no description.
+        ConfigurationError: If an algorithm does not exist, or the number of ranks does not fit the description.
+        DataError: If the file does not describe a topology.
     """
     _check_names("algorithm", algorithms or (), ALGORITHMS)
     topology, network = read_topology(description, ranks)
     names = list(algorithms or usable_on(topology))
-    costs = Costs(topology, network, ())
+    costs = MeasuredCosts(topology, network, ())
     rows = [_predicted_row(costs, name, size) for size in sizes for name in names]
     return BenchResult(topology.world_size, simulated=True, rows=rows)
 
 
-def _predicted_row(costs: Costs, name: str, size: int) -> Row:
+def _predicted_row(costs: MeasuredCosts, name: str, size: int) -> Row:
     seconds = predict(costs, name, size).seconds
     algbw = size / seconds / 1e9
     return Row(
@@ -178,19 +178,19 @@ _KEYS = ("hosts", "ranks_per_host", "inside", "between", "uplinks", "add_gigabyt
 
 
 def read_topology(path: Path | None, ranks: int | None) -> tuple[Topology, Network]:
-    """A topology and its links from a JSON file such as::
+    """Reads a topology and its links from a JSON file such as::
 
         {"hosts": [8, 8, 4],                                                   // ranks of each host
          "inside": {"microseconds": 3, "gigabytes_per_second": 200},           // between ranks of one host
          "between": {"microseconds": 20, "gigabytes_per_second": 25},          // the uplink of a host
          "uplinks": 1, "add_gigabytes_per_second": 100}
 
-    ``"ranks_per_host": 8`` in place of ``hosts`` goes with a number of ranks. ``inside`` and ``between`` may be lists,
-    one link a host.
+    The key ``"ranks_per_host": 8`` replaces ``hosts``; the number of ranks is then required. ``inside`` and ``between``
+    may be lists with one link per host.
 
     Raises:
-        ConfigurationError: For a number of ranks that does not fit the hosts.
-        DataError: For a file that is no such description.
+        ConfigurationError: If the number of ranks does not fit the hosts.
+        DataError: If the file does not describe a topology.
     """
     described = _read_json(path) if path else {}
     try:
@@ -262,10 +262,10 @@ def _per_byte(gigabytes_per_second: float | None) -> float:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes from ``64K``, ``4K,1M,25M``, or ``4K:256M`` with a factor of 2 (``4K:256M:4``: of 4).
+    """Parses sizes in bytes: ``64K``, ``4K,1M,25M``, or ``4K:256M`` with a factor of 2 (``4K:256M:4``: a factor of 4).
 
     Raises:
-        ConfigurationError: If it is none of these.
+        ConfigurationError: If the text has none of these forms.
     """
     parts = text.split(":")
     if len(parts) == 1:

@@ -27,12 +27,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_of_graphs(function: F) -> F:
-    """``function``, which a graph of ``torch.compile`` leaves out: it waits for other ranks, or asks what changes."""
+    """Has a graph of ``torch.compile`` leave ``function`` out: it waits for other ranks, or asks what changes."""
     return cast(F, _disable_dynamo(function))
 
 
 class Compiled(NamedTuple):
-    """What this process has compiled."""
+    """Counts of what this process has compiled."""
 
     graphs: int
     breaks: int
@@ -40,22 +40,22 @@ class Compiled(NamedTuple):
 
 
 def with_any_size(tensor: Tensor) -> None:
-    """One graph may serve for all sizes of dimension 0, but for 1, which has one of its own."""
+    """Lets one graph serve for all sizes of dimension 0, but for 1, which has one of its own."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def compiled_so_far() -> Compiled:
-    """Counts since the process began."""
+    """Returns the counts since the process began."""
     counters = torch._dynamo.utils.counters
     return Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
 Backend = Callable[..., Any]
-"""Makes compiled code of a graph and example inputs."""
+"""A function that makes compiled code of a graph and example inputs."""
 
 
 def backend_called(name: str, mode: str | None, **options: Any) -> Backend:
-    """The backend that ``torch.compile(backend=name, mode=mode)`` has.
+    """Makes the backend that ``torch.compile(backend=name, mode=mode)`` has.
 
     Args:
         options: Of inductor, besides those that the mode stands for; other backends get none.
@@ -67,12 +67,12 @@ def backend_called(name: str, mode: str | None, **options: Any) -> Backend:
 
 
 def name_of(backend: Backend) -> str:
-    """What ``torch.compile`` calls one of its backends."""
+    """Returns what ``torch.compile`` calls one of its backends."""
     return str(getattr(backend, "compiler_name", backend))
 
 
 def without_cuda_graphs(backend: Backend) -> Backend | None:
-    """The same backend, whose code is not recorded; None if that of ``backend`` is not either."""
+    """Returns the same backend, whose code is not recorded; None if that of ``backend`` is not either."""
     options: dict[str, Any] = getattr(backend, "config", {})
     if not options.get("triton.cudagraphs") or not torch.cuda.is_available():
         return None
@@ -81,7 +81,7 @@ def without_cuda_graphs(backend: Backend) -> Backend | None:
 
 @contextmanager
 def asked_through(around: Callable[[Backend, Any, Any], Any]) -> Iterator[None]:
-    """What ``torch.compile`` asks a backend for in the block goes through ``around``.
+    """Sends through ``around`` what ``torch.compile`` asks a backend for in the block.
 
     Args:
         around: Gets the backend, to be called by it, and the graph and example inputs.

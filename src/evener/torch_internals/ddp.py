@@ -1,9 +1,11 @@
-"""What DistributedDataParallel tells of its buckets, where it broadcasts buffers, and what it leaves alone:
-``_get_ddp_logging_data``, ``_distributed_broadcast_coalesced``, the option that switches that broadcast off, and
-``_set_params_and_buffers_to_ignore_for_model``.
+"""Names of DistributedDataParallel: what it tells of its buckets, keeps of them, broadcasts and leaves alone.
 
-The reducer is C++, and its collectives are seen nowhere in Python; what it logs about itself is all there is.
-Broadcasts of buffers go through one method. Their option is public, but torch 2.13 renamed it.
+- ``_get_ddp_logging_data`` is all there is to see of the reducer's collectives: it is C++, and Python sees none.
+- ``_rebuild_buckets`` makes buckets anew before the second forward pass. The order of gradients, by which it does, is
+  read from the memory of a tensor in C++, and a fake tensor has none. The new buckets have as many bytes in all.
+- ``_distributed_broadcast_coalesced`` is the method through which buffers are broadcast. The option that switches that
+  off is public, but torch 2.13 renamed it.
+- ``_set_params_and_buffers_to_ignore_for_model`` names what DDP leaves alone, for which it has no option.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -11,9 +13,12 @@ Tested with torch 2.11, 2.13, 2.15.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +27,7 @@ BROADCAST_BUFFERS = "_distributed_broadcast_coalesced"
 
 
 def logged(model: DistributedDataParallel) -> Mapping[str, Any]:
-    """What the reducer says of itself: ``bucket_sizes`` and, after the first steps, ``rebuilt_bucket_sizes``."""
+    """Returns what the reducer says of itself: ``bucket_sizes`` and, after first steps, ``rebuilt_bucket_sizes``."""
     found: Mapping[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return found
 
@@ -33,7 +38,14 @@ def leave_out(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def no_buffer_broadcast() -> dict[str, Any]:
-    """The option under its present name, for torch warns about the old one."""
+    """Returns the option under its present name, for torch warns about the old one."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
+
+
+@contextmanager
+def buckets_kept() -> Iterator[None]:
+    """Has DDP leave its buckets in the block as they were made first."""
+    with mock.patch.object(dist.Reducer, "_rebuild_buckets", return_value=False):
+        yield

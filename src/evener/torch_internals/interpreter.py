@@ -16,7 +16,7 @@ import threading
 
 
 def flags() -> list[str]:
-    """The options of the interpreter, as a command line has them: ``-X dev -W error``."""
+    """Returns the options of the interpreter, as a command line has them: ``-X dev -W error``."""
     found: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return found
 

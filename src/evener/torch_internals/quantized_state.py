@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from evener.torch_internals.dispatch_mode import wraps
+from evener.torch_internals.dispatch import parts_of, wraps
 
 
 def is_quantized(value: object) -> bool:
-    """Whether it is a tensor whose numbers lie in codes; a DTensor of such is not."""
+    """Tells whether it is a tensor whose numbers lie in codes; a DTensor of such is not."""
     return (
         isinstance(value, Tensor)
         and wraps(type(value))
@@ -30,18 +30,18 @@ def is_quantized(value: object) -> bool:
 
 
 def makes_quantized(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps its state so."""
+    """Tells whether the optimizer keeps its state in codes."""
     return hasattr(optimizer, "_new_buffer")
 
 
 def new_state(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
-    """What the optimizer makes for a parameter at first: codes, or plain zeros where these take too little memory."""
+    """Makes the state of a parameter at first: codes, or plain zeros where these take too little memory."""
     found: Tensor = optimizer._new_buffer(parameter.detach(), signed)
     return found
 
 
 def make_tables(optimizer: Any) -> None:
-    """What codes mean, which is worked out once in a process, and kept."""
+    """Works out what codes mean, which happens once in a process, and is kept."""
     size = optimizer.block_size
     if isinstance(size, int):  # one without codes has none
         numbers = torch.zeros(size * -(-4096 // size))
@@ -50,22 +50,21 @@ def make_tables(optimizer: Any) -> None:
 
 
 def rounds_by_chance(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its updates draw random numbers."""
+    """Tells whether the optimizer's updates draw random numbers."""
     return bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
 def codes_of(value: Tensor) -> dict[str, Tensor]:
-    """The tensors in which the numbers lie, by name, without the table, which is the same for all."""
-    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    return {name: getattr(value, name) for name in names if name != "qmap"}
+    """Returns the tensors in which the numbers lie, by name, without the table, which is the same for all."""
+    return {name: part for name, part in parts_of(value).items() if name != "qmap"}
 
 
 def lowest_code(value: Tensor) -> Tensor | None:
-    """What the lowest code means, of a block whose scale is 1; None where it is minus what the highest means."""
+    """Returns what the lowest code means in a block whose scale is 1; None where it is minus what the highest means."""
     table: Tensor | None = getattr(value, "qmap", None)
     return None if table is None else table[0]
 
 
 def block_size(value: Any) -> int:
-    """Numbers that share a scale, in the order of the flat tensor."""
+    """Counts the numbers that share a scale, in the order of the flat tensor."""
     return int(value.numel() // value.scale.numel())

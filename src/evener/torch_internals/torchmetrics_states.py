@@ -14,43 +14,43 @@ from typing import Any
 
 
 def is_collection(part: Any) -> bool:
-    """Whether it collects metrics, some of which may share a state."""
+    """Tells whether it collects metrics, some of which may share a state."""
     return hasattr(part, "_enable_compute_groups")
 
 
 def has_states(part: Any) -> bool:
-    """Whether it is a metric with states of its own."""
+    """Tells whether it is a metric with states of its own."""
     return hasattr(part, "_defaults") and hasattr(part, "_reductions")
 
 
 def keep_apart(collection: Any) -> None:
-    """Each metric keeps a state of its own."""
+    """Has each metric keep a state of its own."""
     collection._enable_compute_groups = False
     collection._groups_checked = False
 
 
 def keep_to_rank(part: Any) -> None:
-    """The metric exchanges nothing by itself."""
+    """Keeps the metric from exchanging anything by itself."""
     part.sync_on_compute = part.dist_sync_on_step = part._to_sync = False
 
 
 def states(part: Any) -> dict[str, Any]:
-    """The states by name."""
+    """Returns the states by name."""
     return {name: getattr(part, name) for name in part._defaults}
 
 
 def reductions(part: Any) -> Mapping[str, Any]:
-    """By name of the state, how those of several ranks become one."""
+    """Tells, by name of the state, how those of several ranks become one."""
     found: Mapping[str, Any] = part._reductions
     return found
 
 
 def updates(part: Any) -> int:
-    """How often it was given data."""
+    """Counts how often it was given data."""
     return int(part._update_count)
 
 
-def put(part: Any, merged: Mapping[str, Any], count: int) -> None:
+def set_states(part: Any, merged: Mapping[str, Any], count: int) -> None:
     """Gives the metric the states that came of ``count`` updates."""
     for name, value in merged.items():
         setattr(part, name, value)

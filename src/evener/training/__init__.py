@@ -1,1 +1,1 @@
-"""A run: the engine, ``fit``, prepared loops, and all that happens between steps."""
+"""A run: the engine, ``fit``, prepared loops, and everything that happens between steps."""

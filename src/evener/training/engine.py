@@ -1,4 +1,4 @@
-"""A task in training on this rank: what a loop of the user's own needs, and what ``fit`` is made of.
+"""Trains a task on this rank, step by step: for a user's own loop, and as the core of ``fit``.
 
 ::
 
@@ -42,19 +42,19 @@ from evener.strategies.base import set_up
 from evener.strategies.buffers import share_buffers
 from evener.strategies.learner import Learner
 from evener.training.activation_checkpoint_tuning import Recomputing
-from evener.training.batches.feed import Feed
+from evener.training.batches.feed import BatchFeed
 from evener.training.batches.progress import Progress
 from evener.training.builtin_tasks import BUILT_IN
-from evener.training.consistency.replicas import Replicas
+from evener.training.consistency.replicas import ReplicaCheck
 from evener.training.consistency.startup import agree_on_optimizer, agreement
 from evener.training.evaluation import InputsOnly, evaluate, predict
 from evener.training.factory import settings_of, strategy_of
 from evener.training.state.run_state import RunState
 from evener.training.step.exchange import way_to_tell
-from evener.training.step.manual_step import AtHand, ByHand
-from evener.training.step.nonfinite import Guard
+from evener.training.step.manual_step import ManualBatch, ManualStep
+from evener.training.step.nonfinite import NonFinitePolicy
 from evener.training.step.step import RankTimes, Step
-from evener.training.step.step_sync import Ledger
+from evener.training.step.step_sync import StepSync
 
 
 class Engine:
@@ -63,11 +63,11 @@ class Engine:
     Args:
         task: What to train: a `Task`, a function that builds one, or its name.
         config: The settings; ``settings`` change single ones, as in ``Engine(task, batch_size=97)``.
-        session: The ranks; None opens one, which the engine then closes.
+        session: The session of ranks. If None, the engine opens one and closes it.
         observers: Told of steps, evaluations and changes of shares.
 
     Raises:
-        ConfigurationError: For settings that cannot work together, and for ranks that do not train the same.
+        ConfigurationError: If settings cannot work together, or the ranks do not train the same.
     """
 
     def __init__(
@@ -87,31 +87,32 @@ class Engine:
             )
             self.batch_size = self.config.batch_size or task.batch_size
             self.epochs = self.config.epochs or (10**9 if self.config.steps else task.epochs)
-            self.learner = self._learner()
-            undo.callback(self.learner.close)
+            self.learner = learner = self._learner()
+            undo.callback(learner.close)
             self.observers = Observers(list(observers), self.session.rank)
-            self.scheduler = build_scheduler(task, self.learner.optimizer)
-            agree_on_optimizer(self.learner.optimizer, self.scheduler, self.learner.names, self.session)
-            self.guard = Guard(self.config.non_finite, self.learner, self.observers)
-            control, mesh = undo.enter_context(lent(self.session)), self.learner.mesh
+            self.scheduler = build_scheduler(task, learner.optimizer)
+            agree_on_optimizer(learner.optimizer, self.scheduler, learner.names, self.session)
+            self.guard = NonFinitePolicy(self.config.non_finite, learner, self.observers)
+            control, mesh = undo.enter_context(lent(self.session)), learner.mesh
             telling = undo.enter_context(way_to_tell(self.session, mesh, control, lambda: self.feed))
-            told = self._observe, self.guard.waits, self.learner.graphs, telling, self.session.mixed
-            self.ledger = Ledger(control, mesh, self.session.device, lambda: self.loss, *told)
-            self.recomputing = Recomputing(self.learner, self.observers.event)
-            self._by_hand = ByHand(self.learner, control, self.config.non_finite)
-            self._replicas = Replicas(self.learner, control, self.config, self.observers.event)
-            self.feed = Feed(self.learner, self.config, self.batch_size, self.epochs, self.ledger.steps_late)
-            self.state = RunState(self.learner, self.feed, self.scheduler, self.config, self.observers)
+            told = self._observe, self.guard.waits, learner.graphs, telling, self.session.mixed
+            self.ledger = StepSync(control, mesh, self.session.device, lambda: self.loss, *told)
+            self.recomputing = Recomputing(learner, self.observers.event)
+            self._by_hand = ManualStep(learner, control, self.config.non_finite)
+            self._replicas = ReplicaCheck(learner, control, self.config, self.observers.event)
+            late = self.ledger.steps_late
+            self.feed = BatchFeed(learner, self.config, self.batch_size, self.epochs, late)
+            self.state = RunState(learner, self.feed, self.scheduler, self.config, self.observers)
             undo.callback(self.state.saver.close)
             self.skips = self.feed.skips
             self._owned = undo.pop_all()
         self.times = RankTimes()
-        self._at_hand = AtHand(self.learner, self._by_hand.pace)
+        self._at_hand = ManualBatch(self.learner, self._by_hand.pace)
         self._current: Batch | None = None
         self._upcoming: Batch | None = None
 
     def _learner(self) -> Learner:
-        """All ranks make theirs together, after they have found that they are about to train the same."""
+        """Sets up this rank's learner, after all ranks have checked that they train the same. A collective call."""
         session = self.session
         strategy = strategy_of(self.config, session.world_size)
         settings = settings_of(self.config, strategy, session.world_size)
@@ -134,43 +135,43 @@ class Engine:
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands in its data."""
+        """Training progress: epoch, position in the epoch, steps and samples."""
         return self.state.progress
 
     @property
     def steps_done(self) -> int:
-        """Steps that were taken, those of a run that this one goes on from among them."""
+        """Number of steps taken, including those of a run that this one resumed from."""
         return self.progress.steps
 
     @property
     def samples_done(self) -> int:
-        """Samples that were trained on, likewise."""
+        """Number of samples trained on, including those of a run that this one resumed from."""
         return self.progress.samples
 
     # Batches
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None if the dataset does not tell its length."""
+        """Number of steps of the whole run. None if the dataset has no known length."""
         return self.feed.total_steps
 
     @property
     def balancer(self) -> Balancer | None:
-        """What divides the batches; None before the first."""
+        """The balancer that divides the batches. None before the first batch."""
         return self.feed.balancer
 
     def batches(self) -> Generator[Batch]:
-        """This rank's part of every global batch that is left of the run, in order."""
+        """Yields this rank's part of each remaining global batch of the run, in order."""
         with self.feed.open(self.progress) as loader:
             batch = self._next(loader)
             while batch is not None and not self._reached_last_step():
                 upcoming = None if self.steps_done + 1 == self.config.steps else self._next(loader)
                 self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done
-                with self._at_hand.of(batch, taken):
+                with self._at_hand.around(batch, taken):
                     yield batch
                 self._current = None
-                if self.steps_done == taken:  # a loop of the user's own, which took the step itself
+                if self.steps_done == taken:  # the user's own loop took the step itself
                     self._took_by_hand(batch)
                 batch = upcoming
             self.ledger.finish()
@@ -189,16 +190,15 @@ class Engine:
     # The step
 
     def step(self, batch: Batch) -> Step:
-        """Forward, backward, exchange and update for one global batch.
+        """Runs forward, backward, gradient synchronization and update for one global batch.
 
         Raises:
-            DivergenceError: If the loss or a gradient of a rank is not finite; names the step and the rank. On a CPU
-                the weights of the rank that finds it are those before the step.
+            DivergenceError: If the loss or a gradient of a rank is not finite; names the step and the rank. On a CPU,
+                the rank that finds it keeps the weights from before the step.
             RankError, RankTimeoutError: If another rank is gone or late.
         """
-        began, learner, ledger = time.perf_counter(), self.learner, self.ledger
-        number, watchdog = self.steps_done, self.session.watchdog
-        recomputing = self.recomputing.step(batch, number)
+        began, learner, ledger, number = time.perf_counter(), self.learner, self.ledger, self.steps_done
+        watchdog, recomputing = self.session.watchdog, self.recomputing.step(batch, number)
         with watchdog.explained(), watchdog.phase("training", step=number), recomputing:
             step = Step(batch, number, ledger.settle, learner.names_in_order)
             next_count = ledger.count(self._upcoming)
@@ -223,7 +223,7 @@ class Engine:
         self.ledger.check()
 
     def _observe(self, step: Step) -> None:
-        """All ranks know the times of the step."""
+        """Records the times of a step, once all ranks know them."""
         self.feed.observe_step(step)
         self.times.compute += step.own_seconds.compute
         self.times.wait += step.own_seconds.wait
@@ -237,17 +237,17 @@ class Engine:
         self._replicas.after(self.steps_done, self.settle)
 
     def tell(self) -> None:
-        """Tells the observers what they have not been told yet of steps that are over and known."""
+        """Tells the observers of finished steps whose results are known and of new events, each once."""
         for step in self.ledger.told():
             if self.observers.are_some:
                 self.observers.step(step.record())
         for event in self.feed.new_events():
             self.observers.event(event)
 
-    # A loop of the user's own
+    # The user's own loop
 
     def backward(self, total: Tensor, count: float | Tensor) -> float:
-        """Back-propagates ``total`` over the count of all ranks; the ranks' gradients add up in :meth:`update`.
+        """Back-propagates ``total`` divided by the count of all ranks. :meth:`update` sums the gradients of the ranks.
 
         Args:
             total: Sum of the loss's terms over this rank's samples, one number.
@@ -257,22 +257,21 @@ class Engine:
             The mean over the terms of all ranks.
 
         Raises:
-            ConfigurationError: If the batch at hand is cut into micro-batches.
+            ConfigurationError: If the current batch is cut into micro-batches.
             DivergenceError: If the total of a rank is not finite.
         """
         return self._by_hand.backward(total, count, self._current, self.steps_done)
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Sums the gradients of the optimizer's parameters over the ranks, clips, steps and clears them.
+        """Sums the gradients of the optimizer's parameters over the ranks, clips them, steps, and clears them.
 
         Args:
-            optimizer: One of your own; None is the task's, whose update also takes in the task's penalty and
-                ends the step.
+            optimizer: A user's optimizer. If None, the task's: its update also applies the penalty and ends the step.
         """
         self._by_hand.update(optimizer, self.steps_done)
 
     def _took_by_hand(self, batch: Batch) -> None:
-        """The step of a loop of the user's own is over: every rank tells its time, and nothing else."""
+        """Ends a step that the user's own loop took: the ranks exchange only their times."""
         self.settle()
         own = self._by_hand.over(batch)
         self.feed.observe_times(self.ledger.tell_times(Step(batch, self.steps_done, self.ledger.settle), own))
@@ -282,13 +281,13 @@ class Engine:
     # Evaluation
 
     def evaluate(self, dataset: Dataset[Any] | None = None) -> dict[str, float]:
-        """The task's loss and metrics over a dataset, each sample counted once; the same on every rank.
+        """Returns the task's loss and metrics over a dataset, each sample counted once; the same on every rank.
 
         Args:
-            dataset: Pairs ``(inputs, targets)``; None is the task's ``evaluate``, of which observers are told.
+            dataset: Pairs ``(inputs, targets)``. If None, the task's ``evaluate``; observers are told of its result.
 
         Raises:
-            ConfigurationError: If there is none.
+            ConfigurationError: If there is no dataset.
         """
         chosen = self.task.evaluate if dataset is None else dataset
         if chosen is None:
@@ -309,12 +308,12 @@ class Engine:
     def predict(
         self, dataset: Dataset[Any], *, targets: bool = True, everywhere: bool = False
     ) -> Tree | None:
-        """The model's outputs for every sample, in the order of the dataset, on the CPU of rank 0; None on others.
+        """Returns the model's outputs for every sample, in dataset order, on the CPU of rank 0. Other ranks get None.
 
         Args:
-            dataset: Pairs ``(inputs, targets)``, of which the targets are not used.
+            dataset: Pairs ``(inputs, targets)``; the targets are not used.
             targets: False if the items are the inputs alone.
-            everywhere: Gives the outputs to every rank.
+            everywhere: If True, every rank gets the outputs.
         """
         self.settle()
         chosen = dataset if targets else InputsOnly(dataset)
@@ -323,41 +322,41 @@ class Engine:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on from here, on any number of ranks: whole, on the CPU, in copies.
+        """Returns all that is needed to resume from here on any number of ranks: whole tensors, copied to the CPU.
 
-        All ranks call it, and each gets the whole model; :meth:`save` needs no room for that.
+        All ranks must call this together, and each gets the whole model. :meth:`save` needs no memory for that.
         """
         self.settle()
         return self.state.whole()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave, which stays the caller's own.
+        """Resumes from the result of :meth:`state_dict`, without changing it.
 
         Raises:
-            ConfigurationError: If it is of another model or optimizer, or the order of samples would be another one.
+            ConfigurationError: If the state is from another model or optimizer, or the order of samples would differ.
         """
-        self.state.take(state)
+        self.state.load_state(state)
 
     def save(self, directory: Path, *, keep: int = 2, wait: bool = True) -> Path:
-        """Writes a checkpoint into ``directory``, every rank what it alone holds; returns the checkpoint's directory.
+        """Writes a checkpoint into ``directory`` and returns the checkpoint's directory. Each rank writes its own part.
 
-        All ranks call it. A checkpoint is whole or not there, and named by the file ``latest`` when it is whole.
+        All ranks must call this together. A checkpoint is whole or not there; the file ``latest`` then names it.
 
         Args:
-            keep: So many of the last checkpoints stay, and the one that ``best`` names.
-            wait: False goes on as soon as what is to be written has been copied, which needs room on the CPU for what
-                this rank writes. The next save, :meth:`finish_saving` and :meth:`load` wait for the end.
+            keep: Number of latest checkpoints to keep, besides the one that ``best`` names.
+            wait: If False, returns as soon as the data are copied, which needs CPU memory for this rank's part. The
+                next save, :meth:`finish_saving` and :meth:`load` wait for the end.
 
         Raises:
-            DivergenceError: If weights are not finite, which are never saved.
-            CheckpointError: If it could not be written, or the one before it could not; on all ranks.
+            DivergenceError: If weights are not finite; these are never saved.
+            CheckpointError: If it, or the one before it, could not be written; on all ranks.
         """
         self.settle()
-        self.tell()  # a run that goes on from here lacks no step in its records
+        self.tell()  # so that the records of a run resumed from here lack no step
         return self.state.save(directory, checkpoint.Keep(keep), wait)
 
     def finish_saving(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one. All ranks call it.
+        """Waits for the checkpoint that is being written, if there is one. All ranks must call this together.
 
         Raises:
             CheckpointError: If it could not be written; on all ranks.
@@ -365,27 +364,27 @@ class Engine:
         self.state.saver.finish()
 
     def load(self, path: Path, tell: Callable[[str], object] = warnings.warn) -> None:
-        """Goes on from the checkpoint of a run directory, or the one that is named; each rank reads what it holds.
+        """Resumes from a checkpoint, or the latest one of a run directory. Each rank reads its own part.
 
-        All ranks call it. Of a directory of checkpoints one that is damaged is passed over for the one before it.
+        All ranks must call this together. In a directory, a damaged checkpoint is skipped for the one before it.
 
         Args:
-            tell: Gets the words about a checkpoint that was passed over, and about what is not as it was; on rank 0.
+            tell: Called on rank 0 with messages about skipped checkpoints and about settings that have changed.
 
         Raises:
-            ConfigurationError: If there is none, or as :meth:`load_state_dict`.
-            DataError: If none can be read.
+            ConfigurationError: If there is no checkpoint, or as in :meth:`load_state_dict`.
+            DataError: If no checkpoint can be read.
         """
         self._at_hand.close()
         self.ledger.forget()
         self.state.load(path, tell)
 
     def give_up(self) -> None:
-        """Leaves the step at hand, and everything else as it is: other ranks are gone."""
+        """Abandons the current step because other ranks are gone. Everything else stays as it is."""
         self._at_hand.close()
 
     def close(self) -> None:
-        """Gives back the strategy's and, where the engine opened it, the session's processes and memory."""
+        """Releases processes and memory of the strategy and, if the engine opened it, of the session."""
         self._at_hand.close()
         self._owned.close()
 

@@ -1,7 +1,7 @@
-"""Forward passes only: metrics over a dataset, each sample counted once, and predictions in order.
+"""Forward passes only: metrics over a dataset, each sample counted once, and predictions in dataset order.
 
-No sampler pads the dataset to a multiple of the ranks: what a rank does not have it does not count, so a metric does
-not depend on how many ranks there are.
+No sampler pads the dataset to a multiple of the ranks, and a rank counts only its own samples. So a metric does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from evener.training.batches.skipped_samples import Announcer
 
 
 class InputsOnly(Dataset[Any]):
-    """Items that are inputs without targets, as pairs."""
+    """Wraps a dataset whose items are inputs without targets, and returns pairs."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         _check_ordered(dataset)
@@ -42,23 +42,26 @@ class InputsOnly(Dataset[Any]):
 
 
 Piece = tuple[int, int, Tree]
-"""The place of its first sample in the dataset, how many there are, and what was kept of them, on the CPU."""
+"""Index of the first sample in the dataset, number of samples, and the data kept for them, on the CPU."""
 
 
 @dataclass(frozen=True)
-class Examined:
-    """What an evaluation found."""
+class EvaluationResult:
+    """Result of :func:`examine`."""
 
     metrics: dict[str, float]
     samples: int
     pieces: list[Piece] | None
-    """What was kept, in the order of the dataset, on rank 0 or everywhere; None on others, and if nothing was to be."""
+    """Kept data in dataset order, on rank 0 or on every rank. None on other ranks, and if nothing was to be kept."""
 
 
 def evaluate(
     learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
 ) -> tuple[dict[str, float], int]:
-    """The loss and the metrics of the task over ``dataset``, the same on every rank, and its number of samples."""
+    """Returns the task's loss and metrics over ``dataset``, the same on every rank, and the number of samples.
+
+    All ranks must call this together.
+    """
     found = examine(learner, dataset, options)
     return found.metrics, found.samples
 
@@ -70,13 +73,13 @@ def examine(
     keep: Callable[[Tree, Tree], Tree] | None = None,
     measured: bool = True,
     everywhere: bool = False,
-) -> Examined:
-    """Metrics as :func:`evaluate` has them and, of the same forward passes, what is to be kept of each.
+) -> EvaluationResult:
+    """Computes the metrics as :func:`evaluate` does, and keeps data from the same forward passes. A collective call.
 
     Args:
-        keep: From the outputs and targets of a pass to what is kept of them, such as both; None keeps nothing.
-        measured: Whether there are targets; if not, there are no metrics.
-        everywhere: Whether every rank gets what was kept.
+        keep: Maps the outputs and targets of a forward pass to the data to keep. If None, nothing is kept.
+        measured: Whether the dataset has targets; without them there are no metrics.
+        everywhere: Whether every rank gets the kept data.
     """
     check_dataset(dataset, "the dataset")
     accumulators, samples = _accumulators(learner) if measured else {}, 0
@@ -85,14 +88,14 @@ def examine(
         for micro, outputs in _forward(learner, dataset, options):
             samples += micro.size
             if _speaks(learner):
-                # What a placeholder comes to counts for nothing, but other ranks may wait for it.
+                # A placeholder's result does not count, but other ranks may wait for its computation.
                 for name, accumulator in (accumulators if micro.weight else _accumulators(learner)).items():
                     if name in accumulators:
                         accumulator.update(outputs, micro.targets)
                 if keep is not None and micro.weight:
                     kept = map_leaves(_to_cpu, keep(outputs, micro.targets))
                     pieces.append((int(micro.samples[0]), micro.size, kept))
-            del micro, outputs  # not to be there while the next are computed
+            del micro, outputs  # frees their memory before the next are computed
     own = samples, [accumulator.state() for accumulator in accumulators.values()]
     learner.graphs.agree(learner.session.control.gather_objects)
     told = learner.data.of_parts(learner.session.control.gather_objects(own))
@@ -100,11 +103,14 @@ def examine(
         accumulator.merge([states[index] for _, states in told])
     values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
     ordered = None if keep is None else _in_order(learner, pieces, everywhere)
-    return Examined(_named_values(values), sum(count for count, _ in told), ordered)
+    return EvaluationResult(_named_values(values), sum(count for count, _ in told), ordered)
 
 
 def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool) -> list[Piece] | None:
-    """The pieces of all parts, on rank 0 or everywhere; of parts that ranks own, those of rank 0's part come first."""
+    """Gathers the pieces of all parts in order, on rank 0 or everywhere. Returns None on ranks that get nothing.
+
+    If the ranks own samples of their own, those of rank 0's part come first.
+    """
     control = learner.session.control
     of_ranks = control.gather_objects(pieces) if everywhere else control.gather_to(pieces, 0)
     if of_ranks is None:
@@ -116,16 +122,17 @@ def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool) -> list[P
 def predict(
     learner: Learner, dataset: Dataset[Any], options: EvaluationOptions, everywhere: bool = False
 ) -> Tree | None:
-    """The outputs for all samples of ``dataset``, in its order, on the CPU of rank 0, or with ``everywhere`` of all.
+    """Returns the outputs for all samples of ``dataset`` in its order, on the CPU of rank 0, or of all with
+    ``everywhere``.
 
-    Of parts that ranks own, those of rank 0's part come first.
+    All ranks must call this together. If the ranks own samples of their own, those of rank 0's part come first.
 
-    Outputs that are tensors, also nested, are concatenated along dimension 0; others come as a list of one entry a
-    micro-batch of a rank.
+    Tensor outputs, also nested ones, are concatenated along dimension 0. Other outputs are returned as a list with one
+    entry for each micro-batch of a rank.
 
     Raises:
-        ConfigurationError: If an output's dimension 0 is not the samples, other dimensions differ from batch to batch,
-            or the dataset has no order.
+        ConfigurationError: If dimension 0 of an output is not the samples, other dimensions differ between batches, or
+            the dataset has no order.
     """
     _check_ordered(dataset)
     found = examine(
@@ -140,13 +147,13 @@ def predict(
 
 
 def _speaks(learner: Learner) -> bool:
-    """Whether this rank's outputs are those of its part of the batch."""
+    """Returns True if this rank reports the outputs of its part of the batch."""
     return learner.session.rank in learner.data.speakers
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module is in the mode it was in again afterwards."""
+    """Puts the model into evaluation mode without gradients, and afterwards restores the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -160,8 +167,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _forward(
     learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
 ) -> Iterator[tuple[MicroBatch, Tree]]:
-    """The micro-batches of this rank's part with their outputs, within the scope of each."""
-    reading = Reading.of(learner, dataset, "evaluation set")
+    """Yields this rank's micro-batches with their outputs, each within its own micro-batch scope."""
+    reading = Reading.from_learner(learner, dataset, "evaluation set")
     weights = options.weights if reading.balanced else None
     balancer = Fixed(weights) if weights else Equal(reading.ranks)
     loader = reading.loader(
@@ -170,8 +177,7 @@ def _forward(
         shares=balancer.shares,
         micro_batch=options.micro_batch,
         collate=learner.task.collate,
-        workers=options.workers(dataset),
-        ranks_beside=options.ranks_beside,
+        workers=options.workers,
         device=learner.session.device,
         epochs=1,
         skips=options.skips,
@@ -192,7 +198,7 @@ def _accumulators(learner: Learner) -> dict[str, Accumulator]:
 
 
 def _named_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """One number for each name; a metric of several values becomes one name for each of them."""
+    """Returns one number for each name. A metric with several values gets one name for each of them."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""From the settings of a run, which are words and numbers, to the parts that they stand for."""
+"""Builds the parts of a run (strategy, balancer, strategy settings) from its settings, which are words and numbers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
 from evener.strategies.composed import degrees_of, laid
 from evener.strategies.dataset_view import Reading
-from evener.strategies.interfaces import Settings
+from evener.strategies.interfaces import StrategySettings
 from evener.strategies.registry import strategies_called
 
 
 def balance_of(config: RunConfig, parts: int, unlike: bool) -> str:
-    """What divides a batch into so many parts, also where the settings leave it open.
+    """Returns the name of the balance that divides a batch into ``parts`` parts.
 
-    Then learned speeds do over devices that are ``unlike``, of which the quick ones would wait for the slow. Alike
-    ones have equal shares, with which the same command gives the same bits. So have unlike ones where BatchNorm is
-    local, for then each division trains something else, and with a mode of torch.compile, which may record a graph for
-    each size.
+    If the settings name none, unlike devices get ``auto``: shares by measured speed, so that fast devices do not wait
+    for slow ones. Devices that are alike get equal shares, so that the same command gives the same bits. Equal shares
+    are also taken if BatchNorm is local, because each division then trains something else, and with a mode of
+    torch.compile, which may record one graph for each size.
     """
     if config.balance is not None:
         return config.balance
@@ -46,12 +46,12 @@ def balance_of(config: RunConfig, parts: int, unlike: bool) -> str:
 def balancer_of(
     config: RunConfig, reading: Reading, lookahead: int, data: DataAxis | None = None
 ) -> Balancer:
-    """The balancer of the settings; where the data decide who computes what, one that changes nothing.
+    """Returns the balancer of the settings, or one that changes nothing if the data decide which rank computes what.
 
-    Open settings, which `evener.training.batches.device_mix` has not settled, are equal shares.
+    Settings without a balance, which `evener.training.batches.device_mix` has not settled, mean equal shares.
 
     Args:
-        data: Given where each rank knows its own times alone: who computes which part.
+        data: The data axis, which says which rank computes which part. Given if each rank knows only its own times.
     """
     balance = balance_of(config, reading.ranks, unlike=False)
     if reading.parts is not None and balance not in BALANCERS:
@@ -71,10 +71,10 @@ def balancer_of(
 
 
 def strategy_of(config: RunConfig, world_size: int) -> Strategy:
-    """The strategy of the settings, laid over so many ranks.
+    """Returns the strategy of the settings, laid over ``world_size`` ranks.
 
     Raises:
-        ConfigurationError: If there is none of a name or with such options, or it cannot be laid so.
+        ConfigurationError: If no strategy has the name or the options, or it cannot be laid over this number of ranks.
     """
     return laid(_named(config), config.mesh, world_size)
 
@@ -96,7 +96,7 @@ def _named(config: RunConfig) -> tuple[Strategy, ...]:
 
 
 def suggested_processes(config: RunConfig) -> int | None:
-    """The ranks that strategy and mesh need, if they say; None if any number will do."""
+    """Returns the number of ranks that strategy and mesh need, or None if any number will do."""
     if any(part.one_process for part in _named(config)):
         return 1
     degrees = degrees_of(config.mesh)
@@ -104,7 +104,9 @@ def suggested_processes(config: RunConfig) -> int | None:
 
 
 def _refuse_streams(config: RunConfig) -> None:
-    """What was written for the streams of CUDA would mix up others without a word."""
+    """Refuses all-reduce and compression written for CUDA streams on other devices, where they would silently mix up
+    data.
+    """
     own = [name for name in (config.allreduce, config.compress) if name not in (None, "native")]
     if config.device not in (None, "cpu", "cuda", MIXED) and own:
         raise ConfigurationError(
@@ -112,16 +114,16 @@ def _refuse_streams(config: RunConfig) -> None:
         )
 
 
-def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Settings:
-    """What the strategy is told.
+def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> StrategySettings:
+    """Returns the settings that the strategy gets.
 
     Raises:
-        ConfigurationError: If the strategy cannot be laid over so many ranks.
+        ConfigurationError: If the strategy cannot be laid over ``world_size`` ranks, or a setting does not go with it.
         ShareError: If shares, caps or throttle do not fit its parts of a batch.
     """
     _refuse_streams(config)
     dtype = getattr(torch, config.dtype) if config.dtype else None
-    settings = Settings(
+    settings = StrategySettings(
         seed=config.seed,
         dtype=dtype,
         compiling=Compiling(
@@ -129,9 +131,9 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         ),
         fits=config.micro_batch == AUTO,
         limits=MemoryLimits.parse(config.memory_limit, config.memory_limit_at, world_size),
-        precision=Precision.of(config.precision, config.precision_of),
-        recompute=Recompute.of(config.recompute) if config.recompute else None,
-        offload=Offload.of(config.offload, config.offload_to),
+        precision=Precision.from_settings(config.precision, config.precision_of),
+        recompute=Recompute.parse(config.recompute) if config.recompute else None,
+        offload=Offload.from_settings(config.offload, config.offload_to),
         optimizer_state=config.optimizer_state,
         batch_norm=config.batch_norm,
         fuses=config.fused_optimizer == "auto",
@@ -160,7 +162,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Setti
         _refuse_ignored(
             config, f"with strategy {strategy.label!r} all {world_size} ranks compute every sample"
         )
-    # Where all ranks compute the same samples, what is divided by weights is the model.
+    # If all ranks compute the same samples, the weights divide the model, not the batch.
     balance = balance_of(config, data.degree, unlike=False)
     weights = fixed_weights(balance, world_size) if data.degree == 1 else None
     return replace(settings, throttle=_throttle_of(config, data, world_size), weights=weights)
@@ -178,7 +180,7 @@ def _devices_of(config: RunConfig, strategy: Strategy) -> tuple[str, ...] | None
 
 
 def _refuse_ignored(config: RunConfig, why: str) -> None:
-    """Settings about shares of a batch where there are none."""
+    """Refuses settings about shares of a batch if no batch is divided."""
     balances = config.balance not in (None, "equal") and decides(balance_of(config, 1, unlike=False))
     asked = {f"balance {config.balance!r}": balances, "caps": config.caps, "quantum": config.quantum != 1}
     ignored = [name for name, is_set in asked.items() if is_set]
@@ -187,7 +189,10 @@ def _refuse_ignored(config: RunConfig, why: str) -> None:
 
 
 def _throttle_of(config: RunConfig, data: DataAxis, world_size: int) -> Throttle | None:
-    """A factor for each rank; where several compute a part of the batch together, one for each part does too."""
+    """Returns the throttle with one factor for each rank.
+
+    If several ranks compute a part of the batch together, the settings may also give one factor for each part.
+    """
     if not (config.throttle or config.throttle_at):
         return None
     parts = config.throttle.count(",") + 1 if config.throttle else world_size
@@ -200,10 +205,10 @@ def _throttle_of(config: RunConfig, data: DataAxis, world_size: int) -> Throttle
 
 
 def check_division(config: RunConfig, world_size: int) -> None:
-    """Finds what cannot work on so many ranks before any is started.
+    """Finds settings that cannot work on ``world_size`` ranks, before any rank is started.
 
     Raises:
-        ConfigurationError, ShareError: As :func:`settings_of`, and for an all-reduce that there is not.
+        ConfigurationError, ShareError: As :func:`settings_of`, and for an all-reduce that does not exist.
     """
     strategy = strategy_of(config, world_size)
     settings = settings_of(config, strategy, world_size)

@@ -1,4 +1,4 @@
-"""A whole run: launch the ranks, find out where the run goes on from, and hand back what came of it."""
+"""A whole run: starts the ranks, decides where the run resumes from, and returns the result."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from evener.distributed.environment import check_processes, default_processes, d
 from evener.distributed.launch.launch import is_launched, launch
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
-from evener.distributed.launch.worker import Call, job_in
+from evener.distributed.launch.worker import RankCall, job_in
 from evener.distributed.restart_count import generation
 from evener.distributed.session import RUN_DIR, Session, rejoin
 from evener.distributed.signals import GRACE_SECONDS
 from evener.errors import ConfigurationError
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.factory import check_division, suggested_processes
-from evener.training.lifecycle.attendant import Attendant
+from evener.training.lifecycle.callback import Callback
 from evener.training.lifecycle.elastic import headcount_of, restarting
-from evener.training.lifecycle.handover import HandedOnError, Heir, made_anew, succeeds
+from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, made_anew, succeeds
 from evener.training.reporting.run_dir import goes_on_in, is_of_this_launch, new_run_dir, refuse_taken
 from evener.training.reporting.task_file import OriginNote
 from evener.training.run import Run, Trained
@@ -44,7 +44,7 @@ _PATHS = ("run_dir", "resume", "weights", "offload_to")
 
 
 def _naming_settings(fit: Callable[P, Trained]) -> Callable[P, Trained]:
-    """Has a setting that there is not told before a task that is missing."""
+    """Wraps ``fit`` so that an unknown setting is reported before a missing task."""
     own = inspect.signature(fit).parameters
 
     @wraps(fit)
@@ -64,7 +64,7 @@ def fit(
     rendezvous: Rendezvous | None = None,
     show: bool = True,
     observers: Sequence[Observer] = (),
-    attendant: Attendant | None = None,
+    callback: Callback | None = None,
     run_home: Path | None = None,
     **settings: Unpack[Settings],
 ) -> Trained:
@@ -75,14 +75,14 @@ def fit(
             ``mnist``, ``shakespeare``.
         config: The settings; ``settings`` change single ones, as in ``fit("digits", processes=2)``.
         options: Keyword arguments for the task's function.
-        rendezvous: How several machines meet, in torchrun's words.
+        rendezvous: How several machines meet, in torchrun's terms.
         show: Whether rank 0 shows progress on standard error.
         observers: Told of the run, besides the records and the terminal.
-        attendant: Acts with the run between its steps, on every rank.
-        run_home: Where to make a new run directory if the settings name none; None leaves none.
+        callback: Called on every rank between the steps of the run.
+        run_home: Where to make a new run directory if the settings name none. If None, no directory is made.
 
     Raises:
-        EvenerError: Whatever ended the run; the class says what it was.
+        EvenerError: Whatever ended the run; the class tells the cause.
     """
     config = (config or RunConfig()).replace(**settings)
     resolve(task, BUILT_IN, options)
@@ -90,7 +90,7 @@ def fit(
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
     _refuse_taken(config)
     job = FitJob(
-        task, dict(options or {}), config, show, list(observers), attendant, run_home, not is_launched()
+        task, dict(options or {}), config, show, list(observers), callback, run_home, not is_launched()
     )
     results = launch(
         job,
@@ -106,7 +106,7 @@ def fit(
 
 
 def _refuse_taken(config: RunConfig) -> None:
-    """Refuses a directory that is another run's. What would be wrong in any directory is said first."""
+    """Refuses a directory that belongs to another run. Errors that would occur in any directory are raised first."""
     if config.run_dir is None or config.overwrite:
         return
     try:
@@ -120,7 +120,7 @@ def _refuse_taken(config: RunConfig) -> None:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """The settings with absolute paths: code of the user's may change to another directory while the run lasts."""
+    """Returns the settings with absolute paths, because user code may change the working directory during the run."""
     paths = {name: getattr(config, name) for name in _PATHS}
     return config.replace(
         **{name: path.absolute() for name, path in paths.items() if path is not None and str(path) != AUTO}
@@ -128,7 +128,7 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
-    """The number of ranks on this machine, after finding what cannot work before anything is started.
+    """Returns the number of ranks on this machine, after checking what can be checked before any rank is started.
 
     Raises:
         ConfigurationError: For more processes than GPUs, a range of them, or shares that do not fit the ranks.
@@ -139,7 +139,7 @@ def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
     suggested = given or suggested_processes(config) or default_processes(device)
     processes = launched.local_world_size if is_launched() else suggested
     check_processes(processes, device)
-    check_outside(device, Offload.of(config.offload, config.offload_to))
+    check_outside(device, Offload.from_settings(config.offload, config.offload_to))
     if rendezvous is None:
         check_division(config, launched.world_size if is_launched() else processes)
     return processes
@@ -147,30 +147,30 @@ def check_plan(config: RunConfig, rendezvous: Rendezvous | None = None) -> int:
 
 @dataclass(frozen=True)
 class FitJob:
-    """What a rank is sent to do."""
+    """The job that a rank runs. The launcher pickles it and sends it to the rank."""
 
     task: TaskLike
     options: dict[str, Any]
     config: RunConfig
     show: bool
     observers: list[Observer]
-    attendant: Attendant | None
+    callback: Callback | None
     run_home: Path | None
     sent_back: bool
-    """Whether the result travels to the launcher, who wants but one of each machine."""
+    """True if the rank sends its result back to the launcher, which needs only one result from each machine."""
 
     def __call__(self) -> Trained | None:
-        """Once more for each start in which this rank stays and another is new."""
-        job, heir = self, Heir() if succeeds() else None
+        """Runs the job, and runs it again each time that this rank survives while another is replaced."""
+        job, heir = self, CarriedState() if succeeds() else None
         while True:
             try:
                 return job._run(heir)
-            except HandedOnError as handed_on:
+            except RestartWithStateError as handed_on:
                 start, heir = handed_on.start, handed_on.heir
             rejoin(start)
-            job = replace(_as_sent(), observers=self.observers, attendant=self.attendant)
+            job = replace(_as_sent(), observers=self.observers, callback=self.callback)
 
-    def _run(self, heir: Heir | None) -> Trained | None:
+    def _run(self, heir: CarriedState | None) -> Trained | None:
         config = self.config
         with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
             task = resolve(self.task, BUILT_IN, self.options)()
@@ -180,15 +180,15 @@ class FitJob:
             resume = _resumed(config, session)
             config = config.replace(resume=resume, weights=config.weights if resume is None else None)
             told = [*self.observers, *self._note(config.run_dir)]
-            trained = Run(task, config, session, self.show, told, heir, self.attendant).execute()
+            trained = Run(task, config, session, self.show, told, heir, self.callback).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
 
     def _note(self, run_dir: Path | None) -> list[Observer]:
-        """What writes down which task this is, where the run leaves a directory."""
+        """Returns the observer that writes down the task, if the run has a directory."""
         return [] if run_dir is None else [OriginNote(run_dir, self.task, self.options)]
 
     def _new_directory(self, task: Task, session: Session) -> Path:
-        """Made by rank 0, and the same for all."""
+        """Makes a run directory on rank 0 and returns its path on all ranks. A collective call."""
         run_home = self.run_home
         assert run_home is not None
         label = self.task if isinstance(self.task, str) else task.name
@@ -198,15 +198,15 @@ class FitJob:
 
 
 def _as_sent() -> FitJob:
-    """What this rank was sent, before it was used: a task may hold what a training changes."""
+    """Returns the job as this rank received it, unused, because training may change objects that a task holds."""
     job = job_in(Path(os.environ[RUN_DIR]))
-    assert isinstance(job, Call)
+    assert isinstance(job, RankCall)
     assert isinstance(job.function, FitJob)
     return job.function
 
 
 def _same_again(make: Callable[[], Path]) -> Path:
-    """What ranks that were started again made the first time, if Evener's launcher has started them."""
+    """Returns the path made at the first start, if Evener's launcher started these ranks again; otherwise makes it."""
     private = os.environ.get(RUN_DIR)
     note = Path(private) / "run-directory" if private else None
     if note is not None and note.exists():
@@ -218,7 +218,10 @@ def _same_again(make: Callable[[], Path]) -> Path:
 
 
 def _resumed(config: RunConfig, session: Session) -> Path | None:
-    """Where the run goes on from: as it is told, and from its own checkpoint if it may choose or was started again."""
+    """Returns the path that the run resumes from, or None if it begins anew. A collective call.
+
+    With ``resume="auto"``, or if the ranks were started again, this is the run's own checkpoint if there is one.
+    """
     own, auto = config.run_dir, config.resume is not None and str(config.resume) == AUTO
     again = generation() != 0
     if not auto and not again:

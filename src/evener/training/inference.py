@@ -1,4 +1,4 @@
-"""A trained model applied on all ranks: the evaluation and the predictions of a run that is over."""
+"""Applies a trained model on all ranks: evaluation and predictions from a checkpoint of a finished run."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Applied:
-    """What a model is applied with.
+class InferenceSetup:
+    """Checkpoint, task and settings for evaluation or prediction.
 
     Raises:
-        ConfigurationError: If there is no checkpoint, or nobody says which task it is of.
+        ConfigurationError: If there is no checkpoint, or its task is unknown.
     """
 
     weights: Path
-    """A checkpoint."""
+    """Path of the checkpoint."""
     steps: int
     epoch: int
-    """The epoch that the last evaluation before it was of, from 0."""
+    """Epoch of the last evaluation before the checkpoint, from 0."""
     task: TaskLike
     options: dict[str, Any]
     config: RunConfig
 
     @classmethod
-    def of(
+    def from_run(
         cls,
         run: Path,
         task: TaskLike | None = None,
         config: RunConfig | None = None,
         options: Mapping[str, Any] | None = None,
         trust: bool = False,
-    ) -> Applied:
-        """The latest checkpoint of a run directory, or the one that is named, with the run's own task.
+    ) -> InferenceSetup:
+        """Sets up from the latest checkpoint of a run directory, or from a given checkpoint, with the run's own task.
 
         Args:
-            task, options: What the task is called, and arguments of its function besides those of the run, which the
-                run's own task alone has.
-            config: All settings; None takes those of the run that decide what is computed.
-            trust: Whether the run's own task is built also where it is none that comes with Evener: its name may be
-                that of any function, which runs as it is.
+            task, options: The name of the task and arguments for its function. They are added to the run's arguments,
+                which apply only to the run's own task.
+            config: All settings. If None, those settings of the run that decide what is computed.
+            trust: Whether to build the run's own task even if it does not come with Evener. Its name may be that of any
+                function, which is then executed.
         """
         found, known = checkpoint.find(run), origin(run)
         chosen, of_run = known.chosen(run, task, trust)
@@ -73,7 +73,7 @@ class Applied:
         return cls(found.path, int(progress["steps"]), epoch, chosen, of_task, config)
 
     def on_all_ranks(self, act: Callable[[Engine], R], rendezvous: Rendezvous | None = None) -> list[R]:
-        """What ``act`` gave on each rank of this machine, for an engine that has the weights."""
+        """Calls ``act`` on each rank with an engine that has the weights; returns the results of the local ranks."""
         return launch(
             _Job(self, act),
             processes=Headcount((check_plan(self.config, rendezvous),)),
@@ -85,9 +85,9 @@ class Applied:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank is sent to do."""
+    """The job that a rank runs. The launcher sends it to the rank."""
 
-    applied: Applied
+    applied: InferenceSetup
     act: Callable[[Engine], Any]
 
     def __call__(self) -> Any:
@@ -100,17 +100,17 @@ class _Job:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation came to."""
+    """Result of an evaluation."""
 
     checkpoint: str
     steps: int
     epoch: int
-    """As the run told of it, from 0."""
+    """The epoch as the run counted it, from 0."""
     metrics: dict[str, float]
     samples: int | None
     ranks: int
     rank: int = 0
-    """The rank that it comes from."""
+    """The rank that returned this result."""
 
 
 class _Heard(Observer):
@@ -122,15 +122,15 @@ class _Heard(Observer):
 
 
 def evaluate_run(
-    applied: Applied, data: str | None = None, rendezvous: Rendezvous | None = None
+    applied: InferenceSetup, data: str | None = None, rendezvous: Rendezvous | None = None
 ) -> Evaluated:
-    """The loss and the metrics of the task, as training tells them.
+    """Returns the task's loss and metrics, in the form that training reports.
 
     Args:
-        data: The dataset, as `dataset_called` names it; None is the task's own.
+        data: The dataset, as `dataset_called` names it. If None, the task's own.
 
     Raises:
-        EvenerError: Whatever ended it.
+        EvenerError: Whatever ended the evaluation.
     """
 
     if data is not None and has_inputs_alone(data):
@@ -151,16 +151,21 @@ def evaluate_run(
 
 
 def predict_run(
-    applied: Applied, data: str = "evaluate", *, targets: bool = True, rendezvous: Rendezvous | None = None
+    applied: InferenceSetup,
+    data: str = "evaluate",
+    *,
+    targets: bool = True,
+    rendezvous: Rendezvous | None = None,
 ) -> Tree | None:
-    """The outputs for all samples of a dataset, in its order; None where this process is a rank other than 0.
+    """Returns the outputs for all samples of a dataset in its order. Returns None if this process is a rank other than
+    0.
 
     Args:
         data: The dataset, as `dataset_called` names it.
         targets: Whether items are pairs ``(inputs, targets)``; rows of files never are.
 
     Raises:
-        EvenerError: Whatever ended it.
+        EvenerError: Whatever ended the prediction.
     """
 
     def act(engine: Engine) -> Tree | None:

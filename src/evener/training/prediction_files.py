@@ -1,10 +1,10 @@
-"""Datasets that a command names, and files of predictions.
+"""Datasets named on the command line, and files of predictions.
 
 =========  ======================================================================
 ``.npy``   one tensor
 ``.npz``   tensors by name: dictionaries, nested ones as ``a.b``, tuples as 0, 1
 ``.csv``   the same, if each has one number or one row of numbers for a sample
-``.pt``    whatever it is, as ``torch.load`` gives it back
+``.pt``    any value, as ``torch.load`` returns it
 =========  ======================================================================
 """
 
@@ -29,14 +29,14 @@ from evener.core.types import Tree
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, DataError
 
-# In
+# Reading
 
 
 class Rows(Dataset[Any]):
-    """The rows of tensors, as inputs: of one tensor, or of several by name or place.
+    """Dataset of the rows of one tensor, or of several tensors by name or position, as inputs.
 
     Raises:
-        DataError: If they are not equally many.
+        DataError: If the tensors have different numbers of rows.
     """
 
     def __init__(self, tree: Tree, source: str) -> None:
@@ -62,15 +62,15 @@ def _rows(leaf: Any, source: str) -> int:
 
 
 def has_inputs_alone(data: str) -> bool:
-    """Whether what is named so is a file, whose rows are inputs without targets."""
+    """Returns True if ``data`` names a file, whose rows are inputs without targets."""
     return Path(data).suffix in _READERS
 
 
 def dataset_called(data: str, task: Task) -> Dataset[Any]:
-    """The dataset of that name: ``train`` or ``evaluate`` of the task, a file, or ``package.module:dataset``.
+    """Returns the named dataset: ``train`` or ``evaluate`` of the task, a file, or ``package.module:dataset``.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If there is no such dataset.
         DataError: If the file cannot be read.
     """
     if data in ("train", "evaluate"):
@@ -116,12 +116,14 @@ _READERS: dict[str, Callable[[Path], Tree]] = {
 }
 
 
-# Out
+# Writing
 
 
 def check_out(path: Path, overwrite: bool) -> None:
-    """Raises:
-    ConfigurationError: If no file of this kind is written, or it is there already.
+    """Checks that predictions can be written to ``path``.
+
+    Raises:
+        ConfigurationError: If files with this suffix are not supported, or the file exists and ``overwrite`` is False.
     """
     if path.suffix not in _WRITERS:
         raise ConfigurationError(
@@ -134,10 +136,10 @@ def check_out(path: Path, overwrite: bool) -> None:
 
 
 def write_outputs(path: Path, outputs: Tree) -> None:
-    """Writes predictions, whole or not at all, in the format that the file's name says.
+    """Writes predictions in the format of the file's suffix. The file is written whole or not at all.
 
     Raises:
-        ConfigurationError: If they do not fit into it.
+        ConfigurationError: If the outputs do not fit the format.
         StorageError: If the file cannot be written.
     """
     write = _WRITERS[path.suffix]
@@ -146,7 +148,7 @@ def write_outputs(path: Path, outputs: Tree) -> None:
 
 
 def shapes(outputs: Tree) -> str:
-    """What the outputs are, in words."""
+    """Returns the names and shapes of the outputs as text."""
     try:
         found = tensors(outputs, "")
     except ConfigurationError:
@@ -155,10 +157,10 @@ def shapes(outputs: Tree) -> str:
 
 
 def tensors(outputs: Tree, suffix: str, name: str = "") -> dict[str, Tensor]:
-    """The outputs by name.
+    """Returns the outputs by name; nested names are joined with dots.
 
     Raises:
-        ConfigurationError: If something is no tensor, which a file of that ``suffix`` cannot hold.
+        ConfigurationError: If an output is not a tensor, which a file with this ``suffix`` cannot hold.
     """
     if isinstance(outputs, Tensor):
         return {name or "outputs": outputs}
@@ -177,7 +179,7 @@ def tensors(outputs: Tree, suffix: str, name: str = "") -> dict[str, Tensor]:
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """NumPy has no bfloat16, each of whose numbers float32 has."""
+    """Converts a tensor to NumPy. bfloat16 becomes float32, because NumPy has no bfloat16; no value changes."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
@@ -210,7 +212,7 @@ def _write_csv(file: BinaryIO, outputs: Tree) -> None:
 
 
 def _columns(name: str, value: Tensor) -> list[tuple[str, Any]]:
-    """Numbers in the fewest digits that give them back."""
+    """Returns the named columns of one output, as numbers in the fewest digits that reproduce them."""
     if value.ndim > 2:
         raise ConfigurationError(
             f"{name} is of shape {tuple(value.shape)}, and a .csv file has one row of numbers for a sample: --out "

@@ -1,4 +1,4 @@
-"""One run of a task, on one of its ranks: train, evaluate, save, and tell what happened."""
+"""One run of a task, on one of its ranks: trains, evaluates, saves, and reports to the observers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evener import checkpoint
-from evener.checkpoint.layout import CHECKPOINTS, Saved, saved_in
+from evener.checkpoint.layout import CHECKPOINTS, CheckpointDirectory, saved_in
 from evener.components.model_init import named_tensors, whole_size
 from evener.components.optim import fused
 from evener.components.optim.eight_bit import words_of
@@ -32,15 +32,14 @@ from evener.hardware import accelerators
 from evener.nn.fqn import clean_name
 from evener.strategies.steppers.optimizer_in_backward import updates_of
 from evener.strategies.sync_batch_norm import words_of_normalization
-from evener.training.batches.worker_processes import waiting_words
 from evener.training.engine import Engine
-from evener.training.lifecycle.attendant import Attendant
+from evener.training.lifecycle.callback import Callback
 from evener.training.lifecycle.early_stop import Stopping
-from evener.training.lifecycle.handover import HandedOnError, Heir, succession
+from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, succession
 from evener.training.lifecycle.rollback import falling_back
 from evener.training.lifecycle.save_schedule import Best, Saving
 from evener.training.reporting.run_dir import Records, RunDirectory, goes_on_in, words_of_earlier
-from evener.training.reporting.summary_counters import Clock, Tally
+from evener.training.reporting.summary_counters import Clock, SummaryCounters, waiting_words
 from evener.training.reporting.terminal import Terminal
 from evener.training.survey import head_line
 from evener.version import evener_version
@@ -48,16 +47,16 @@ from evener.version import evener_version
 
 @dataclass(frozen=True)
 class Trained:
-    """What :func:`fit` gives: the summary of the run, and the weights as ``model.load_state_dict`` takes them."""
+    """Result of :func:`fit`: the summary of the run, and the weights in the form for ``model.load_state_dict``."""
 
     summary: RunSummary
-    """How the run ended."""
+    """Summary of how the run ended."""
     weights: dict[str, Tensor]
     """Parameters and buffers by name, whole, on the CPU."""
     rank: int = 0
-    """The rank that it comes from: 0, and on further machines that of their first process."""
-    attended: Any = None
-    """What the attendant of that rank gave at the end."""
+    """The rank that returned this result: 0, and on further machines the rank of their first process."""
+    callback_result: Any = None
+    """Return value of ``Callback.end`` on that rank."""
 
     def __repr__(self) -> str:
         return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
@@ -73,18 +72,18 @@ class Run:
         session: Session,
         show: bool,
         observers: Sequence[Observer] = (),
-        heir: Heir | None = None,
-        attendant: Attendant | None = None,
+        heir: CarriedState | None = None,
+        callback: Callback | None = None,
     ) -> None:
         self._task, self._config, self._session = task, config, session
-        self._attendant = attendant or Attendant()
+        self._callback = callback or Callback()
         self._clock = Clock()
         self._batches: Generator[Batch] | None = None
         self._ending = threading.Lock()
         self._held = ExitStack()
         self._records: Records | None = None
         with ExitStack() as undo:
-            told, earlier = list(observers), list[Saved]()
+            told, earlier = list(observers), list[CheckpointDirectory]()
             if config.run_dir is not None and session.rank == 0:
                 goes_on = heir is not None or goes_on_in(config.run_dir, config.resume)
                 undo.enter_context(self._held)
@@ -103,10 +102,10 @@ class Run:
                 told.append(Terminal())
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
             self._engine.learner.synchronizer.alone()
-            self._tally = Tally(self._engine.learner.data.degree, task.metrics)
+            self._tally = SummaryCounters(self._engine.learner.data.degree, task.metrics)
             self._engine.observers.add(self._tally)
             self._best = Best(config.keep_best)
-            self._engine.state.kept |= {"attendant": self._attendant, "best": self._best}
+            self._engine.state.kept |= {"callback": self._callback, "best": self._best}
             self._engine.state.kept["guard"] = self._engine.guard
             self._notes = list(filter(None, [head_line(session, config), words_of_earlier(earlier)]))
             self._succession = succession(self._engine)
@@ -125,10 +124,10 @@ class Run:
             self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()
 
-    def _taken_up(self, heir: Heir | None) -> Heir:
-        """The state of a rank that stayed when others were replaced, if there is one."""
+    def _taken_up(self, heir: CarriedState | None) -> CarriedState:
+        """Takes over the state that a surviving rank kept in memory while others were replaced, if there is one."""
         if self._succession is None or heir is None:
-            return Heir()
+            return CarriedState()
         found, words = self._succession.inherit(heir)
         self._notes += [words] if words else []
         return found
@@ -138,7 +137,7 @@ class Run:
 
         Raises:
             InterruptedRunError: If a signal ends the run, after the records of what was done are written.
-            HandedOnError: If another rank has died, and this one is to go on in another start.
+            RestartWithStateError: If another rank has died, and this one must continue in another start.
         """
         engine, summary = self._engine, None
         with self._owned, last_words(lambda: self._end(self._interrupted())):
@@ -154,13 +153,13 @@ class Run:
                             falling_back(lambda: self._train(stop), engine, self._config.run_dir)
                         else:
                             self._train(stop)
-                        attended = self._attendant.end()
+                        callback_result = self._callback.end()
                     engine.guard.check_terms(engine.steps_done)
                     tensors = engine.learner.tensors()
                     engine.learner.check_weights(engine.steps_done)
                     parts = self._session.control.gather_objects(self._own_part())
                 summary = self._summary(parts, tensors)
-            except HandedOnError:
+            except RestartWithStateError:
                 self._end(None)
                 self._held.close()
                 bury(self._owned.pop_all())
@@ -171,10 +170,10 @@ class Run:
                 raise
             finally:
                 self._end(summary)
-            return Trained(summary, self._saved(tensors), self._session.rank, attended)
+            return Trained(summary, self._saved(tensors), self._session.rank, callback_result)
 
     def _header(self) -> tuple[str, ...]:
-        """What the user must know of this run before its first step; empty words say nothing."""
+        """Returns lines that the user must see before the first step. Empty strings are not shown."""
         precision, asked = self._engine.learner.settings.precision.words, self._config.precision
         chosen = (
             f"precision {precision}{', chosen by the devices' if asked == 'auto' else ''}"
@@ -196,7 +195,7 @@ class Run:
         )
 
     def _staying(self) -> AbstractContextManager[None]:
-        """Where this rank goes on in another start if others die."""
+        """Returns a context in which this rank survives the death of other ranks, if rank replacement is possible."""
         if self._succession is None:
             return nullcontext()
         return self._succession.staying(self._let_go)
@@ -206,12 +205,12 @@ class Run:
             self._batches.close()
 
     def _end(self, summary: RunSummary | None) -> None:
-        """Tells the observers, once."""
+        """Tells the observers that the run is over. Only the first call has an effect."""
         if self._ending.acquire(blocking=False):
             self._engine.observers.end(summary)
 
     def _interrupted(self) -> RunSummary:
-        """What one rank alone knows, for the others may be gone."""
+        """Returns a summary from what this rank alone knows, because the other ranks may be gone."""
         parts = [self._own_part()] * self._session.world_size
         return self._summary(parts, named_tensors(self._engine.model), interrupted=True)
 
@@ -239,7 +238,7 @@ class Run:
         )
 
     def _deferring(self) -> AbstractContextManager[Deferral]:
-        """Signals, for a run that can save; another ends at once."""
+        """Returns a context that defers signals if the run can save. Otherwise a signal ends the run at once."""
         if self._config.run_dir is None:
             return nullcontext(Deferral(0.0))
         return deferring(self._config.grace_seconds, lambda: self._session.watchdog.progress_text)
@@ -249,11 +248,11 @@ class Run:
         saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best) if run_dir else None
         stopping, progress = Stopping(engine), engine.progress
         if progress.epoch and not progress.position and not self._is_evaluated():
-            self._evaluate(saving, progress.epoch - 1)  # the run ended before it, or in its midst
+            self._evaluate(saving, progress.epoch - 1)  # the run ended before or during the evaluation
             stopping.evaluated()
             if saving is not None:
                 saving.followed()
-        self._attendant.begin(engine)
+        self._callback.begin(engine)
         self._clock.start()
         self._batches = engine.batches()
         for batch in self._batches:
@@ -272,7 +271,7 @@ class Run:
                 self._clock.start()
             stopping.stepped(batch)
             self._clock.stop()
-            self._attendant.stepped(step)
+            self._callback.stepped(step)
             if saving is not None:
                 saving.followed()
             self._clock.start()
@@ -287,7 +286,9 @@ class Run:
             saving.followed()
 
     def _evaluate(self, saving: Saving | None, epoch: int | None = None) -> None:
-        """After an epoch if that is its turn, and at the end."""
+        """Evaluates after ``epoch`` if ``evaluate_every`` says so. Always evaluates if ``epoch`` is None, at the end of
+        the run.
+        """
         every = self._config.evaluate_every
         if self._task.evaluate is None or (epoch is not None and (not every or (epoch + 1) % every)):
             return
@@ -313,8 +314,7 @@ class Run:
             "device": accelerators.words_of(self._session.device),
             "offloaded": engine.learner.offloaded.peaks,
             "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
-            "workers": engine.feed.readers.count,
-            "why_waits": engine.feed.readers.why_waits,
+            "workers": self._config.workers,
             "times": {
                 "compute_seconds": times.compute,
                 "wait_seconds": times.wait,
@@ -368,13 +368,13 @@ class Run:
         )
 
     def _shares(self) -> list[float]:
-        """The part of all samples that each rank computed; of ranks that compute the same ones, each had them all."""
+        """Returns the part of all samples that each rank computed. Ranks with the same samples all count them."""
         tally = self._tally
         parts = [count / tally.samples if tally.samples else 0.0 for count in tally.taken]
         return self._engine.learner.data.owners(parts)
 
     def _saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the tensors that ``model.load_state_dict`` takes, on the CPU, as copies."""
+        """Returns the entries of ``tensors`` that ``model.load_state_dict`` takes, as copies on the CPU."""
         own = self._engine.model.state_dict()
         return {
             name: tensors.get(clean_name(name), value).detach().cpu().clone()
@@ -384,7 +384,7 @@ class Run:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
+    """Returns the versions of the software that a result depends on."""
     return {
         "evener": evener_version(),
         "python": platform.python_version(),

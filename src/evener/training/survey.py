@@ -17,7 +17,7 @@ from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
 from evener.hardware.diagnosis.diagnose import worst
 from evener.hardware.diagnosis.findings import LEVELS, Finding
 from evener.hardware.speed import measure
-from evener.hardware.survey.facts import Link, Plan, Speed, Survey
+from evener.hardware.survey.facts import MeasuredLink, Plan, Speed, Survey
 from evener.hardware.survey.host import cores_allowed
 from evener.hardware.survey.nvml import ask_brakes, find_nvml
 from evener.hardware.survey.reading import glance, read_survey
@@ -101,13 +101,13 @@ def with_links(survey: Survey, timeout_seconds: float) -> Survey:
     return replace(survey, links=tuple(links))
 
 
-def _links_on_rank(device: str, timeout_seconds: float) -> list[Link]:
+def _links_on_rank(device: str, timeout_seconds: float) -> list[MeasuredLink]:
     with Session(device=device, timeout_seconds=timeout_seconds) as session:
         assert session.world is not None
         pairs = pairs_of(session.world_size)
         found = measure_links(pairs, session.world)
         return [
-            Link(a, b, link.alpha_seconds, 1 / max(link.beta_seconds_per_byte, _LEAST_BETA))
+            MeasuredLink(a, b, link.alpha_seconds, 1 / max(link.beta_seconds_per_byte, _LEAST_BETA))
             for (a, b), link in zip(pairs, found, strict=True)
         ]
 
@@ -158,16 +158,12 @@ def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:
         ranks=session.environment.local_world_size,
         threads=torch.get_num_threads(),
         device=session.device.type,
-        workers=config.workers if isinstance(config.workers, int) else None,
+        workers=config.workers,
         balanced=balance_of(config, session.mesh.data.degree, unlike=True) != "equal"
         or config.devices is not None,
     )
     try:
         survey = glance(plan, evener_version(), accelerators=config.device != "cpu")
         return worst(replace(survey, host=replace(survey.host, allowed_cores=cores)))
-    except (
-        RuntimeError,
-        OSError,
-        ValueError,
-    ) as error:  # a machine of a kind that nobody has seen is no reason to stop
+    except (RuntimeError, OSError, ValueError) as error:  # no reason to stop a run
         return Finding("note", "unknown", f"this machine could not be surveyed: {_first_line(error)}", SEE)

@@ -155,7 +155,7 @@ def what_is_left_of_buckets() -> list[tuple[int, float]]:
             replica.zero_grad()
             replica(torch.ones(1, 8)).sum().backward()
             first = key_of([module[0].bias, module[0].weight])
-            left = all_reduce.feedback.of(torch.zeros(64 + 512), first) if len(seen) else torch.zeros(1)
+            left = all_reduce.feedback.residual(torch.zeros(64 + 512), first) if len(seen) else torch.zeros(1)
             seen.append((len(all_reduce.feedback), float(left.abs().sum())))
         del replica
         gc.collect()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.collectives.executor.program import Program, Range, Turn, compile_program
+from evener.collectives.executor.program import ElementRange, Program, ProgramRound, compile_program
 from evener.collectives.schedules.algorithms import ALGORITHMS, usable_on
 from evener.collectives.schedules.schedule import Topology
 
@@ -26,7 +26,7 @@ def play(programs: list[Program], buffers: list[torch.Tensor]) -> None:
 
 
 def take(
-    rank: int, turn: Turn, buffer: torch.Tensor, mail: dict[tuple[int, int], list[torch.Tensor]]
+    rank: int, turn: ProgramRound, buffer: torch.Tensor, mail: dict[tuple[int, int], list[torch.Tensor]]
 ) -> None:
     before = buffer.clone()
     for arrival in turn.arrivals:
@@ -77,5 +77,5 @@ def test_scratch_ranges_do_not_overlap() -> None:
 
 
 def test_ranges_that_touch_do_not_overlap() -> None:
-    assert not Range(0, 3).overlaps(Range(3, 5))
-    assert Range(0, 4).overlaps(Range(3, 5))
+    assert not ElementRange(0, 3).overlaps(ElementRange(3, 5))
+    assert ElementRange(0, 4).overlaps(ElementRange(3, 5))

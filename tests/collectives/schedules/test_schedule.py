@@ -34,7 +34,7 @@ def test_topology_refuses_missing_and_double_ranks(hosts: tuple[tuple[int, ...],
 
 def test_round_broadcasts_and_lists_row_by_row() -> None:
     ranks = np.arange(2)
-    round_ = Round.of(ranks[:, None], ranks[None, :], 0, 3, ranks[:, None] > 0)
+    round_ = Round.from_columns(ranks[:, None], ranks[None, :], 0, 3, ranks[:, None] > 0)
     assert len(round_) == 4
     assert list(round_) == [
         Transfer(0, 0, 0, 3, False),
@@ -45,20 +45,24 @@ def test_round_broadcasts_and_lists_row_by_row() -> None:
 
 
 def test_round_together_keeps_the_order() -> None:
-    first, second = Round.of([0], [1], 0, 1, True), Round.of([2, 1], [1, 0], 1, 2, False)
+    first, second = Round.from_columns([0], [1], 0, 1, True), Round.from_columns([2, 1], [1, 0], 1, 2, False)
     assert list(Round.together([first, second])) == [*first, *second]
 
 
 def test_for_rank_lists_sends_and_receives_in_the_order_of_the_round() -> None:
-    moves = Round.of([2, 1, 0, 1], [1, 1, 1, 2], [0, 0, 0, 1], [1, 1, 1, 2], [False, True, True, True])
-    schedule = Schedule.of(Topology.flat(3), np.array([0.0, 0.5, 1.0]), [Stretch.once(moves)])
+    moves = Round.from_columns(
+        [2, 1, 0, 1], [1, 1, 1, 2], [0, 0, 0, 1], [1, 1, 1, 2], [False, True, True, True]
+    )
+    schedule = Schedule.from_stretches(Topology.flat(3), np.array([0.0, 0.5, 1.0]), [Stretch.once(moves)])
     received = (Transfer(2, 1, 0, 1, False), Transfer(1, 1, 0, 1, True), Transfer(0, 1, 0, 1, True))
     assert schedule.for_rank(1) == [RankRound((Transfer(1, 2, 1, 2, True),), received)]
     assert schedule.for_rank(0) == [RankRound((Transfer(0, 1, 0, 1, True),), ())]
 
 
 def test_for_rank_has_an_entry_for_idle_rounds() -> None:
-    schedule = Schedule.of(Topology.flat(3), np.arange(2.0), [Stretch.once(Round.of([0], [1], 0, 1, True))])
+    schedule = Schedule.from_stretches(
+        Topology.flat(3), np.arange(2.0), [Stretch.once(Round.from_columns([0], [1], 0, 1, True))]
+    )
     assert schedule.for_rank(2) == [RankRound((), ())]
 
 

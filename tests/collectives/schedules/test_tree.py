@@ -34,7 +34,7 @@ def test_no_rank_is_inner_in_both_trees(world_size: int) -> None:
 
 @pytest.mark.parametrize("segments", [1, 2, 3, 4, 5, 20])
 def test_every_stage_moves_every_segment_in_turn(segments: int) -> None:
-    stages = [Round.of([stage], [stage + 1], 0, 1, False) for stage in range(4)]
+    stages = [Round.from_columns([stage], [stage + 1], 0, 1, False) for stage in range(4)]
     rounds = [s.round_at(step) for s in pipeline(stages, segments) for step in range(s.times)]
     moves = [[(t.src, t.start) for t in round_] for round_ in rounds]
     expected = [[(j, r - j) for j in range(4) if 0 <= r - j < segments] for r in range(segments + 3)]
@@ -42,7 +42,7 @@ def test_every_stage_moves_every_segment_in_turn(segments: int) -> None:
 
 
 def test_rounds_in_which_all_stages_are_busy_are_one_stretch() -> None:
-    stages = [Round.of([stage], [stage + 1], 0, 1, False) for stage in range(4)]
+    stages = [Round.from_columns([stage], [stage + 1], 0, 1, False) for stage in range(4)]
     assert [stretch.times for stretch in pipeline(stages, 20)] == [1, 1, 1, 17, 1, 1, 1]
 
 

@@ -11,8 +11,8 @@ from evener.collectives.schedules.validate import validate
 
 
 def schedule_of(*rounds: list[Transfer], ranks: int = 3, chunks: int = 1) -> Schedule:
-    stretches = [Stretch.once(Round.of(*zip(*round_, strict=True))) for round_ in rounds]
-    return Schedule.of(Topology.flat(ranks), np.arange(chunks + 1) / chunks, stretches)
+    stretches = [Stretch.once(Round.from_columns(*zip(*round_, strict=True))) for round_ in rounds]
+    return Schedule.from_stretches(Topology.flat(ranks), np.arange(chunks + 1) / chunks, stretches)
 
 
 def add(src: int, dst: int, start: int = 0) -> Transfer:
@@ -70,13 +70,15 @@ def test_ranks_and_chunks_that_do_not_exist_are_found(transfer: Transfer) -> Non
 @pytest.mark.parametrize("bounds", [[0.0, 0.5], [0.5, 1.0], [0.0, 0.6, 0.4, 1.0]])
 def test_chunks_that_do_not_divide_the_buffer_are_found(bounds: list[float]) -> None:
     with pytest.raises(ValueError, match="from 0 to 1"):
-        validate(Schedule.of(Topology.flat(1), np.array(bounds), ()))
+        validate(Schedule.from_stretches(Topology.flat(1), np.array(bounds), ()))
 
 
 @pytest.mark.parametrize("second", [add(1, 0), Transfer(0, 1, 1, 3, True), copy(0, 1)])
 def test_rounds_of_a_stretch_that_load_other_links_are_found(second: Transfer) -> None:
-    rounds = [Round.of(*add(0, 1)), Round.of(*second)]
-    unlike = Schedule.of(Topology.flat(2), np.arange(4) / 3, [Stretch(2, lambda index: rounds[index])])
+    rounds = [Round.from_columns(*add(0, 1)), Round.from_columns(*second)]
+    unlike = Schedule.from_stretches(
+        Topology.flat(2), np.arange(4) / 3, [Stretch(2, lambda index: rounds[index])]
+    )
     with pytest.raises(ValueError, match="round 1 of"):
         validate(unlike)
 
@@ -85,6 +87,6 @@ def test_rounds_of_a_stretch_that_load_other_links_are_found(second: Transfer) -
 def test_an_algorithm_that_loses_its_last_round_is_found(name: str) -> None:
     whole = ALGORITHMS[name](Topology.of_hosts([3, 2]))
     rounds = list(whole.rounds())[:-1]
-    cut = Schedule.of(whole.topology, whole.bounds, map(Stretch.once, rounds))
+    cut = Schedule.from_stretches(whole.topology, whole.bounds, map(Stretch.once, rounds))
     with pytest.raises(ValueError, match="ends without"):
         validate(cut)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.collectives.ddp.hook import hook
 from evener.collectives.shared_memory import shared_tensors as homes_module
 from evener.collectives.shared_memory.all_reduce import SharedMemory
-from evener.collectives.shared_memory.in_place import Slice, slice_of
+from evener.collectives.shared_memory.in_place import RankSlice, slice_of
 from evener.collectives.shared_memory.shared_tensors import Homes
 from evener.errors import ConfigurationError, RankError
 
@@ -220,7 +220,7 @@ def test_slices_add_up(count: int, world_size: int) -> None:
     ends = [slice_of(count, torch.float32, world_size, rank) for rank in range(world_size)]
     assert [start for start, _ in ends[1:]] == [stop for _, stop in ends[:-1]]
     for rank in range(world_size):
-        Slice(flats, rank).sum()
+        RankSlice(flats, rank).sum()
     for flat in flats:
         assert (flat == sum(range(1, world_size + 1))).all()
 

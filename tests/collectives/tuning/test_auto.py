@@ -20,17 +20,17 @@ from evener.collectives.tuning.auto import Fastest
 from evener.collectives.tuning.bench import Row, bench, bus_factor, table
 from evener.collectives.tuning.cost import Link
 from evener.collectives.tuning.measure import load, measured_costs, playoff, save
-from evener.collectives.tuning.select import Costs, Sample
+from evener.collectives.tuning.select import MeasuredCosts, TimingSample
 from evener.collectives.tuning.simulate import Network
 
-COSTS = Costs(
+COSTS = MeasuredCosts(
     Topology.flat(2),
     Network(Link(1e-5, 1e-9), Link(1e-5, 1e-9)),
     (
-        Sample("native", 1000, 1e-3),
-        Sample("native", 100_000, 1e-3),
-        Sample("shared-memory", 1000, 1e-5),
-        Sample("shared-memory", 100_000, 1e-1),
+        TimingSample("native", 1000, 1e-3),
+        TimingSample("native", 100_000, 1e-3),
+        TimingSample("shared-memory", 1000, 1e-5),
+        TimingSample("shared-memory", 100_000, 1e-1),
     ),
 )
 
@@ -48,7 +48,7 @@ def chosen_by_size() -> list[str]:
         return [auto.fastest_for(nbytes).name for nbytes in (0, 1000, 100_000, 10**9)]
 
 
-def measured_twice(cache: str) -> list[Costs]:
+def measured_twice(cache: str) -> list[MeasuredCosts]:
     """The first time measures and the second reads; a third meets a broken file and measures again."""
     import os
 
@@ -125,7 +125,11 @@ class Cut(Native):
 
 
 def segments_by_size() -> tuple[list[int], str]:
-    samples = (Sample("tree", 1024, 1e-4), Sample("tree", 65536, 1e-3), Sample("tree", 65536, 5e-4, 8))
+    samples = (
+        TimingSample("tree", 1024, 1e-4),
+        TimingSample("tree", 65536, 1e-3),
+        TimingSample("tree", 65536, 5e-4, 8),
+    )
     tree = Cut()
     with Fastest({"tree": tree}, dataclasses.replace(COSTS, samples=samples)) as auto:
         for numel in (10, 10_000):

@@ -8,8 +8,8 @@ from evener.collectives.schedules.algorithms import ALGORITHMS
 from evener.collectives.schedules.schedule import Topology
 from evener.collectives.tuning.cost import Link
 from evener.collectives.tuning.select import (
-    Costs,
-    Sample,
+    MeasuredCosts,
+    TimingSample,
     best_segments,
     bucket_size,
     choose,
@@ -21,15 +21,15 @@ from evener.collectives.tuning.simulate import Network, simulate
 
 LINK = Link(alpha_seconds=1e-5, beta_seconds_per_byte=1e-9)
 NETWORK = Network(LINK, Link(1e-4, 1e-8), gamma_seconds_per_byte=1e-10)
-UNTIMED = Costs(Topology.flat(6), NETWORK)
-TIMED = Costs(
+UNTIMED = MeasuredCosts(Topology.flat(6), NETWORK)
+TIMED = MeasuredCosts(
     Topology.of_hosts([2, 1]),
     NETWORK,
     (
-        Sample("quick", 1000, 1e-5),
-        Sample("quick", 1_000_000, 1e-2),
-        Sample("broad", 1000, 1e-4),
-        Sample("broad", 1_000_000, 1e-3),
+        TimingSample("quick", 1000, 1e-5),
+        TimingSample("quick", 1_000_000, 1e-2),
+        TimingSample("broad", 1000, 1e-4),
+        TimingSample("broad", 1_000_000, 1e-3),
     ),
 )
 
@@ -57,7 +57,7 @@ def test_only_the_given_names_are_chosen_from() -> None:
 
 
 def test_of_equals_the_first_is_chosen() -> None:
-    costs = Costs(Topology.flat(2), NETWORK, (Sample("b", 10, 1.0), Sample("a", 10, 1.0)))
+    costs = MeasuredCosts(Topology.flat(2), NETWORK, (TimingSample("b", 10, 1.0), TimingSample("a", 10, 1.0)))
     assert choose(costs, 10).name == "b"
 
 
@@ -72,13 +72,13 @@ def test_large_messages_flow_through_trees_in_segments() -> None:
 def test_measurement_corrects_the_simulated_segments() -> None:
     """Those that were fastest at the nearest size, whatever the simulation says."""
     samples = ((1 << 20, 2.0, 1), (1 << 20, 1.0, 4), (1 << 26, 80.0, 1), (1 << 26, 90.0, 32))
-    costs = Costs(UNTIMED.topology, NETWORK, tuple(Sample("tree", *each) for each in samples))
+    costs = MeasuredCosts(UNTIMED.topology, NETWORK, tuple(TimingSample("tree", *each) for each in samples))
     small, large = (predict(costs, "tree", nbytes) for nbytes in (1 << 21, 1 << 25))
     assert (small.segments, large.segments) == (4, 1)
     assert predict(costs, "tree", 1 << 26).seconds == pytest.approx(80.0)
-    assert Costs.from_json(costs.to_json()) == costs
+    assert MeasuredCosts.from_json(costs.to_json()) == costs
     with pytest.raises(ValueError, match="at least one segment"):
-        Sample("tree", 1, 1.0, 0)
+        TimingSample("tree", 1, 1.0, 0)
 
 
 def test_only_what_flows_is_cut() -> None:
@@ -90,11 +90,11 @@ def test_only_what_flows_is_cut() -> None:
 @pytest.mark.parametrize("topology", [Topology.flat(1), Topology.flat(4)])
 def test_nothing_to_send_takes_no_time(topology: Topology) -> None:
     nbytes = 0 if topology.world_size > 1 else 1000
-    assert choose(Costs(topology, NETWORK), nbytes).seconds == 0
+    assert choose(MeasuredCosts(topology, NETWORK), nbytes).seconds == 0
 
 
 def test_many_ranks_are_never_served_directly() -> None:
-    assert choose(Costs(Topology.flat(2000), NETWORK), 8).name != "direct"
+    assert choose(MeasuredCosts(Topology.flat(2000), NETWORK), 8).name != "direct"
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
@@ -123,10 +123,14 @@ def test_of_samples_of_one_size_the_fastest_counts() -> None:
 
 @pytest.mark.parametrize(
     "costs",
-    [UNTIMED, TIMED, Costs(Topology.of_hosts([2, 1]), Network((LINK, LINK), (LINK, LINK), 0.0, uplinks=2))],
+    [
+        UNTIMED,
+        TIMED,
+        MeasuredCosts(Topology.of_hosts([2, 1]), Network((LINK, LINK), (LINK, LINK), 0.0, uplinks=2)),
+    ],
 )
-def test_costs_survive_json(costs: Costs) -> None:
-    assert Costs.from_json(costs.to_json()) == costs
+def test_costs_survive_json(costs: MeasuredCosts) -> None:
+    assert MeasuredCosts.from_json(costs.to_json()) == costs
 
 
 @pytest.mark.parametrize(
@@ -134,13 +138,13 @@ def test_costs_survive_json(costs: Costs) -> None:
 )
 def test_other_text_is_refused_as_costs(text: str) -> None:
     with pytest.raises(ValueError, match="no costs of collectives"):
-        Costs.from_json(text)
+        MeasuredCosts.from_json(text)
 
 
 @pytest.mark.parametrize(("nbytes", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, float("nan"))])
 def test_samples_are_positive(nbytes: int, seconds: float) -> None:
     with pytest.raises(ValueError, match="positive size and time"):
-        Sample("any", nbytes, seconds)
+        TimingSample("any", nbytes, seconds)
 
 
 def test_one_bucket_exposes_all_of_its_all_reduce() -> None:

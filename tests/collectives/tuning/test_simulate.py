@@ -21,7 +21,9 @@ UNIT = Network(Link(1, 1), Link(10, 5))
 def seconds_of_round(topology: Topology, *transfers: tuple[int, int, bool], network: Network = UNIT) -> float:
     """One round, in which every transfer moves a whole buffer of 1 byte."""
     src, dst, reduce = zip(*transfers, strict=True)
-    schedule = Schedule.of(topology, np.arange(2.0), [Stretch.once(Round.of(src, dst, 0, 1, reduce))])
+    schedule = Schedule.from_stretches(
+        topology, np.arange(2.0), [Stretch.once(Round.from_columns(src, dst, 0, 1, reduce))]
+    )
     return simulate(schedule, 1, network)
 
 

@@ -58,7 +58,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 )
 def test_modules_compute_in_their_precision(name: Any, modules: Any, first: Any, second: Any) -> None:
     own = model()
-    Precision.of(name, modules).apply(own)
+    Precision.from_settings(name, modules).apply(own)
     outputs = own(torch.ones(5, 3))
     assert outputs.dtype == F32
     assert own[0].types == [first]
@@ -69,7 +69,7 @@ def test_modules_compute_in_their_precision(name: Any, modules: Any, first: Any,
 
 def test_a_copy_computes_with_its_own_weights() -> None:
     own = model()
-    Precision.of("bf16", ("1=fp32",)).apply(own)
+    Precision.from_settings("bf16", ("1=fp32",)).apply(own)
     other = copy.deepcopy(own)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -95,7 +95,7 @@ def test_a_name_that_would_do_nothing_is_refused(modules: Any, words: str) -> No
     own = model()
     own.add_module("blocks", nn.ModuleList([nn.Linear(2, 2)]))
     with pytest.raises(ConfigurationError, match=re.escape(words)):
-        Precision.of("bf16", modules).apply(own)
+        Precision.from_settings("bf16", modules).apply(own)
 
 
 def test_a_module_whose_forward_nobody_calls_is_refused_after_the_first_step() -> None:
@@ -125,12 +125,12 @@ def test_weights_of_another_type_are_refused(name: str) -> None:
     with pytest.raises(
         ConfigurationError, match=r"weights are of float32, and 2.weight is of float64, and 1 more"
     ):
-        Precision.of(name, ()).apply(own)
+        Precision.from_settings(name, ()).apply(own)
 
 
 def test_frozen_weights_may_be_of_any_type() -> None:
     own = nn.Sequential(nn.Linear(3, 3).bfloat16().requires_grad_(False), nn.Linear(3, 2))
-    Precision.of("bf16", ()).apply(own)
+    Precision.from_settings("bf16", ()).apply(own)
     assert own(torch.ones(1, 3)).dtype == F32
 
 
@@ -147,7 +147,7 @@ def test_frozen_weights_may_be_of_any_type() -> None:
     ],
 )
 def test_the_ranks_agree(name: str | None, of_ranks: Any, chosen: str | None) -> None:
-    assert agreed(Precision.of(name, ()), of_ranks).name == chosen
+    assert agreed(Precision.from_settings(name, ()), of_ranks).name == chosen
 
 
 @pytest.mark.parametrize("asked", [("tf32", ()), ("fp32", ("0=bf16",)), ("bf16-true", ())])
@@ -155,7 +155,7 @@ def test_what_a_device_lacks_is_refused_with_its_rank(asked: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"is not one that the device of rank 1 computes in; it has fp16"
     ):
-        agreed(Precision.of(*asked), [AMPERE, VOLTA])
+        agreed(Precision.from_settings(*asked), [AMPERE, VOLTA])
 
 
 def test_a_processor_has_no_tf32() -> None:

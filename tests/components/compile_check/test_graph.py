@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import evener
 from evener.components.compile import Compiling, Graphs
 from evener.components.compile_check import graph as graphs_of
-from evener.components.compile_check.difference import Comparison, limit
+from evener.components.compile_check.difference import GraphComparison, limit
 from evener.components.compile_check.eager_graph import plain_graph, recomputed
-from evener.components.compile_check.graph import Finding, in_words
+from evener.components.compile_check.graph import GraphFinding, in_words
 from evener.components.compile_check.trial import Inputs, disturbed, trial
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DivergenceError
 from evener.nn.fqn import clean_name
 from evener.torch_internals.compiling import compiled_so_far
-from evener.torch_internals.fake_tensors import fake_mode, is_fake
+from evener.torch_internals.dispatch import fake_mode, is_fake
 from evener.training.engine import Engine
 from evener.training.reporting.terminal import _graphs_line
 from tests import tasks
@@ -198,10 +198,10 @@ def test_what_draws_some_other_random_numbers_is_unknown_and_what_is_scaled_besi
         return masked, factor * masked + torch.randn_like(x)
 
     given = [torch.linspace(-1, 1, 60, dtype=torch.float64, requires_grad=True)]
-    comparison = Comparison(plain, compiled)
+    comparison = GraphComparison(plain, compiled)
     assert not comparison.wrong(given)
     assert comparison.by_chance
-    comparison = Comparison(plain, lambda x: compiled(x, 4.0))
+    comparison = GraphComparison(plain, lambda x: compiled(x, 4.0))
     assert comparison.wrong(given)
     assert not comparison.by_chance
 
@@ -336,8 +336,8 @@ def test_a_number_at_an_edge_is_no_wrong_code() -> None:
     def compiled(x: Tensor) -> tuple[Tensor]:
         return (torch.sign(-x if torch.equal(x, given) else x),)
 
-    assert not Comparison(plain, compiled).wrong([given])
-    assert Comparison(plain, lambda x: (torch.sign(-x),)).wrong([given])
+    assert not GraphComparison(plain, compiled).wrong([given])
+    assert GraphComparison(plain, lambda x: (torch.sign(-x),)).wrong([given])
 
 
 def test_more_floors_are_allowed_where_these_are_small() -> None:
@@ -370,8 +370,8 @@ def test_weights_have_their_names_where_the_block_is_called_with_other_tensors()
 
 
 def test_findings_of_all_ranks_in_words() -> None:
-    one, other = Finding("blocks.0", "a is off", True), Finding("blocks.1", "a is off", True)
-    unknown = Finding("", "no room", False)
+    one, other = GraphFinding("blocks.0", "a is off", True), GraphFinding("blocks.1", "a is off", True)
+    unknown = GraphFinding("", "no room", False)
     of_ranks = [[one, unknown], [], [one, other]]
     assert in_words(of_ranks, True) == "In blocks.0, blocks.1 (rank 0, 2): a is off"
     assert in_words(of_ranks, False) == "In the whole model (rank 0): no room"

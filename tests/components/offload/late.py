@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from evener.components.offload.copy_stream import AtOnce
 from evener.components.offload.host_storage import Files, Outside
 from evener.core.config.offload import Offload
-from evener.torch_internals.dispatch_mode import DispatchMode
+from evener.torch_internals.dispatch import DispatchMode
 from evener.torch_internals.storages import address
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.offload import activations as saved
-from evener.components.offload.activations import Forward, SavedOutside
+from evener.components.offload.activations import OffloadedForward, SavedOutside
 from evener.components.offload.host_storage import Outside, outside_of
 from evener.core.config.offload import Offload
 from evener.errors import ConfigurationError, TaskError
@@ -97,13 +97,13 @@ class Layers(nn.Module):
 
 def test_weights_buffers_and_inputs_stay(there: Outside) -> None:
     model = Layers()
-    Forward(SavedOutside(there, "cpu"), model)(draws(SIDE, SIDE)).sum().backward()
+    OffloadedForward(SavedOutside(there, "cpu"), model)(draws(SIDE, SIDE)).sum().backward()
     assert there.peak == 2 * 4 * PAGE  # what tanh returns, and the product
 
 
 def test_a_copy_of_the_model_is_one_of_its_own(there: Outside) -> None:
     model = Layers()
-    model.forward = Forward(SavedOutside(there, "cpu"), model)
+    model.forward = OffloadedForward(SavedOutside(there, "cpu"), model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.first.weight.zero_()
@@ -153,7 +153,7 @@ def test_what_is_on_its_way_back_when_backward_fails_is_waited_for(there: Outsid
 
 def test_nothing_goes_where_there_is_no_backward(there: Outside) -> None:
     model = Layers()
-    forward = Forward(SavedOutside(there, "cpu"), model)
+    forward = OffloadedForward(SavedOutside(there, "cpu"), model)
     with torch.no_grad():
         forward(draws(SIDE, SIDE))
     model.eval()
@@ -165,7 +165,7 @@ def test_nothing_goes_where_there_is_no_backward(there: Outside) -> None:
 
 def test_a_step_like_the_one_before_makes_no_room(there: Outside) -> None:
     model = Layers()
-    forward = Forward(SavedOutside(there, "cpu"), model)
+    forward = OffloadedForward(SavedOutside(there, "cpu"), model)
     for _ in range(4):
         forward(draws(SIDE, SIDE)).sum().backward()
     gc.collect()
@@ -174,7 +174,7 @@ def test_a_step_like_the_one_before_makes_no_room(there: Outside) -> None:
 
 def test_an_error_in_the_midst_gives_the_rooms_back(there: Outside) -> None:
     model = Layers()
-    forward = Forward(SavedOutside(there, "cpu"), model)
+    forward = OffloadedForward(SavedOutside(there, "cpu"), model)
 
     def failing() -> None:
         (forward(draws(SIDE, SIDE)) @ torch.ones(3)).sum()
@@ -240,7 +240,9 @@ def test_a_gpu_gets_back_what_went_to_the_host(monkeypatch: pytest.MonkeyPatch) 
     x = draws(2048, 512).to(device)
     model(x).sum().backward()
     kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    forward = Forward(SavedOutside(outside_of(device, Offload.of("activations", None)), "cuda"), model)
+    forward = OffloadedForward(
+        SavedOutside(outside_of(device, Offload.from_settings("activations", None)), "cuda"), model
+    )
     for _ in range(5):
         model.zero_grad()
         forward(x).sum().backward()

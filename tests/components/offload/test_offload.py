@@ -295,8 +295,8 @@ def test_what_cannot_be_outside_is_found_before_ranks_are_started() -> None:
 
 
 def test_settings_are_read() -> None:
-    both = Offload.of(" activations, optimizer", Path("/there"))
+    both = Offload.from_settings(" activations, optimizer", Path("/there"))
     assert both.optimizer
     assert both.activations
     assert both.words == "optimizer,activations"
-    assert not Offload.of(None, None).kinds
+    assert not Offload.from_settings(None, None).kinds

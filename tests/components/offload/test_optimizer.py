@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from evener.components.offload import optimizer as updates
 from evener.components.offload.host_storage import outside_of
-from evener.components.offload.optimizer import ALONE, Updates, check_alone, portions
+from evener.components.offload.optimizer import ALONE, OffloadedUpdates, check_alone, portions
 from evener.core.config.offload import Offload
 from evener.errors import ConfigurationError
 from tests.components.offload.late import files
@@ -90,7 +90,7 @@ def test_the_numbers_are_the_same_to_the_bit(name: str, apart: bool, tmp_path: P
     shapes, there = shapes_for(name), files(tmp_path, apart)
     ours, theirs = parameters(shapes), parameters(shapes)
     optimizer, other = made(name, ours), made(name, theirs)
-    in_portions, calls = Updates(optimizer, there), list[int]()
+    in_portions, calls = OffloadedUpdates(optimizer, there), list[int]()
     optimizer.register_step_post_hook(lambda *_: calls.append(sum(p.grad is not None for p in ours)))
     for step in range(5):
         gradients(step, ours, name == "SparseAdam")
@@ -111,7 +111,7 @@ def test_the_numbers_are_the_same_to_the_bit(name: str, apart: bool, tmp_path: P
 def test_state_that_is_taken_up_goes_outside(tmp_path: Path) -> None:
     there, own = files(tmp_path), parameters()
     optimizer = made("Adam", own)
-    in_portions = Updates(optimizer, there)
+    in_portions = OffloadedUpdates(optimizer, there)
     other = made("Adam", parameters())
     gradients(0, [p for group in other.param_groups for p in group["params"]])
     other.step()
@@ -125,7 +125,7 @@ def test_state_that_is_taken_up_goes_outside(tmp_path: Path) -> None:
 def test_a_step_without_gradients_is_none(tmp_path: Path) -> None:
     own = parameters()
     before = [parameter.detach().clone() for parameter in own]
-    Updates(made("Adam", own), files(tmp_path)).step()
+    OffloadedUpdates(made("Adam", own), files(tmp_path)).step()
     assert all(map(torch.equal, own, before))
 
 
@@ -169,7 +169,7 @@ def test_on_a_gpu_the_numbers_are_the_same_to_the_bit() -> None:
     device = torch.device("cuda", 0)
     ours, theirs = ([nn.Parameter(p.detach().to(device)) for p in parameters()] for _ in range(2))
     optimizer, other = made("Adam", ours), made("Adam", theirs)
-    in_portions = Updates(optimizer, outside_of(device, Offload.of("optimizer", None)))
+    in_portions = OffloadedUpdates(optimizer, outside_of(device, Offload.from_settings("optimizer", None)))
     for step in range(5):
         for own in (ours, theirs):
             for place, parameter in enumerate(own):

@@ -26,7 +26,7 @@ def test_a_room_is_large_enough_not_much_too_large_and_nobody_elses(actions: lis
             room = next(iter(held))
             pool.give_back(room, held.pop(room))
             continue
-        room, size = pool.take(nbytes)
+        room, size = pool.take_buffer(nbytes)
         assert nbytes <= size <= LOOSEST * nbytes
         assert room not in held
         held[room] = size
@@ -34,7 +34,7 @@ def test_a_room_is_large_enough_not_much_too_large_and_nobody_elses(actions: lis
 
 
 def step(pool: Pool[int], sizes: list[int]) -> None:
-    rooms = [pool.take(size) for size in sizes]
+    rooms = [pool.take_buffer(size) for size in sizes]
     for room in rooms:
         pool.give_back(*room)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evener.components import gradients
-from evener.components.sharded_tensor.shard_spec import Box, Slice, mark
+from evener.components.sharded_tensor.shard_spec import ShardBounds, ShardSpec, set_shard_spec
 from evener.distributed.mesh import Layout
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
@@ -24,19 +24,19 @@ from evener.errors import ConfigurationError
 )
 def test_pieces_follow_each_other_without_gaps(pieces: tuple[range, ...]) -> None:
     with pytest.raises(ConfigurationError, match=r"axis 'tensor'"):
-        Slice("tensor", 0, pieces, 0)
+        ShardSpec("tensor", 0, pieces, 0)
 
 
 def test_a_rank_has_one_of_the_pieces() -> None:
     with pytest.raises(ConfigurationError, match="piece 2 of axis 'tensor': there are 2"):
-        Slice("tensor", 0, (range(2), range(2, 2)), 2)
+        ShardSpec("tensor", 0, (range(2), range(2, 2)), 2)
 
 
 @pytest.mark.parametrize("dim", [0, -1, 2])
 def test_what_is_marked_is_as_long_as_its_piece(dim: int) -> None:
-    piece = Slice("tensor", dim, (range(4), range(4, 7)), 1)
+    piece = ShardSpec("tensor", dim, (range(4), range(4, 7)), 1)
     with pytest.raises(ConfigurationError, match=r"shape \(8, 3\) is not range\(4, 7\), 3 long"):
-        mark(nn.Parameter(torch.zeros(8, 3)), piece)
+        set_shard_spec(nn.Parameter(torch.zeros(8, 3)), piece)
 
 
 def test_the_norm_of_no_gradients_is_where_the_parameters_are() -> None:
@@ -50,11 +50,11 @@ def of_an_axis_of_one_rank() -> tuple[float, torch.Tensor]:
     """Each rank's replica of what is divided over an axis along which it is alone."""
     with Session("cpu", 60) as session:
         mesh = session.lay(Layout({"data": 2}))
-        parameter = mark(
-            nn.Parameter(torch.full((4,), float(session.rank))), Slice("tensor", 0, (range(4),), 0)
+        parameter = set_shard_spec(
+            nn.Parameter(torch.full((4,), float(session.rank))), ShardSpec("tensor", 0, (range(4),), 0)
         )
         parameter.grad = torch.ones(4)
-        piece = Slice("tensor", 0, (range(4),), 0)
+        piece = ShardSpec("tensor", 0, (range(4),), 0)
         return float(gradients.norm_over([parameter], mesh)), piece.gather(parameter, mesh)
 
 
@@ -64,10 +64,10 @@ def test_an_axis_of_one_rank_is_not_the_world(ranks: Any) -> None:
         assert whole.tolist() == [rank] * 4
 
 
-def nested(index: int, inner: int) -> Slice:
+def nested(index: int, inner: int) -> ShardSpec:
     """Rows 3 to 8 of ten for index 1; of these five rows the last two for inner 1."""
-    outer = Slice("tensor", 0, (range(3), range(3, 8), range(8, 10)), index)
-    return Slice("shard", 0, (range(3), range(3, 5)), inner, within=outer)
+    outer = ShardSpec("tensor", 0, (range(3), range(3, 8), range(8, 10)), index)
+    return ShardSpec("shard", 0, (range(3), range(3, 5)), inner, within=outer)
 
 
 def test_a_piece_of_a_piece() -> None:
@@ -76,11 +76,11 @@ def test_a_piece_of_a_piece() -> None:
     part = piece.part(whole)
     assert part.tolist() == whole[6:8].tolist()
     assert piece.whole_shape(part.shape) == (10, 2)
-    assert piece.boxes(part.shape) == [Box((6, 0), (0, 0), (2, 2))]
+    assert piece.boxes(part.shape) == [ShardBounds((6, 0), (0, 0), (2, 2))]
     assert piece.axes == ("shard", "tensor")
-    columns = Slice("data", 1, (range(1), range(1, 2)), 1, within=piece)
+    columns = ShardSpec("data", 1, (range(1), range(1, 2)), 1, within=piece)
     assert columns.part(whole).tolist() == whole[6:8, 1:].tolist()
-    assert columns.boxes((2, 1)) == [Box((6, 1), (0, 0), (2, 1))]
+    assert columns.boxes((2, 1)) == [ShardBounds((6, 1), (0, 0), (2, 1))]
 
 
 @given(blocks=st.integers(1, 3), first=st.integers(0, 3), second=st.integers(0, 3), cut=st.integers(0, 9))
@@ -90,10 +90,10 @@ def test_a_piece_of_blocks_and_what_is_cut_of_it(blocks: int, first: int, second
     put_together = torch.zeros_like(whole)
     for index in range(2):
         pieces = (range(first), range(first, first + second))
-        outer = Slice("tensor", 0, pieces, index, blocks=blocks)
+        outer = ShardSpec("tensor", 0, pieces, index, blocks=blocks)
         middle = min(cut, outer.length)
         for inner in range(2):
-            piece = Slice("shard", 0, (range(middle), range(middle, outer.length)), inner, within=outer)
+            piece = ShardSpec("shard", 0, (range(middle), range(middle, outer.length)), inner, within=outer)
             part = piece.part(whole)
             assert part.shape[0] == piece.length
             assert piece.whole_shape(part.shape) == whole.shape
@@ -108,17 +108,17 @@ def test_a_piece_of_blocks_and_what_is_cut_of_it(blocks: int, first: int, second
 
 def test_an_axis_cuts_once() -> None:
     with pytest.raises(ConfigurationError, match="cut twice over axis 'tensor'"):
-        Slice("tensor", 1, (range(2),), 0, within=Slice("tensor", 0, (range(2),), 0))
+        ShardSpec("tensor", 1, (range(2),), 0, within=ShardSpec("tensor", 0, (range(2),), 0))
 
 
 def of_two_axes() -> tuple[torch.Tensor, float]:
     with Session("cpu", 60) as session:
         mesh = session.lay(Layout({"shard": 2, "tensor": 2}))
-        outer = Slice("tensor", 0, (range(3), range(3, 8)), mesh.index("tensor"))
-        rows = len(outer.own)
-        piece = Slice("shard", 0, (range(1), range(1, rows)), mesh.index("shard"), within=outer)
+        outer = ShardSpec("tensor", 0, (range(3), range(3, 8)), mesh.index("tensor"))
+        rows = len(outer.local_bounds)
+        piece = ShardSpec("shard", 0, (range(1), range(1, rows)), mesh.index("shard"), within=outer)
         whole = torch.arange(8.0)
-        parameter = mark(nn.Parameter(piece.part(whole)), piece)
+        parameter = set_shard_spec(nn.Parameter(piece.part(whole)), piece)
         parameter.grad = parameter.detach().clone()
         return piece.gather(parameter, mesh), float(gradients.norm_over([parameter], mesh))
 

@@ -53,7 +53,7 @@ def test_mypy_finds_a_misspelt_setting(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text(CALL.format(call='epochs=3, run_dir="runs/a", precision_of=("head=fp32",)'))
     bad.write_text(CALL.format(call="epoch=3") + 'fit("digits", batch_size="many")\n')
-    own = [str(TARGET), str(TARGET.with_name("config.py"))]
+    own = [str(TARGET), str(TARGET.with_name("run_config.py"))]
     arguments = ["--follow-imports=skip", f"--cache-dir={tmp_path}", "--no-error-summary", "--strict"]
     found, _, _ = api.run([*arguments, "--config-file=", *own, str(good), str(bad)])
     wrong = [line for line in found.splitlines() if "good.py" in line or "bad.py" in line]
@@ -70,7 +70,7 @@ def test_what_prepare_gives_back_keeps_its_types(tmp_path: Path) -> None:
         'reveal_type(prepare(1, balance="auto"))\n'
         "reveal_type(prepare(1, True, b'', 2.0))\n"
     )
-    own = [str(TARGET), str(TARGET.with_name("prepared") / "preparing.py")]
+    own = [str(TARGET), str(TARGET.parents[2] / "training/prepare/prepare.py")]
     arguments = ["--follow-imports=skip", f"--cache-dir={tmp_path}", "--no-error-summary", "--config-file="]
     found, _, _ = api.run([*arguments, *own, str(calls)])
     said = [line.partition("Revealed type is ")[2] for line in found.splitlines() if "calls.py" in line]

@@ -4,7 +4,7 @@ import pytest
 
 import evener
 from evener.cli.main import main
-from evener.core.config.process_range import Range
+from evener.core.config.process_range import ProcessRange
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError
 
@@ -12,7 +12,7 @@ from evener.errors import ConfigurationError
 def test_a_range_is_a_setting() -> None:
     config = RunConfig(processes="2:4")
     assert config.processes == "2:4"
-    assert Range.of("2:4") == Range(2, 4)
+    assert ProcessRange.parse("2:4") == ProcessRange(2, 4)
     assert config.as_dict()["processes"] == "2:4"
 
 

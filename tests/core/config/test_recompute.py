@@ -26,7 +26,7 @@ GB = 10**9
     ],
 )
 def test_a_budget_is_a_part_or_a_size(text: str, is_budget: bool, part: Any, sizes: Any) -> None:
-    found = Recompute.of(text)
+    found = Recompute.parse(text)
     assert (found.is_budget, found.part, found.sizes(2)) == (is_budget, part, sizes)
 
 
@@ -58,7 +58,7 @@ def test_a_budget_of_compiled_blocks_is_refused() -> None:
 
 def test_there_is_a_size_for_each_rank() -> None:
     with pytest.raises(ConfigurationError, match="has 2 limits for 3 ranks"):
-        Recompute.of("8GB,4GB").budgets([1, 1, 1], [0, 0, 0], [0, 0, 0])
+        Recompute.parse("8GB,4GB").budgets([1, 1, 1], [0, 0, 0], [0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_there_is_a_size_for_each_rank() -> None:
     ],
 )
 def test_budgets_of_ranks(text: str, peaks: Any, least: Any, stages: Any, expected: Any) -> None:
-    assert Recompute.of(text).budgets(peaks, least, stages) == expected
+    assert Recompute.parse(text).budgets(peaks, least, stages) == expected

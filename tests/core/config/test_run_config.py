@@ -27,7 +27,9 @@ from evener.strategies.registry import strategy_called
         ("processes", 0),
         ("workers", -1),
         ("workers", "many"),
-        ("workers", "-1"),
+        ("workers", "auto"),
+        ("workers", "3"),
+        ("workers", 1.5),
         ("seed", -1),
         ("evaluate_every", -1),
         ("clip_norm", 0.0),
@@ -54,10 +56,8 @@ def test_a_name_that_is_no_setting_gets_the_nearest_or_the_list() -> None:
 
 
 def test_numbers_may_come_as_text_where_a_word_is_possible() -> None:
-    config = RunConfig(workers="3", micro_batch="8")
-    assert (config.workers, config.micro_batch) == (3, 8)
-    config = RunConfig(workers="auto", micro_batch="auto")
-    assert (config.workers, config.micro_batch) == ("auto", "auto")
+    assert RunConfig(micro_batch="8").micro_batch == 8
+    assert RunConfig(micro_batch="auto").micro_batch == "auto"
 
 
 def test_a_configuration_is_frozen_and_replaced() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from evener.distributed.ddp_profiler.profiler import PAYLOADS, Onlooker, StepTimes
+from evener.distributed.ddp_profiler.profiler import PAYLOADS, DdpProfiler, StepTimes
 
 DELAY_SECONDS = 0.03
 
@@ -47,7 +47,7 @@ def train(late: int = -1, data: Dataset[Any] | None = None, **options: Any) -> T
 def observed(**options: Any) -> tuple[int, StepTimes, bool]:
     """What an onlooker sees, and whether the weights are those without one."""
     alone = train(**options)
-    with Onlooker() as onlooker:
+    with DdpProfiler() as onlooker:
         weights = train(**options)
     return onlooker.steps, onlooker.mean, torch.equal(alone, weights)
 
@@ -99,7 +99,7 @@ def by_hand() -> tuple[float, float, float]:
     """Without DDP: each gradient through a collective that the script calls, and one on another thread."""
     weight = nn.Parameter(torch.ones(10))
     optimizer = torch.optim.SGD([weight], 0.1)
-    with Onlooker() as onlooker:
+    with DdpProfiler() as onlooker:
         for _ in range(3):
             weight.sum().backward()
             if dist.get_rank() == 1:
@@ -122,12 +122,12 @@ def test_collectives_that_a_script_calls_itself(ranks: Any) -> None:
 def accumulated() -> float:
     model = DistributedDataParallel(nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Onlooker() as unaware:  # the model is older
+    with DdpProfiler() as unaware:  # the model is older
         for _ in range(2):
             model(torch.ones(2, 6)).sum().backward()
             optimizer.step()
     assert unaware.mean.collectives == 0
-    with Onlooker() as onlooker:
+    with DdpProfiler() as onlooker:
         model = DistributedDataParallel(nn.Linear(6, 3))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(4):
@@ -147,7 +147,7 @@ def test_accumulation_exchanges_once(ranks: Any) -> None:
 def test_everything_is_put_back() -> None:
     names = [*PAYLOADS, "is_initialized"]
     before = [getattr(dist, name) for name in names]
-    with Onlooker():
+    with DdpProfiler():
         assert dist.all_reduce is not before[0]
         assert dist.all_reduce is dist.distributed_c10d.all_reduce
     assert [getattr(dist, name) for name in names] == before

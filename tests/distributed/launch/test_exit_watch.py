@@ -35,18 +35,18 @@ LEFT = Heartbeat(
 
 def test_a_rank_that_stays_is_named_and_ended_at_its_limit() -> None:
     found = Ends()
-    assert found.look([LEFT], 100.0) is None
-    assert found.look([LEFT], 129.0) is None
-    why = str(found.look([LEFT], 130.0))
+    assert found.reason_to_end([LEFT], 100.0) is None
+    assert found.reason_to_end([LEFT], 129.0) is None
+    why = str(found.reason_to_end([LEFT], 130.0))
     assert "rank 1 (host here" in why
     assert "for 30 s: it waits for the thread 'uploader'" in why
 
 
 def test_a_rank_that_has_ended_is_forgotten() -> None:
     found = Ends()
-    assert found.look([LEFT], 100.0) is None
-    assert found.look([], 120.0) is None
-    assert found.look([LEFT], 140.0) is None
+    assert found.reason_to_end([LEFT], 100.0) is None
+    assert found.reason_to_end([], 120.0) is None
+    assert found.reason_to_end([LEFT], 140.0) is None
 
 
 def test_a_thread_of_a_script_may_work_on_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +55,9 @@ def test_a_thread_of_a_script_may_work_on_while_it_computes(monkeypatch: pytest.
     found, script = Ends(), replace(LEFT, works_on=True)
     for second in range(100):
         used[0] = float(second)
-        assert found.look([script], float(second)) is None
-    assert found.look([script], 128.0) is None
-    assert found.look([script], 130.0) is not None
+        assert found.reason_to_end([script], float(second)) is None
+    assert found.reason_to_end([script], 128.0) is None
+    assert found.reason_to_end([script], 130.0) is not None
 
 
 def stays(first: str) -> str:
@@ -70,6 +70,7 @@ def stays(first: str) -> str:
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "named"),
     [("thread", "the thread 'uploader'"), pytest.param("atexit", "atexit", marks=pytest.mark.slow)],

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from evener.distributed.launch.rendezvous_state import JsonBackend, as_json, from_json
-from evener.torch_internals.rendezvous_state import NodeDesc, RendezvousState
+from evener.torch_internals.elastic import NodeDesc, RendezvousState
 
 
 def state() -> RendezvousState:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evener.distributed.launch.rendezvous import Rendezvous
-from evener.distributed.launch.rendezvous_wait import Meeting
+from evener.distributed.launch.rendezvous_wait import RendezvousWait
 from evener.errors import ConfigurationError, RankTimeoutError
 
 
@@ -29,7 +29,7 @@ def test_a_machine_that_never_comes_is_waited_for_in_words_and_not_for_good(
     with pytest.raises(
         RankTimeoutError, match=r"did not find each other within 2 s at .*1( of |/)2 (came|clients joined)"
     ):
-        Meeting(rendezvous, 2.0).handler().next_rendezvous()
+        RendezvousWait(rendezvous, 2.0).handler().next_rendezvous()
     assert time.monotonic() - began < 12
     missing = "1" if backend == "c10d" else "the other"
     assert (
@@ -40,20 +40,22 @@ def test_a_machine_that_never_comes_is_waited_for_in_words_and_not_for_good(
 def test_an_error_that_points_to_the_one_behind_it_says_that_one_s_words() -> None:
     error = RuntimeError("The connection to the C10d store has failed. See inner exception for details.")
     error.__cause__ = OSError("no address of host 'nowhere'\nframe #0: c10::Error")
-    words = Meeting(Rendezvous(nnodes="2", rdzv_backend="c10d", rdzv_endpoint="nowhere:1"), 2.0).words(error)
+    words = RendezvousWait(Rendezvous(nnodes="2", rdzv_backend="c10d", rdzv_endpoint="nowhere:1"), 2.0).words(
+        error
+    )
     assert "(no address of host 'nowhere');" in words
     assert "inner exception" not in words
 
 
 def test_one_machine_waits_for_nobody(capfd: pytest.CaptureFixture[str]) -> None:
-    handler = Meeting(Rendezvous(), 60.0).handler()
+    handler = RendezvousWait(Rendezvous(), 60.0).handler()
     assert handler.next_rendezvous().world_size == 1
     handler.shutdown()
     assert capfd.readouterr().err == ""
 
 
 def test_two_runs_of_one_machine_do_not_meet() -> None:
-    first, second = (Meeting(Rendezvous(), 60.0).handler().next_rendezvous() for _ in range(2))
+    first, second = (RendezvousWait(Rendezvous(), 60.0).handler().next_rendezvous() for _ in range(2))
     first.store.set("key", "value")
     assert not second.store.check(["key"])
 
@@ -71,7 +73,7 @@ def test_two_runs_of_one_machine_do_not_meet() -> None:
 def test_options_with_which_nobody_can_meet_are_refused_in_words(options: dict[str, Any], named: str) -> None:
     rendezvous = Rendezvous(**{"nnodes": "2", "rdzv_backend": "c10d", **options})
     with pytest.raises(ConfigurationError, match=re.escape(named)) as refused:
-        Meeting(rendezvous, 5.0).handler()
+        RendezvousWait(rendezvous, 5.0).handler()
     assert refused.value.exit_status == 2
 
 

@@ -11,7 +11,7 @@ from evener.distributed.recovery import deferred_free as grave
 from evener.distributed.recovery.replacement import (
     RecalledError,
     Start,
-    Stay,
+    SurvivorLease,
     announce,
     announced,
     check_recall,
@@ -49,7 +49,7 @@ def test_what_is_buried_stays_for_one_more_start(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ranks_stay_when_all_have_given_their_word(tmp_path: Path) -> None:
-    with Stay(tmp_path, 0):
+    with SurvivorLease(tmp_path, 0):
         assert may_be_recalled()
         assert not take_at_their_word(tmp_path, [0, 1], 0)
         assert not take_at_their_word(tmp_path, [0], 1), "it is that of another start"
@@ -60,14 +60,14 @@ def test_ranks_stay_when_all_have_given_their_word(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_left_does_not_stay(tmp_path: Path) -> None:
-    with Stay(tmp_path, 0) as stay:
+    with SurvivorLease(tmp_path, 0) as stay:
         stay.leave()
         assert not take_at_their_word(tmp_path, [0], 0)
 
 
 def test_a_rank_that_was_taken_at_its_word_does_not_leave(tmp_path: Path) -> None:
     called = threading.Event()
-    with Stay(tmp_path, 0, called.set) as stay:
+    with SurvivorLease(tmp_path, 0, called.set) as stay:
         assert take_at_their_word(tmp_path, [0], 0)
         check_recall()
         announce(tmp_path, NEXT)
@@ -86,5 +86,5 @@ def test_a_start_that_is_over_calls_nobody(tmp_path: Path) -> None:
     assert not is_successor(tmp_path)
     advance_to(1)
     assert is_successor(tmp_path)
-    with Stay(tmp_path, 0) as stay:
+    with SurvivorLease(tmp_path, 0) as stay:
         assert stay.called(0.3) is None

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from evener.distributed.session import Session
-from evener.distributed.shm.scoreboard import Board, quickest
+from evener.distributed.shm.scoreboard import Scoreboard, quickest
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 from evener.training.engine import Engine
 from tests import tasks
@@ -18,7 +18,7 @@ from tests import tasks
 def exchange_many(rounds: int) -> list[list[list[float]]]:
     with Session(device="cpu") as session:
         assert session.world is not None
-        board = Board(session.world, session.watchdog, 10)
+        board = Scoreboard(session.world, session.watchdog, 10)
         rank, seen = session.rank, []
         for number in range(rounds):
             pending = board.exchange([rank, number, math.nan if rank == 1 else -0.0])
@@ -76,7 +76,7 @@ def errors_of_a_board_without_rank_1() -> list[str]:
         mock.patch("evener.distributed.shm.slots.backstop", lambda seconds: seconds),
     ):
         assert session.world is not None
-        board = Board(session.world, session.watchdog, 0.2)
+        board = Scoreboard(session.world, session.watchdog, 0.2)
         board.exchange([1.0]).wait()
         errors = []
         if session.rank == 0:
@@ -94,7 +94,7 @@ def errors_of_a_board_without_rank_1() -> list[str]:
             mock.patch("platform.machine", return_value="aarch64"),
             pytest.raises(ConfigurationError) as refused,
         ):
-            Board(session.world, session.watchdog, 0.2)
+            Scoreboard(session.world, session.watchdog, 0.2)
         return [*errors, str(refused.value)]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from evener.distributed.shm import futex
 from evener.distributed.shm import slots as slots_module
 from evener.distributed.shm.slots import ENTERED, REDUCED, Slots
-from evener.distributed.shm.spin_wait import Crowd
+from evener.distributed.shm.spin_wait import SpinWait
 
 ROUNDS = 3000
 
@@ -72,7 +72,7 @@ def times_given_way(cores: int) -> int:
     dist.barrier()
     with (
         mock.patch.object(slots_module, "give_way") as given,
-        mock.patch.object(slots_module, "CROWD", Crowd()),
+        mock.patch.object(slots_module, "CROWD", SpinWait()),
     ):
         if dist.get_rank() == 1:
             time.sleep(0.05)
@@ -87,7 +87,7 @@ def test_ranks_give_way_only_where_each_may_have_a_core(ranks: Any) -> None:
 
 
 def test_giving_way_is_left_for_a_while_where_it_took_long() -> None:
-    crowd = Crowd()
+    crowd = SpinWait()
     assert crowd.may_give_way(100.0)
     crowd.gave_way(100.0, 1e-6)
     assert crowd.may_give_way(100.0)
@@ -97,7 +97,7 @@ def test_giving_way_is_left_for_a_while_where_it_took_long() -> None:
 
 
 def test_the_while_grows_with_every_long_one_in_a_row_and_is_forgotten_in_quiet() -> None:
-    crowd, now, pauses = Crowd(), 0.0, []
+    crowd, now, pauses = SpinWait(), 0.0, []
     for _ in range(10):
         crowd.gave_way(now, 3e-3)
         began = now

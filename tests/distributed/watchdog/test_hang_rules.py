@@ -9,7 +9,7 @@ import pytest
 
 from evener.distributed.watchdog.hang_rules import complaint, left_words, may_look, verdict
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import Standing
+from evener.distributed.watchdog.peer_state import PeerState
 
 FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0)
 LEFT = replace(FAR, ended=True, status=0, progress="step 3 of 16")
@@ -20,7 +20,7 @@ STILL = replace(FAR, rank=0, phase="training", step=4, idle=11.0)
 
 def of(here: Heartbeat, *others: Heartbeat, ago: float = 4.0) -> str | None:
     """The verdict, where those who have left did so some seconds ago."""
-    standings = [Standing(beat.rank, beat) for beat in others]
+    standings = [PeerState(beat.rank, beat) for beat in others]
     for standing in standings:
         if standing.state == "ended":
             standing._since -= ago
@@ -52,26 +52,26 @@ def test_a_rank_that_has_left_ends_no_run_that_has_hope(
 
 def test_what_a_rank_gave_before_it_left_may_be_on_its_way() -> None:
     assert of(WAITS, LEFT, ago=2.0) is None
-    rest = Standing(2, replace(WAITS, rank=2))
+    rest = PeerState(2, replace(WAITS, rank=2))
     rest._since -= 2.5
-    left = Standing(1, LEFT)
+    left = PeerState(1, LEFT)
     left._since -= 4
     assert verdict(WAITS, [left, rest], 10.0, 1.0) is None
 
 
 def test_who_has_left_is_told_with_its_progress() -> None:
-    words = left_words(WAITS, [Standing(1, LEFT), Standing(2, AT_WORK)])
+    words = left_words(WAITS, [PeerState(1, LEFT), PeerState(2, AT_WORK)])
     assert (
         words == "rank 1 has left after step 3 of 16 with status 0; but rank 0 waits in all-reduce of step 4"
     )
-    assert left_words(WAITS, [Standing(2, AT_WORK)]) == ""
+    assert left_words(WAITS, [PeerState(2, AT_WORK)]) == ""
 
 
 def test_no_progress_on_any_rank_for_the_timeout_ends_the_run() -> None:
     assert of(STILL, replace(STILL, rank=1)) == "still"
     assert of(STILL) == "still"
     assert of(STILL, LEFT) == "still"
-    others = [Standing(1, STILL)]
+    others = [PeerState(1, STILL)]
     assert (
         complaint("still", STILL, others, 10.0, 1.0)
         == "no rank has made any progress for 11 s (timeout 10 s)"
@@ -101,14 +101,14 @@ def test_ranks_that_call_different_collectives_are_told_apart(other: dict[str, A
         WAITS, phase="all_reduce", step=None, payload="float32[3]", seconds=11.0, where=("a.py:3 in f",)
     )
     there = replace(here, rank=1, where=("a.py:7 in f",), **other)
-    others = [Standing(1, there)]
+    others = [PeerState(1, there)]
     assert verdict(here, others, 10.0, 1.0) == "late"
     words = complaint("late", here, others, 10.0, 1.0)
     assert words.startswith(
         "the ranks call different collectives: rank 0 all_reduce of float32[3], at a.py:3 in f; rank 1 "
     )
     assert there.place in words
-    same = complaint("late", here, [Standing(1, replace(here, rank=1))], 10.0, 1.0)
+    same = complaint("late", here, [PeerState(1, replace(here, rank=1))], 10.0, 1.0)
     assert same.startswith("rank 0 has waited 11 s in all_reduce of float32[3], at a.py:3 in f")
 
 

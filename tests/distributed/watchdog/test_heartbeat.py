@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.distributed.watchdog.heartbeat import Heartbeat, MainThread, Sample, in_short
+from evener.distributed.watchdog.heartbeat import Heartbeat, MainThread, ThreadSample, in_short
 
 
 @contextmanager
-def looking(main: MainThread, samples: list[Sample], release: Callable[[], None]) -> Iterator[None]:
+def looking(main: MainThread, samples: list[ThreadSample], release: Callable[[], None]) -> Iterator[None]:
     """Looks at the main thread a few times from another one while the block runs, then releases it."""
 
     def look() -> None:
         for _ in range(6):
             time.sleep(0.05)
-            samples.append(main.look())
+            samples.append(main.take_sample())
         release()
 
     thread = threading.Thread(target=look)
@@ -65,7 +65,7 @@ def test_a_place_in_words() -> None:
 
 def test_a_blocked_main_thread_is_still_and_its_code_is_named() -> None:
     gate = threading.Event()
-    samples: list[Sample] = []
+    samples: list[ThreadSample] = []
     with looking(MainThread(), samples, gate.set):
         gate.wait()
     assert samples[-1].still_seconds >= 0.1
@@ -75,7 +75,7 @@ def test_a_blocked_main_thread_is_still_and_its_code_is_named() -> None:
 
 def test_a_main_thread_that_computes_is_not_still() -> None:
     done = threading.Event()
-    samples: list[Sample] = []
+    samples: list[ThreadSample] = []
     with looking(MainThread(), samples, done.set):
         while not done.is_set():
             pass
@@ -96,7 +96,7 @@ def late(rank: int) -> tuple[str | None, str]:
         time.sleep(0.8)
         dist.all_reduce(torch.zeros(3, 4))
         return None, ""
-    samples: list[Sample] = []
+    samples: list[ThreadSample] = []
     main = MainThread()
     with looking(main, samples, lambda: None):
         dist.all_reduce(torch.zeros(3, 4))

@@ -18,39 +18,39 @@ def busy(seconds: float) -> None:
 
 def test_a_mark_is_progress_and_computing_is_none_within_a_phase() -> None:
     now = Activity()
-    now.look(1, 1.0)
+    now.update(1, 1.0)
     busy(0.2)
-    now.look(1, 1.0)
+    now.update(1, 1.0)
     assert now.idle_seconds(in_phase=True) >= 0.2
     assert now.idle_seconds(in_phase=False) < 0.2
-    now.look(2, 1.0)
+    now.update(2, 1.0)
     assert now.idle_seconds(in_phase=True) < 0.2
 
 
 def test_a_blocked_program_is_idle() -> None:
     now = Activity()
-    now.look(0, 1.0)
+    now.update(0, 1.0)
     for _ in range(3):
         time.sleep(0.2)
-        now.look(0, 1.0)
+        now.update(0, 1.0)
     assert now.idle_seconds(in_phase=False) >= 0.6
 
 
 def test_a_debugger_is_progress() -> None:
     now = Activity()
-    now.look(0, 1.0)
+    now.update(0, 1.0)
     time.sleep(0.2)
-    now.look(0, 1.0, debugs=True)
+    now.update(0, 1.0, debugs=True)
     assert now.idle_seconds(in_phase=True) < 0.2
 
 
 def test_nothing_is_known_of_the_time_in_which_nobody_looked() -> None:
     now = Activity()
-    now.look(0, 1.0)
+    now.update(0, 1.0)
     now._looked -= 10
     now._marked -= 10
     now._computed -= 10
-    now.look(0, 1.0)
+    now.update(0, 1.0)
     assert now.idle_seconds(in_phase=True) < 5
 
 

@@ -10,7 +10,7 @@ import pytest
 from evener.distributed.hosts import host_token
 from evener.distributed.watchdog.hang_rules import may_look, verdict
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import Standing, report_on, should_look
+from evener.distributed.watchdog.peer_state import PeerState, report_on, should_look
 
 FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0)
 
@@ -20,7 +20,7 @@ def waiting(rank: int, seconds: float, step: int = 41) -> Heartbeat:
 
 
 def speaks(here: Heartbeat, *others: Heartbeat) -> bool:
-    return verdict(here, [Standing(beat.rank, beat) for beat in others], 10.0, 1.0) == "late"
+    return verdict(here, [PeerState(beat.rank, beat) for beat in others], 10.0, 1.0) == "late"
 
 
 def test_a_wait_shorter_than_the_timeout_goes_on() -> None:
@@ -46,7 +46,7 @@ def test_all_stuck_in_one_place_is_hopeless_too() -> None:
 
 
 def test_a_rank_never_heard_of_is_missing() -> None:
-    assert verdict(waiting(0, 10.5), [Standing(1)], 10.0, 1.0) == "late"
+    assert verdict(waiting(0, 10.5), [PeerState(1)], 10.0, 1.0) == "late"
 
 
 def test_the_lowest_rank_that_waits_speaks_and_others_only_after_it_did_not() -> None:
@@ -67,37 +67,37 @@ def saving(rank: int, **changes: object) -> Heartbeat:
     return replace(base, **(there | changes))  # type: ignore[arg-type]
 
 
-def together(other: Standing, here: Heartbeat, since: float) -> bool:
+def together(other: PeerState, here: Heartbeat, since: float) -> bool:
     """Whether the rank of ``here`` ends the run, if ``other`` has looked as it does now for ``since`` seconds."""
     other.compare(here, 1.0)
     if other._apart_since is not None:
         other._apart_since -= since
     other.compare(here, 1.0)
-    return verdict(here, [other, Standing(7, saving(7))], 10.0, 1.0) == "apart"
+    return verdict(here, [other, PeerState(7, saving(7))], 10.0, 1.0) == "apart"
 
 
 def test_what_all_do_together_takes_as_long_as_it_takes() -> None:
-    assert not together(Standing(0, saving(0)), saving(1), since=5000.0)
-    assert not together(Standing(1, saving(1)), saving(0), since=5000.0)
+    assert not together(PeerState(0, saving(0)), saving(1), since=5000.0)
+    assert not together(PeerState(1, saving(1)), saving(0), since=5000.0)
 
 
 def test_a_rank_that_is_elsewhere_for_the_timeout_ends_it() -> None:
     for elsewhere in (replace(FAR, phase="forward"), waiting(1, 500.0), saving(1, together="evaluation")):
-        assert not together(Standing(1, elsewhere), saving(0), since=9.0)
-        assert together(Standing(1, elsewhere), saving(0), since=10.5)
+        assert not together(PeerState(1, elsewhere), saving(0), since=9.0)
+        assert together(PeerState(1, elsewhere), saving(0), since=10.5)
 
 
 def test_a_rank_that_is_lost_for_the_timeout_ends_it() -> None:
-    silent = Standing(1, saving(1))
+    silent = PeerState(1, saving(1))
     silent._since -= 12
     assert not together(silent, saving(0), since=9.0)
     silent._since -= 12
     assert together(silent, saving(0), since=10.5)
-    assert together(Standing(1), saving(0), since=10.5)
+    assert together(PeerState(1), saving(0), since=10.5)
 
 
 def test_a_rank_that_came_back_starts_anew() -> None:
-    standing = Standing(1, replace(FAR, phase="forward"))
+    standing = PeerState(1, replace(FAR, phase="forward"))
     assert together(standing, saving(0), since=10.5)
     standing.update(saving(1, count=2))
     standing.compare(saving(0), 1.0)
@@ -115,9 +115,9 @@ def test_who_saves_is_missing_for_who_waits_elsewhere() -> None:
 
 def test_the_one_that_waits_longest_looks_and_of_several_the_lowest() -> None:
     def looks(here: Heartbeat, looker: Heartbeat) -> bool:
-        return should_look(here, Standing(looker.rank, looker), 1.0)
+        return should_look(here, PeerState(looker.rank, looker), 1.0)
 
-    assert should_look(waiting(5, 4.0), Standing(-1), 1.0)
+    assert should_look(waiting(5, 4.0), PeerState(-1), 1.0)
     assert looks(waiting(5, 4.0), waiting(5, 3.0))
     assert looks(waiting(0, 4.0), waiting(1, 5.0))
     assert not looks(waiting(1, 5.0), waiting(0, 4.0))
@@ -127,10 +127,10 @@ def test_the_one_that_waits_longest_looks_and_of_several_the_lowest() -> None:
 
 
 def test_another_looks_when_the_looker_is_silent_or_has_left() -> None:
-    silent = Standing(0, waiting(0, 9.0))
+    silent = PeerState(0, waiting(0, 9.0))
     silent._since -= 4
     assert should_look(waiting(1, 9.0), silent, 1.0)
-    assert should_look(waiting(1, 9.0), Standing(0, replace(waiting(0, 9.0), ended=True)), 1.0)
+    assert should_look(waiting(1, 9.0), PeerState(0, replace(waiting(0, 9.0), ended=True)), 1.0)
 
 
 def test_nobody_looks_without_a_reason() -> None:
@@ -141,7 +141,7 @@ def test_nobody_looks_without_a_reason() -> None:
 
 
 def test_silence_is_counted_from_the_last_new_heartbeat() -> None:
-    standing = Standing(1, FAR)
+    standing = PeerState(1, FAR)
     standing._since -= 5
     assert 5 <= standing.silent_seconds < 6
     standing.update(FAR)
@@ -154,24 +154,26 @@ def test_silence_is_counted_from_the_last_new_heartbeat() -> None:
 
 def test_a_dead_process_of_this_machine_is_known_at_once() -> None:
     here = replace(FAR, host="here", token=host_token(), pid=os.getpid(), time=time.monotonic())
-    assert Standing(1, here).state == "running"
-    gone = Standing(1, replace(here, pid=2**22 - 1))
+    assert PeerState(1, here).state == "running"
+    gone = PeerState(1, replace(here, pid=2**22 - 1))
     assert gone.state == "gone"
     assert gone.is_lost(1.0)
 
 
 def test_a_process_of_a_container_of_the_same_name_is_not_looked_for_here() -> None:
     beside = replace(FAR, host=socket.gethostname(), token="another", pid=2**22 - 1)
-    assert Standing(1, beside).state == "running"
-    assert not Standing(1, beside).is_lost(1.0)
+    assert PeerState(1, beside).state == "running"
+    assert not PeerState(1, beside).is_lost(1.0)
 
 
 def test_the_report_names_the_late_ones_first() -> None:
-    silent = Standing(3, replace(FAR, rank=3, phase="backward", step=40))
+    silent = PeerState(3, replace(FAR, rank=3, phase="backward", step=40))
     silent._since -= 12
-    at_work = Standing(2, replace(FAR, rank=2, phase="forward", step=41, seconds=9.0, where=("a.py:3 in f",)))
+    at_work = PeerState(
+        2, replace(FAR, rank=2, phase="forward", step=41, seconds=9.0, where=("a.py:3 in f",))
+    )
     lines = report_on(
-        [Standing(0, waiting(0, 8.0)), Standing(1, waiting(1, 7.0)), at_work, silent]
+        [PeerState(0, waiting(0, 8.0)), PeerState(1, waiting(1, 7.0)), at_work, silent]
     ).splitlines()
     assert lines == [
         "  rank 3 (host elsewhere, pid 12): no sign of life for 12 s; last seen in backward of step 40",
@@ -182,14 +184,14 @@ def test_the_report_names_the_late_ones_first() -> None:
 
 
 def test_ranks_that_never_came_or_left_are_told_apart() -> None:
-    report = report_on([Standing(1), Standing(2, replace(FAR, rank=2, ended=True))])
+    report = report_on([PeerState(1), PeerState(2, replace(FAR, rank=2, ended=True))])
     assert "rank 1: has given no sign of life yet" in report
     assert "rank 2 (host elsewhere, pid 12): has left on its own" in report
 
 
 def test_a_clock_that_is_set_makes_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     here = replace(FAR, host="here", token=host_token(), pid=os.getpid(), time=time.monotonic())
-    standing = Standing(1, here)
+    standing = PeerState(1, here)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     assert standing.silent_seconds < 5
     assert not standing.is_lost(2.0)

@@ -11,7 +11,7 @@ import pytest
 from evener.distributed.session import Session
 from evener.distributed.watchdog import stall
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import Standing
+from evener.distributed.watchdog.peer_state import PeerState
 from evener.distributed.watchdog.stall import (
     FIRST_SECONDS,
     Reminder,
@@ -33,7 +33,7 @@ def ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(here: Heartbeat, *others: Heartbeat) -> str:
-    return stall_words(here, [Standing(beat.rank, beat) for beat in others])
+    return stall_words(here, [PeerState(beat.rank, beat) for beat in others])
 
 
 def test_who_waits_for_whom_and_where() -> None:
@@ -45,7 +45,7 @@ def test_who_waits_for_whom_and_where() -> None:
     assert words(WAITS, replace(LATE, ended=True, status=0)).endswith(
         f"{waits} for rank 1 (left with status 0)"
     )
-    assert stall_words(WAITS, [Standing(1)]).endswith(f"{waits} for rank 1 (no sign of life yet)")
+    assert stall_words(WAITS, [PeerState(1)]).endswith(f"{waits} for rank 1 (no sign of life yet)")
 
 
 def test_a_rank_that_computes_is_said_to_compute() -> None:
@@ -99,7 +99,7 @@ def test_a_live_line_shows_it_until_something_moves(capsys: pytest.CaptureFixtur
     told = Stall()
     told.show = shown.append
     for beat in (WAITS, WAITS, replace(WAITS, seconds=0.0), replace(WAITS, seconds=1.0)):
-        told.tell(beat, [Standing(1, LATE)], speaks=False)
+        told.tell(beat, [PeerState(1, LATE)], speaks=False)
     line = "no progress for 12 s: rank 1 at loop.py:3 in export, its program; rank 0 waits in all-reduce of step 4"
     assert shown == [line, line, ""]
     assert capsys.readouterr().err == ""
@@ -109,13 +109,13 @@ def test_a_line_of_80_columns_says_where_the_late_rank_is() -> None:
     late = replace(
         LATE, still=0.0, phase="loading a batch", step=5, where=("my_own_task.py:133 in __getitem__",)
     )
-    assert live_words(WAITS, [Standing(1, late)])[:80].startswith(
+    assert live_words(WAITS, [PeerState(1, late)])[:80].startswith(
         "still computing after 12 s: rank 1 at my_own_task.py:133 in __getitem__, "
     )
-    assert live_words(WAITS, [Standing(1, replace(LATE, ended=True, status=0))]).startswith(
+    assert live_words(WAITS, [PeerState(1, replace(LATE, ended=True, status=0))]).startswith(
         "no progress for 12 s: rank 1 left with status 0; rank 0 waits in"
     )
-    assert live_words(WAITS, [Standing(1)]).startswith("no progress for 12 s: rank 1 no sign of life yet; ")
+    assert live_words(WAITS, [PeerState(1)]).startswith("no progress for 12 s: rank 1 no sign of life yet; ")
 
 
 def test_what_is_said_aloud_replaces_a_live_line_which_is_drawn_again(
@@ -126,8 +126,8 @@ def test_what_is_said_aloud_replaces_a_live_line_which_is_drawn_again(
     monkeypatch.setattr(stall.sys, "stderr", screen)
     told = Stall()
     told.show = lambda line: print(line, end="", file=screen)
-    told.tell(WAITS, [Standing(1, LATE)], speaks=True)
-    live = live_words(WAITS, [Standing(1, LATE)])
+    told.tell(WAITS, [PeerState(1, LATE)], speaks=True)
+    live = live_words(WAITS, [PeerState(1, LATE)])
     assert screen.getvalue() == f"\r\x1b[Jevener: {words(WAITS, LATE)}\n{live}"
 
 

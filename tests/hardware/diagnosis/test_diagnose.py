@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.hardware.diagnosis.diagnose import diagnose, worst
-from evener.hardware.diagnosis.findings import KINDS, LEVELS
-from evener.hardware.survey.facts import Library, Link, Path, Plan, Software, Speed, Survey, Tenant
+from evener.hardware.diagnosis.diagnose import TABLE, diagnose, worst
+from evener.hardware.diagnosis.findings import LEVELS
+from evener.hardware.survey.facts import Library, MeasuredLink, Plan, Software, Speed, Survey, Tenant
 from tests.hardware.survey.machines import (
     CU126,
     GIB,
@@ -50,7 +50,9 @@ def cpu_with(**changes: Any) -> Survey:
 
 
 def links(*speeds: float) -> Survey:
-    return replace(on_cpu(), links=tuple(Link(0, n + 1, 1e-5, speed) for n, speed in enumerate(speeds)))
+    return replace(
+        on_cpu(), links=tuple(MeasuredLink(0, n + 1, 1e-5, speed) for n, speed in enumerate(speeds))
+    )
 
 
 def speeds(*products: float, names: tuple[str, ...] = ()) -> Survey:
@@ -72,22 +74,22 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
             card(device=None),
             software=software(nvidia_driver="515.65.01", driver_cuda="11.7", **NOT_SEEN),
         ),
-        {"driver-too-old": "driver 515.65.01 is older than 525.60.13, the oldest for CUDA 12.8"},
+        {"driver-too-old": "515.65.01 525.60.13 12.8"},
     ),
     (
         "CUDA 13 on a driver for 12",
         survey(card(device=None), software=software(cuda="13.0", **NOT_SEEN)),
-        {"driver-too-old": "570.124.06 is older than 580, the oldest for CUDA 13.0"},
+        {"driver-too-old": "570.124.06 580 13.0"},
     ),
     (
         "a driver of the same major version",
         survey(card(), software=software(nvidia_driver="535.104.05", driver_cuda="12.2")),
-        {"driver-behind": "535.104.05 is older than CUDA 12.8 of torch 2.13.0.cu128, and knows CUDA 12.2"},
+        {"driver-behind": "535.104.05 12.8 2.13.0+cu128 12.2"},
     ),
     (
         "the same, known by the table alone",
         survey(card(), software=software(nvidia_driver="535.104.05", driver_cuda=None)),
-        {"driver-behind": "535.104.05 is older than CUDA 12.8"},
+        {"driver-behind": "535.104.05 12.8"},
     ),
     (
         "a driver that is newer",
@@ -103,7 +105,7 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
             ),
         ),
         {
-            "ptx-too-new": r"cuda:0 \(RTX 5090\) is sm_120, for which torch has PTX alone, made by CUDA 12.8",
+            "ptx-too-new": "cuda:0 5090 sm_120 PTX 12.8 550.54.14",
             "driver-behind": "",
         },
     ),
@@ -115,7 +117,7 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
     (
         "a K80 and its last driver",
         k80(),
-        {"driver-too-old": "470.256.02", "card-unsupported": r"0000:01:00.0 \(Tesla K80\) is sm_37"},
+        {"driver-too-old": "470.256.02", "card-unsupported": "0000:01:00.0 K80 sm_37"},
     ),
     ("a K80 that was hidden", replace(k80(), cards=(card(), *k80().cards), software=software()), {}),
     (
@@ -124,7 +126,7 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
             card(0, "RTX 5090", "sm_120"),
             software=software(torch="2.13.0+cu126", cuda="12.6", architectures=CU126),
         ),
-        {"card-unsupported": r"cuda:0 \(RTX 5090\) is sm_120, and torch 2.13.0\+cu126 has code for sm_50"},
+        {"card-unsupported": "cuda:0 5090 sm_120 2.13.0+cu126 sm_50"},
     ),
     (
         "a Pascal card and the newest wheel",
@@ -134,7 +136,7 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
     (
         "a card of AMD that ROCm does not build for",
         survey(amd(0, "gfx1031"), software=ROCM),
-        {"card-unsupported": "gfx1031, and torch 2.13.0.rocm6.4 has code for gfx90a gfx942"},
+        {"card-unsupported": "gfx1031 2.13.0+rocm6.4 gfx90a gfx942"},
     ),
     (
         "the same, overridden",
@@ -144,7 +146,7 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
     (
         "a kernel module from before the update",
         survey(card(device=None), software=software(nvml="Driver/library version mismatch", **NOT_SEEN)),
-        {"driver-mismatch": "version mismatch"},
+        {"driver-mismatch": "mismatch"},
     ),
     (
         "a CPU wheel beside a driver",
@@ -152,14 +154,7 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
             cards=(card(0, device=None), card(1, device=None)),
             software=Software("0", "3", "2.13.0+cpu", nvidia_driver="570.1"),
         ),
-        {"cpu-build": r"2.13.0\+cpu has no support for NVIDIA's cards, of which there are 2 cards"},
-    ),
-    (
-        "a CUDA wheel beside AMD's cards",
-        survey(
-            replace(amd(), device=None), software=software(nvidia_driver=None, driver_cuda=None, **NOT_SEEN)
-        ),
-        {"cpu-build": "AMD's cards, of which there is 1 card"},
+        {"cpu-build": "2.13.0+cpu 2"},
     ),
     (
         "a card of NVIDIA's, and one of AMD's on the processor",
@@ -169,18 +164,18 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
     (
         "a container without its cards",
         survey(card(device=None), software=software(**NOT_SEEN)),
-        {"no-access": r"torch 2.13.0\+cu128 sees none of 1 card .*: CUDA initialization: Unexpected error"},
+        {"no-access": "2.13.0+cu128 1 Unexpected"},
     ),
     (
         "one card hidden",
         hidden(CUDA_VISIBLE_DEVICES="1"),
-        {"some-hidden": "CUDA_VISIBLE_DEVICES='1' torch sees 1 of 2"},
+        {"some-hidden": "CUDA_VISIBLE_DEVICES='1' 1 2"},
     ),
     ("one card not there, and nothing said", hidden(), {}),
     (
         "all hidden",
         survey(card(device=None), software=software(**NOT_SEEN), variables={"CUDA_VISIBLE_DEVICES": "7"}),
-        {"all-hidden": "CUDA_VISIBLE_DEVICES='7' torch sees 0 of 1 card"},
+        {"all-hidden": "CUDA_VISIBLE_DEVICES='7' 0 1"},
     ),
     (
         "an XPU",
@@ -188,19 +183,19 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
             card(0, "Arc", "", kind="xpu", device="xpu:0"),
             software=Software("0", "3", "2.13.0+xpu", accelerator="xpu"),
         ),
-        {"unused-kind": "torch sees 1 of kind xpu"},
+        {"unused-kind": "1 xpu"},
     ),
     (
         "cuDNN that torch refuses",
         survey(
             card(), software=software(libraries=(Library("cuDNN", "", "9.10", "version incompatibility"),))
         ),
-        {"library-refused": "cuDNN: version incompatibility"},
+        {"library-refused": "cuDNN incompatibility"},
     ),
     (
         "another cuDNN",
         survey(card(), software=software(libraries=(Library("cuDNN", "9.1.0", "9.10.2.21"),))),
-        {"other-library": "cuDNN 9.1.0 is loaded, 9.10.2.21 was installed"},
+        {"other-library": "cuDNN 9.1.0 9.10.2.21"},
     ),
     (
         "a build without packages",
@@ -210,48 +205,39 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
     (
         "no nvidia-ml-py",
         survey(card(), software=software(nvml="nvidia-ml-py is not installed")),
-        {"nvml-not-asked": "nvidia-ml-py is not installed"},
+        {"nvml-not-asked": "nvidia-ml-py"},
     ),
     # Cards
     (
         "a 3090 and a 4090",
         mixed_cards(),
-        {"mixed-cards": r"RTX 3090 \(24 GiB\), .* RTX 4090 \(24 GiB\)", "no-peer-access": "cuda:0-cuda:1"},
+        {"mixed-cards": "3090 4090 24"},
     ),
-    (
-        "the same, balanced",
-        replace(mixed_cards(), plan=Plan(2, 1, "cuda", balanced=True)),
-        {"no-peer-access": ""},
-    ),
+    ("the same, balanced", replace(mixed_cards(), plan=Plan(2, 1, "cuda", balanced=True)), {}),
     ("the same, of which one trains", replace(mixed_cards(), plan=Plan(1, 1, "cuda")), {}),
     ("the same, and the CPU trains", replace(mixed_cards(), plan=Plan(2, 1, "cpu")), {}),
     (
         "a card with half the memory",
         survey(card(0), card(1, memory_nbytes=12 * GIB)),
-        {"mixed-cards": r"\(24 GiB\), .*\(12 GiB\)"},
+        {"mixed-cards": "24 12"},
     ),
     ("a card with a display", survey(card(0), card(1, memory_nbytes=24 * GIB - 300 * MIB)), {}),
-    (
-        "two sockets without NVLink",
-        survey(card(0), card(1), paths=(Path(0, 1, through="system", peer=True),)),
-        {"far-apart": "only between sockets: cuda:0-cuda:1"},
-    ),
     ("prohibited", survey(card(compute_mode="prohibited")), {"compute-prohibited": "cuda:0"}),
     ("exclusive", survey(card(compute_mode="exclusive")), {"compute-exclusive": "cuda:0"}),
     ("divided", survey(card(mig=True)), {"card-partitioned": "cuda:0"}),
     (
         "in use",
         survey(card(tenants=(Tenant(77, 3 * GIB), Tenant(78, GIB)))),
-        {"card-in-use": r"4.0 GiB belong to processes 77, 78"},
+        {"card-in-use": "4.0 77 78"},
     ),
     ("a display server", survey(card(tenants=(Tenant(77, 200 * MIB),))), {}),
-    ("hot", survey(card(brakes=("heat",), temperature=91)), {"card-braked": "because of heat at 91 °C"}),
-    ("errors", survey(card(memory_errors=2)), {"memory-errors": "2 uncorrected"}),
-    ("four lanes", survey(card(pcie_width=4)), {"narrow-slot": "4 of 16 lanes"}),
+    ("hot", survey(card(brakes=("heat",), temperature=91)), {"card-braked": "heat 91"}),
+    ("errors", survey(card(memory_errors=2)), {"memory-errors": "2"}),
+    ("four lanes", survey(card(pcie_width=4)), {"narrow-slot": "4 16"}),
     (
         "less power",
         survey(card(power_limit_watts=200.0, power_default_watts=350.0)),
-        {"power-limit": "200 W of 350 W"},
+        {"power-limit": "200 350"},
     ),
     (
         "a hot card that torch does not see",
@@ -263,26 +249,26 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
         "one core of time, and threads for all",
         replace(cpu_with(cpu_quota=1.0), plan=Plan(4, 16, "cpu")),
         {
-            "threads-oversubscribed": "4 ranks of 16 threads on 1 usable core$",
-            "cpu-quota": "64 cores, .* time of 1",
+            "threads-oversubscribed": "4 16 1",
+            "cpu-quota": "64 1",
         },
     ),
     (
         "more ranks than cores",
         replace(cpu_with(cores=2, allowed_cores=2), plan=Plan(4, 1, "cpu")),
-        {"ranks-over-cores": "4 ranks of 1 thread on 2 usable cores"},
+        {"ranks-over-cores": "4 1 2"},
     ),
     (
         "half a core more",
         replace(cpu_with(cpu_quota=1.5), plan=Plan(2, 1, "cpu")),
-        {"cpu-quota": "time of 1.5"},
+        {"cpu-quota": "1.5"},
     ),
     (
         "a small container",
         replace(cpu_with(memory_limit_nbytes=1 * GIB), plan=Plan(4, 1, "cpu")),
-        {"little-memory": "4 ranks with 256 MiB", "memory-limit": "1.0 of 512.0 GiB"},
+        {"little-memory": "4 256", "memory-limit": "1.0 512.0"},
     ),
-    ("Docker's /dev/shm", cpu_with(shm_nbytes=64 * MIB), {"small-shm": "64 MiB"}),
+    ("Docker's /dev/shm", cpu_with(shm_nbytes=64 * MIB), {"small-shm": "64"}),
     (
         "the same, without workers",
         replace(cpu_with(shm_nbytes=64 * MIB), plan=Plan(4, 1, "cpu", workers=0)),
@@ -291,37 +277,41 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
     (
         "the same, with workers",
         replace(cpu_with(shm_nbytes=64 * MIB), plan=Plan(4, 1, "cpu", workers=2)),
-        {"small-shm": "64 MiB"},
+        {"small-shm": "64"},
     ),
     (
         "the same, and NCCL",
         survey(card(0), card(1), host=host(shm_nbytes=64 * MIB), plan=Plan(2, 1, "cuda", workers=0)),
-        {"small-shm": "64 MiB"},
+        {"small-shm": "64"},
     ),
-    ("no vectors", cpu_with(vectors="DEFAULT"), {"no-vectors": "plain instructions"}),
+    ("no vectors", cpu_with(vectors="DEFAULT"), {"no-vectors": ""}),
     ("an ARM", cpu_with(vectors="DEFAULT", machine="aarch64"), {}),
     # Variables
     (
         "launches that block",
         survey(card(), variables={"CUDA_LAUNCH_BLOCKING": "1"}),
-        {"slow-variable": "CUDA_LAUNCH_BLOCKING=1: the host waits"},
+        {"slow-variable": "CUDA_LAUNCH_BLOCKING=1"},
     ),
     ("launches that do not", survey(card(), variables={"CUDA_LAUNCH_BLOCKING": "0"}), {}),
     ("launches on the CPU", on_cpu(variables={"CUDA_LAUNCH_BLOCKING": "1"}), {}),
-    ("details", on_cpu(variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}), {"slow-variable": "compared"}),
+    (
+        "details",
+        on_cpu(variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+        {"slow-variable": "TORCH_DISTRIBUTED_DEBUG=DETAIL"},
+    ),
     ("no details", on_cpu(variables={"TORCH_DISTRIBUTED_DEBUG": "INFO"}), {}),
     # Measured
-    ("a slow card", speeds(1e13, 0.7e13, 1e13), {"uneven-cards": "cuda:1 has 70% of the speed of cuda:"}),
+    ("a slow card", speeds(1e13, 0.7e13, 1e13), {"uneven-cards": "cuda:1 70% float32"}),
     ("cards that differ a little", speeds(1e13, 0.9e13), {}),
     ("other cards may be slower", speeds(1e13, 0.2e13, names=("A", "B")), {"mixed-cards": ""}),
     (
         "a product that fails",
         replace(survey(card()), speeds=(Speed("cuda:0", error="RuntimeError: no kernel image"),)),
-        {"card-fails": "cuda:0: RuntimeError: no kernel image"},
+        {"card-fails": "cuda:0 RuntimeError"},
     ),
-    ("a slow link", links(4e9, 4e9, 1e9), {"uneven-links": "ranks 0 and 3 have 1.00 GB/s, 4.00 are usual"}),
+    ("a slow link", links(4e9, 4e9, 1e9), {"uneven-links": "0 3 1.00 4.00"}),
     ("links that differ a little", links(4e9, 2e9, 3e9), {}),
-    ("ranks that do not start", on_cpu(links_error="RankError: no"), {"ranks-fail": "RankError: no"}),
+    ("ranks that do not start", on_cpu(links_error="RankError: no"), {"ranks-fail": "RankError"}),
 ]
 
 
@@ -331,14 +321,18 @@ MACHINES: list[tuple[str, Survey, dict[str, str]]] = [
 def test_what_is_found(machine: Survey, expected: dict[str, str]) -> None:
     found = {finding.name: finding for finding in diagnose(machine)}
     assert found.keys() == expected.keys()
-    for name, words in expected.items():
-        assert re.search(words, found[name].seen), found[name].seen
+    for name, values in expected.items():
+        for value in values.split():
+            alone = rf"(?<![\w.]){re.escape(value)}(?!\w|\.\d)"
+            assert re.search(alone, found[name].seen), (value, found[name].seen)
         assert found[name].remedy in found[name].words
 
 
-def test_every_kind_is_found_on_some_machine() -> None:
-    assert {kind.name for kind in KINDS} == {name for _, _, expected in MACHINES for name in expected}
-    assert len({kind.name for kind in KINDS}) == len(KINDS)
+def test_every_entry_of_the_table_is_found_on_some_machine() -> None:
+    names = [name for entries in TABLE.values() for name in entries]
+    assert len(set(names)) == len(names) == 34
+    assert set(names) == {name for _, _, expected in MACHINES for name in expected}
+    assert list(TABLE) == list(LEVELS)
 
 
 def test_the_worst_comes_first_and_notes_are_no_reason_to_speak() -> None:
@@ -348,7 +342,7 @@ def test_the_worst_comes_first_and_notes_are_no_reason_to_speak() -> None:
     assert levels == sorted(levels, key=list(LEVELS).index)
     found = worst(both)
     assert found is not None
-    assert found.words.startswith("wrong: RankError: no; look at the error")
+    assert (found.level, found.name, found.seen) == ("wrong", "ranks-fail", "RankError: no")
     assert set(levels) == set(LEVELS)
     assert worst(h100_node()) is None
     assert worst(hidden(CUDA_VISIBLE_DEVICES="1")) is None

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from evener.hardware.memory.activation_model import SPARE, Appetite
+from evener.hardware.memory.activation_model import SPARE, ActivationModel
 
 Moments = list[tuple[int, int]]
 
@@ -20,7 +20,7 @@ def peak(moments: Moments, samples: int) -> int:
 
 def sizes_until_settled(moments: Moments, room: int) -> list[int]:
     """Those of passes of which each is as large as it may be."""
-    appetite, sizes = Appetite(), list[int]()
+    appetite, sizes = ActivationModel(), list[int]()
     while sizes.count(appetite.most(room)) < 2:
         sizes.append(appetite.most(room))
         appetite.learn(sizes[-1], peak(moments, sizes[-1]))
@@ -47,12 +47,12 @@ def test_no_pass_takes_more_than_there_is_and_the_last_takes_nearly_all(
 
 
 def test_without_a_pass_there_is_one_sample() -> None:
-    assert Appetite().most(10**12) == 1
-    assert not Appetite().has_learned
+    assert ActivationModel().most(10**12) == 1
+    assert not ActivationModel().has_learned
 
 
 def test_a_room_without_limit_is_filled_by_doubling() -> None:
-    appetite, found = Appetite(), list[int]()
+    appetite, found = ActivationModel(), list[int]()
     for _ in range(5):
         found.append(appetite.most(math.inf))
         appetite.learn(found[-1], 100 * found[-1])
@@ -60,7 +60,7 @@ def test_a_room_without_limit_is_filled_by_doubling() -> None:
 
 
 def test_a_smaller_room_is_followed_at_once() -> None:
-    appetite = Appetite()
+    appetite = ActivationModel()
     for samples in (1, 2, 4, 8):
         appetite.learn(samples, 50 + 10 * samples)
     assert appetite.most(1000) == 16
@@ -69,14 +69,14 @@ def test_a_smaller_room_is_followed_at_once() -> None:
 
 
 def test_the_hungriest_pass_of_a_size_counts() -> None:
-    appetite = Appetite()
+    appetite = ActivationModel()
     for nbytes in (100, 300, 200):
         appetite.learn(4, nbytes)
     assert appetite.capacity(300.001 / (1 - SPARE)) == 4
 
 
 def test_what_is_known_to_be_too_little_counts_where_it_is_more_than_was_thought_possible() -> None:
-    appetite = Appetite()
+    appetite = ActivationModel()
     appetite.learn(1, 1000, at_least=True)
     assert not appetite.has_learned
     appetite.learn(1, 10)
@@ -87,7 +87,7 @@ def test_what_is_known_to_be_too_little_counts_where_it_is_more_than_was_thought
 
 
 def test_a_pass_that_took_less_than_a_smaller_one_promises_nothing() -> None:
-    appetite = Appetite()
+    appetite = ActivationModel()
     appetite.learn(1, 500)
     appetite.learn(2, 300)
     assert appetite.capacity(100) == 1

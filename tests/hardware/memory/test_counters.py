@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.hardware.memory.counters import CATEGORIES, Held, Tally
+from evener.hardware.memory.counters import CATEGORIES, ByteCounter, HeldBytes
 
 EVENTS = st.lists(
     st.one_of(
@@ -23,7 +23,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_held_peak_and_its_parts_are_those_of_whoever_remembers_all(events: list[Any]) -> None:
-    tally, there, at_peak = Tally(), list[Held](), list[Held]()
+    tally, there, at_peak = ByteCounter(), list[HeldBytes](), list[HeldBytes]()
     for kind, number, category in events:
         if kind == "add":
             there.append(tally.add(number, category))
@@ -41,11 +41,11 @@ def test_held_peak_and_its_parts_are_those_of_whoever_remembers_all(events: list
         assert tally.at_peak() == sums(at_peak)
 
 
-def total(things: list[Held]) -> int:
+def total(things: list[HeldBytes]) -> int:
     return sum(held.nbytes for held in things)
 
 
-def sums(things: list[Held]) -> dict[str, int]:
+def sums(things: list[HeldBytes]) -> dict[str, int]:
     found = Counter(dict.fromkeys(CATEGORIES, 0))
     for held in things:
         found[held.category] += held.nbytes
@@ -53,7 +53,7 @@ def sums(things: list[Held]) -> dict[str, int]:
 
 
 def test_what_a_thing_is_for_may_be_said_after_the_peak() -> None:
-    tally = Tally()
+    tally = ByteCounter()
     gradient, other = tally.add(5, "other"), tally.add(7, "activations")
     tally.remove(other)
     gradient.category = "gradients"

@@ -10,16 +10,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from evener.errors import EvenerError
-from evener.hardware.memory import CATEGORIES, Accounting, MemoryLimitError, made_as
+from evener.hardware.memory import CATEGORIES, MemoryLimitError, MemoryTracker, made_as
 from evener.hardware.memory.tracker import rounded
-from evener.torch_internals.fake_tensors import fake_mode
+from evener.torch_internals.dispatch import fake_mode
 
 KIB = 256
 """Floats of 4 bytes."""
 
 
 def test_storages_count_once_while_they_live() -> None:
-    with Accounting() as account:
+    with MemoryTracker() as account:
         a = torch.empty(KIB)
         views = a.view(16, 16), a[3:], a.detach()
         assert account.held == 1024
@@ -36,7 +36,7 @@ def test_storages_count_once_while_they_live() -> None:
 
 def test_what_was_there_before_counts_when_it_is_named() -> None:
     before = torch.empty(KIB)
-    with Accounting() as account:
+    with MemoryTracker() as account:
         view = before.view(2, -1)
         before.mul_(2)
         assert account.held == 0
@@ -47,7 +47,7 @@ def test_what_was_there_before_counts_when_it_is_named() -> None:
 
 
 def test_what_is_resized_is_counted_anew() -> None:
-    with Accounting() as account:
+    with MemoryTracker() as account:
         a = torch.empty(KIB)
         a.untyped_storage().resize_(0)
         assert (account.held, account.peak) == (0, 1024)
@@ -63,7 +63,7 @@ def test_what_is_resized_is_counted_anew() -> None:
 
 
 def test_sparse_tensors_count_by_what_they_are_made_of() -> None:
-    with Accounting() as account:
+    with MemoryTracker() as account:
         embedding = nn.Embedding(100, 16, sparse=True)
         account.name("parameters", embedding.parameters())
         embedding(torch.arange(4)).sum().backward()
@@ -72,12 +72,12 @@ def test_sparse_tensors_count_by_what_they_are_made_of() -> None:
 
 
 def test_tensors_of_other_devices_and_shapes_alone_do_not_count() -> None:
-    with Accounting() as account:
+    with MemoryTracker() as account:
         torch.empty(KIB, device="meta") + 1
         with fake_mode():
             torch.empty(KIB) + 1
     assert account.peak == 0
-    with Accounting(device_type="cuda") as account:
+    with MemoryTracker(device_type="cuda") as account:
         torch.empty(KIB) + 1
     assert account.peak == 0
 
@@ -115,7 +115,7 @@ def test_backward_is_seen_and_told_from_forward(
 ) -> None:
     """What checkpointing makes once more in backward is an activation."""
     around = mode() if mode else torch.enable_grad()
-    with around, Accounting() as account:
+    with around, MemoryTracker() as account:
         weight = torch.ones(KIB, requires_grad=True)
         account.name("parameters", [weight])
         x = torch.ones(KIB)
@@ -135,7 +135,7 @@ def test_backward_is_seen_and_told_from_forward(
 
 
 def test_who_makes_memory_may_say_what_it_is_for() -> None:
-    with Accounting() as account:
+    with MemoryTracker() as account:
         with made_as("buckets"):
             bucket = torch.empty(KIB)
             with made_as("other"):
@@ -149,7 +149,7 @@ def test_who_makes_memory_may_say_what_it_is_for() -> None:
 
 
 def test_above_the_limit_an_operator_fails_as_on_a_gpu_that_is_full() -> None:
-    with Accounting(limit=3000) as account:
+    with MemoryTracker(limit=3000) as account:
         kept = [torch.empty(KIB)]
         with pytest.raises(torch.OutOfMemoryError) as failed:
             kept.append(torch.zeros(2 * KIB))
@@ -167,7 +167,7 @@ def test_above_the_limit_an_operator_fails_as_on_a_gpu_that_is_full() -> None:
 
 def test_a_backward_that_is_above_the_limit_fails_in_backward() -> None:
     weight = torch.ones(KIB, requires_grad=True)
-    with Accounting() as account:
+    with MemoryTracker() as account:
         loss = (weight * 2).exp().sum()
         account.limit = account.held
         with pytest.raises(MemoryLimitError):
@@ -182,7 +182,7 @@ def test_divided_tensors_count_by_what_this_rank_holds(ranks: Callable[[int], An
 
 def _divided() -> list[int]:
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    with Accounting() as account:
+    with MemoryTracker() as account:
         whole = DTensor.from_local(torch.empty(2 * KIB), mesh)
         found = [account.held]
         account.name("parameters", [whole])
@@ -205,7 +205,7 @@ def test_a_gpu_allocates_what_is_counted() -> None:
 
     step()  # workspaces of cuBLAS are there from now on
     torch.cuda.synchronize()
-    with Accounting(device_type="cuda") as account:
+    with MemoryTracker(device_type="cuda") as account:
         account.name("parameters", model.parameters())
         account.name("optimizer", [v for state in optimizer.state.values() for v in state.values()])
         apart = torch.cuda.memory_allocated() - account.held

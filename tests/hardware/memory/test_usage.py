@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from evener.hardware.memory.usage import Lifelong, OfCard, Resident, gauge_of
+from evener.hardware.memory.usage import CudaUsage, ProcessPeakUsage, Resident, gauge_of
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -30,13 +30,13 @@ def test_a_peak_is_told_once() -> None:
 
 
 def test_elsewhere_the_most_of_a_life_is_known() -> None:
-    assert Lifelong().lap().peak >= 10 * MIB
+    assert ProcessPeakUsage().lap().peak >= 10 * MIB
 
 
 @pytest.mark.gpu
 def test_a_card_is_read_by_its_allocator() -> None:
     gauge = gauge_of(torch.device("cuda", 0))
-    assert isinstance(gauge, OfCard)
+    assert isinstance(gauge, CudaUsage)
     gauge.lap()
     kept = torch.ones(MIB, device="cuda")
     use = gauge.lap()

@@ -28,8 +28,6 @@ class FakeCard:
     remapped: tuple[int, int, int, int] = (0, 0, 0, 0)
     watts: tuple[int, int] = (350, 350)
     processes: list[tuple[int, int | None]] = field(default_factory=list)
-    links: dict[int, str] = field(default_factory=dict)
-    """Where each NVLink that is up leads to."""
 
 
 class FakeNvml:
@@ -43,14 +41,15 @@ class FakeNvml:
         unsupported: tuple[str, ...] = (),
         without: tuple[str, ...] = (),
         broken: str = "",
-        level: int = 30,
     ) -> None:
-        self.cards, self.broken, self.level = cards, broken, level
+        self.cards, self.broken = cards, broken
         self._unsupported, self._without = unsupported, without
         self.open = 0
 
     def __getattr__(self, name: str) -> Any:
-        """A function of the module."""
+        """A function or a constant of the module."""
+        if name in CONSTANTS:
+            return CONSTANTS[name]
         if name not in ANSWERS or name in self._without:
             raise AttributeError(name)
 
@@ -77,12 +76,19 @@ def _processes(fake: FakeNvml, card: FakeCard) -> list[Any]:
     return [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in card.processes]
 
 
-def _link_state(fake: FakeNvml, card: FakeCard, link: int) -> int:
-    if link > max(card.links, default=-1):
-        raise NVMLError("Invalid Argument")
-    return int(link in card.links)
-
-
+CONSTANTS = {
+    "NVML_TEMPERATURE_GPU": 0,
+    "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
+    "NVML_VOLATILE_ECC": 0,
+    "NVML_COMPUTEMODE_EXCLUSIVE_THREAD": 1,
+    "NVML_COMPUTEMODE_PROHIBITED": 2,
+    "NVML_COMPUTEMODE_EXCLUSIVE_PROCESS": 3,
+    "nvmlClocksThrottleReasonHwSlowdown": 0x08,
+    "nvmlClocksThrottleReasonSwThermalSlowdown": 0x20,
+    "nvmlClocksThrottleReasonHwThermalSlowdown": 0x40,
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": 0x80,
+}
+"""Numbers of nvml.h, under the names of the module."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlInit": _start,
     "nvmlShutdown": _stop,
@@ -99,7 +105,6 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetCurrPcieLinkWidth": lambda fake, card: card.width,
     "nvmlDeviceGetMaxPcieLinkWidth": lambda fake, card: 16,
     "nvmlDeviceGetTemperature": lambda fake, card, sensor: 61,
-    "nvmlDeviceGetCurrentClocksEventReasons": lambda fake, card: card.reasons,
     "nvmlDeviceGetCurrentClocksThrottleReasons": lambda fake, card: card.reasons,
     "nvmlDeviceGetPowerManagementLimit": lambda fake, card: card.watts[0] * 1000,
     "nvmlDeviceGetPowerManagementDefaultLimit": lambda fake, card: card.watts[1] * 1000,
@@ -108,9 +113,5 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetTotalEccErrors": lambda fake, card, kind, counter: card.errors,
     "nvmlDeviceGetRemappedRows": lambda fake, card: card.remapped,
     "nvmlDeviceGetComputeRunningProcesses": _processes,
-    "nvmlDeviceGetTopologyCommonAncestor": lambda fake, a, b: fake.level,
-    "nvmlDeviceGetP2PStatus": lambda fake, a, b, kind: 0 if a.links and b.links else 5,
-    "nvmlDeviceGetNvLinkState": _link_state,
-    "nvmlDeviceGetNvLinkRemotePciInfo": lambda fake, card, link: SimpleNamespace(busId=card.links[link]),
 }
 """By the functions' own names."""

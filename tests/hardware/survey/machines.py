@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from evener.hardware.survey.facts import Card, Host, Library, Path, Plan, Software, Survey
+from evener.hardware.survey.facts import Card, Host, Library, Plan, Software, Survey
 
 GIB = 1 << 30
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -83,23 +83,16 @@ def on_cpu(**parts: Any) -> Survey:
 
 
 def h100_node() -> Survey:
-    """Eight cards with NVLink to switches, which is as good as it gets."""
+    """Eight cards that are alike and well."""
     cards = [
-        card(n, "NVIDIA H100 80GB HBM3", "sm_90", memory_nbytes=80 * GIB, numa=n // 4, pcie_generation=5)
-        for n in range(8)
+        card(n, "NVIDIA H100 80GB HBM3", "sm_90", memory_nbytes=80 * GIB, pcie_generation=5) for n in range(8)
     ]
-    paths = tuple(
-        Path(a, b, nvlinks=18, through="system" if a < 4 <= b else "node", peer=True)
-        for a in range(8)
-        for b in range(a + 1, 8)
-    )
-    return survey(*cards, paths=paths)
+    return survey(*cards)
 
 
 def mixed_cards() -> Survey:
-    """A 3090 and a 4090, which have 24 GiB each and cannot reach each other."""
-    cards = (card(0), card(1, "NVIDIA GeForce RTX 4090", "sm_89"))
-    return survey(*cards, paths=(Path(0, 1, through="host bridge", peer=False),))
+    """A 3090 and a 4090, which have 24 GiB each."""
+    return survey(card(0), card(1, "NVIDIA GeForce RTX 4090", "sm_89"))
 
 
 def k80() -> Survey:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from evener.hardware.survey import build, reading
-from evener.hardware.survey.build import peers, read_software, seen_cards
-from evener.hardware.survey.facts import Card, Library, Path
+from evener.hardware.survey.build import read_software, seen_cards
+from evener.hardware.survey.facts import Card, Library
 
 ADA = SimpleNamespace(name="RTX 4090", major=8, minor=9, total_memory=24 << 30, uuid="FFC7-01")
 INSTINCT = SimpleNamespace(
@@ -51,13 +51,6 @@ def test_other_kinds_tell_what_they_know(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert seen_cards("mps") == (Card("mps", "mps", device="mps:0"),)
     assert seen_cards(None) == ()
-
-
-def test_peers_are_numbered_as_the_cards_of_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of them is hidden from torch."""
-    cards = (Card("a", "nvidia"), Card("b", "nvidia", device="cuda:0"), Card("c", "nvidia", device="cuda:1"))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == ("cuda:0", "cuda:1"))
-    assert peers(cards) == (Path(1, 2, peer=True),)
 
 
 def test_free_memory_is_torchs_where_nobody_else_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from evener.hardware.survey.facts import Path, Tenant
+from evener.hardware.survey.facts import Tenant
 from evener.hardware.survey.nvml import ask_brakes, ask_nvml, find_nvml
-from tests.hardware.survey.fake_nvml import ANSWERS, FakeCard, FakeNvml
+from tests.hardware.survey.fake_nvml import ANSWERS, CONSTANTS, FakeCard, FakeNvml
 
 NEEDED = {"nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"}
 
@@ -61,42 +61,19 @@ def test_what_a_card_tells_of_itself() -> None:
     ids=["none", "idle", "cap", "software", "hardware", "brake", "both", "not told"],
 )
 def test_why_clocks_are_low(reasons: int, brakes: tuple[str, ...]) -> None:
-    cards = [FakeCard(reasons=reasons)]
-    newer, older = FakeNvml(cards), FakeNvml(cards, without=("nvmlDeviceGetCurrentClocksEventReasons",))
-    assert ask_nvml(newer).cards[0].brakes == ask_nvml(older).cards[0].brakes == brakes
-    assert ask_brakes(newer) == {"0": brakes}
+    nvml = FakeNvml([FakeCard(reasons=reasons)])
+    assert ask_nvml(nvml).cards[0].brakes == brakes
+    assert ask_brakes(nvml) == {"0": brakes}
 
 
 @pytest.mark.parametrize("name", sorted(ANSWERS.keys() - NEEDED))
 def test_a_question_that_is_not_answered_is_left_open(name: str) -> None:
     """By the driver, or because this version of the module does not know it."""
-    cards = [
-        FakeCard(links={0: "00000000:02:00.0"}),
-        FakeCard(bus="00000000:02:00.0", links={0: "00000000:01:00.0"}),
-    ]
+    cards = [FakeCard(), FakeCard(bus="00000000:02:00.0")]
     for nvml in (FakeNvml(cards, unsupported=(name,)), FakeNvml(cards, without=(name,))):
         answers = ask_nvml(nvml)
         assert len(answers.cards) == 2
-        assert len(answers.paths) == 1
         assert not answers.refusal
-
-
-def test_nvlinks_between_two_cards() -> None:
-    """Two of the four of each lead to the other, the rest to a third."""
-    a, b, c = (f"00000000:0{n}:00.0" for n in (1, 2, 3))
-    cards = [
-        FakeCard(bus=a, links={0: b, 1: b, 2: c, 5: c}),
-        FakeCard(bus=b, links={0: a, 1: a, 2: c, 3: c}),
-        FakeCard(bus=c),
-    ]
-    paths = ask_nvml(FakeNvml(cards, level=50)).paths
-    assert paths == (Path(0, 1, 2, "system"), Path(0, 2, 0, "system"), Path(1, 2, 0, "system"))
-
-
-def test_nvlinks_to_switches_lead_to_every_card() -> None:
-    switch = "00000000:C0:00.0"
-    cards = [FakeCard(bus=f"00000000:0{n}:00.0", links=dict.fromkeys(range(18), switch)) for n in (1, 2)]
-    assert ask_nvml(FakeNvml(cards)).paths == (Path(0, 1, 18, "host bridge"),)
 
 
 def test_a_library_that_does_not_start_says_why() -> None:
@@ -106,9 +83,10 @@ def test_a_library_that_does_not_start_says_why() -> None:
     assert ask_brakes(nvml) == {}
 
 
-def test_the_module_has_every_function_that_is_asked() -> None:
+def test_the_module_has_every_name_that_is_asked() -> None:
     nvml = pytest.importorskip("pynvml")
     assert not [name for name in (*ANSWERS, "NVMLError") if not hasattr(nvml, name)]
+    assert {name: getattr(nvml, name) for name in CONSTANTS} == CONSTANTS
     assert find_nvml() is nvml
 
 

@@ -9,10 +9,10 @@ import torch
 from evener.files import dumps
 from evener.hardware.survey import reading
 from evener.hardware.survey.build import cudnn_text, read_software, seen_cards
-from evener.hardware.survey.facts import Card, Path, Plan, Survey
+from evener.hardware.survey.facts import Card, Plan, Survey
 from evener.hardware.survey.files import as_json, from_json
 from evener.hardware.survey.host import read_host
-from evener.hardware.survey.reading import glance, joined, merged, read_survey, variables_of_interest
+from evener.hardware.survey.reading import glance, joined, read_survey, variables_of_interest
 from tests.hardware.survey.fake_nvml import FakeCard, FakeNvml
 
 PLAN = Plan(ranks=2, threads=1, device="cpu")
@@ -43,25 +43,17 @@ def test_a_card_is_known_by_its_uuid_whatever_its_number() -> None:
 
 
 def test_cards_without_uuid_are_joined_where_all_are_visible() -> None:
-    of_driver = [there("", "amd"), there("", "amd")]
-    both = joined(of_driver, [seen(0, "x", "amd"), seen(1, "y", "amd")])
+    of_driver = [there(""), there("")]
+    both = joined(of_driver, [seen(0, "x"), seen(1, "y")])
     assert devices(both) == [("cuda:0", "pci "), ("cuda:1", "pci ")]
-    one = joined(of_driver, [seen(0, "x", "amd")])
+    one = joined(of_driver, [seen(0, "x")])
     assert devices(one) == [(None, "pci "), (None, "pci "), ("cuda:0", "")], "nobody knows which it is"
 
 
 def test_cards_that_only_torch_knows_are_kept() -> None:
     assert joined([], [seen(0, "a")]) == (seen(0, "a"),)
-
-
-def test_what_two_sources_know_of_a_way() -> None:
-    paths = [Path(0, 1, nvlinks=2), Path(0, 2, through="system")]
-    told = [Path(0, 1, peer=True), Path(1, 2, peer=False)]
-    assert merged(paths, told) == (
-        Path(0, 1, nvlinks=2, peer=True),
-        Path(0, 2, through="system"),
-        Path(1, 2, peer=False),
-    )
+    amd = seen(0, "x", "amd")
+    assert joined([there("a")], [amd]) == (there("a"), amd), "no card of NVIDIA's is one of AMD's"
 
 
 @pytest.mark.parametrize(
@@ -107,12 +99,11 @@ def test_a_survey_of_this_machine_can_be_saved() -> None:
 def test_nvidias_library_is_a_part_of_it() -> None:
     """Here torch sees none of its cards."""
     survey = read_survey(
-        PLAN, "1.2.3", FakeNvml([FakeCard(), FakeCard(uuid="GPU-1", bus="00000000:02:00.0")], level=20)
+        PLAN, "1.2.3", FakeNvml([FakeCard(), FakeCard(uuid="GPU-1", bus="00000000:02:00.0")])
     )
     own = [card for card in survey.cards if card.uuid in ("0", "1")]
     assert [card.pci for card in own] == ["0000:01:00.0", "0000:02:00.0"]
     assert all(card.device is None for card in own)
-    assert survey.paths[0] == Path(0, 1, through="switches")
     assert (survey.software.nvidia_driver, survey.software.driver_cuda) == ("570.124.06", "12.8")
 
 
@@ -122,7 +113,6 @@ def test_that_the_library_is_missing_is_said_where_there_are_cards(
 ) -> None:
     monkeypatch.setattr(reading, "find_nvml", lambda: None)
     monkeypatch.setattr(reading, "seen_cards", lambda kind: ())
-    monkeypatch.setattr(reading, "_uses_nvidia", lambda software: False)
     monkeypatch.setattr(reading.kernel, "nvidia_cards", lambda: (there("a"),) if with_cards else ())
     assert read_survey(PLAN, "1.2.3").software.nvml == ("nvidia-ml-py is not installed" if with_cards else "")
 

@@ -38,6 +38,7 @@ from tests.strategies.sentences import (  # noqa: F401 (some as tasks of this mo
     task,
     total,
 )
+from tests.tiers import NIGHTLY
 
 
 class Scores(Model):
@@ -123,15 +124,15 @@ slow = pytest.mark.slow
         pytest.param("short", TENSOR, {"micro_batch": 1}, marks=slow),
         pytest.param("ordinary", STAGES, {"strategy": ULYSSES, "clip_norm": 0.1}, marks=slow),
         pytest.param("dropping", STAGES, {"micro_batch": 2}, marks=slow),
-        pytest.param("multi", STAGES, {"micro_batch": 2}, marks=slow),
+        pytest.param("multi", STAGES, {"micro_batch": 2}, marks=NIGHTLY),
         pytest.param("heads", STAGES, {}, marks=slow),
-        pytest.param("short", STAGES, {"micro_batch": 1}, marks=slow),
+        pytest.param("short", STAGES, {"micro_batch": 1}, marks=NIGHTLY),
         pytest.param(
             "task", STAGES, {"strategy": Pipeline("interleaved", stages_per_rank=2)}, marks=slow
         ),
         pytest.param("dropping", SHARDS, {"strategy": Sharded(zero=1), "balance": "1,0"}, marks=slow),
-        pytest.param("dropping", SHARDS, {"micro_batch": 2, "balance": "1,0"}, marks=slow),
-        pytest.param("short", SHARDS, {"micro_batch": 1}, marks=slow),
+        pytest.param("dropping", SHARDS, {"micro_batch": 2, "balance": "1,0"}, marks=NIGHTLY),
+        pytest.param("short", SHARDS, {"micro_batch": 1}, marks=NIGHTLY),
         pytest.param("multi", SHARDS, {"strategy": (Sharded(zero=2), ULYSSES)}, marks=slow),
     ],
     ids=str,

@@ -12,8 +12,8 @@ from evener.balance.throttle import Throttle
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.strategies.pipeline import auto_partition as best
-from evener.strategies.pipeline.auto_partition import Ranks, partition, seconds_and_speeds
-from evener.strategies.pipeline.costs import Costs
+from evener.strategies.pipeline.auto_partition import StageRanks, partition, seconds_and_speeds
+from evener.strategies.pipeline.costs import LayerCosts
 
 
 def learner(degrees: dict[str, int], throttle: Throttle | None = None) -> Any:
@@ -22,8 +22,8 @@ def learner(degrees: dict[str, int], throttle: Throttle | None = None) -> Any:
     )
 
 
-def rows(*times: list[float]) -> list[Costs]:
-    return [Costs({f"layer {i}": each for i, each in enumerate(row)}, ()) for row in times]
+def rows(*times: list[float]) -> list[LayerCosts]:
+    return [LayerCosts({f"layer {i}": each for i, each in enumerate(row)}, ()) for row in times]
 
 
 def test_one_disturbed_layer_makes_no_rank_slow() -> None:
@@ -64,14 +64,14 @@ def test_a_cut_is_where_little_crosses() -> None:
 
 def test_a_rank_with_little_memory_gets_few_weights() -> None:
     model, names = layers(8, 8, 8, 8), ["0", "1", "2", "3"]
-    speeds, limits = Ranks((1.0, 1.0), (40.0, 1e9)).of_stages(2)
+    speeds, limits = StageRanks((1.0, 1.0), (40.0, 1e9)).of_stages(2)
     assert partition(model, names, [1.0] * 4, [0.0] * 3, speeds, limits) == [range(1), range(1, 4)]
     with pytest.raises(ConfigurationError, match="use more devices, or smaller layers"):
         partition(model, names, [1.0] * 4, [0.0] * 3, [1.0, 1.0], [40.0, 40.0])
 
 
 def test_stages_share_what_their_rank_has() -> None:
-    assert Ranks((1.0, 0.5), (8.0, 4.0)).of_stages(4) == ([1.0, 0.5, 1.0, 0.5], [4.0, 2.0, 4.0, 2.0])
+    assert StageRanks((1.0, 0.5), (8.0, 4.0)).of_stages(4) == ([1.0, 0.5, 1.0, 0.5], [4.0, 2.0, 4.0, 2.0])
 
 
 def test_half_of_a_device_is_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import evener
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.environment import Environment
@@ -113,7 +113,7 @@ def held(name: str, options: dict[str, Any] | None) -> dict[str, Any]:
         rows = {n: len(p) for n, p in engine.model.named_parameters() if p.ndim}
         return {
             "rows": rows,
-            "apart": [n for n, p in engine.model.named_parameters() if slice_of(p)],
+            "apart": [n for n, p in engine.model.named_parameters() if shard_spec(p)],
             "metrics": engine.evaluate(),
             "predicted": engine.predict(engine.task.evaluate, everywhere=True)
             if name == "normalized"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.gradients import Unsound
-from evener.components.sharded_tensor.shard_spec import Slice
+from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.errors import ConfigurationError
-from evener.strategies.sharded.buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
+from evener.strategies.sharded.buckets import MOST_ON_THE_WAY, Bucket, BucketRound, buckets_of
 from evener.strategies.sharded.owned_weight import Weight
 
 LOOK = Unsound("abc").of_flat
@@ -19,8 +19,8 @@ PIECES = {"a": (range(2), range(2, 3)), "b": (range(1), range(1, 3)), "c": (rang
 
 
 def weight(name: str, rank: int = 0, width: int = 1) -> Weight:
-    piece = Slice("shard", 0, PIECES[name], rank)
-    return Weight(name, nn.Parameter(torch.zeros(len(piece.own), width)), piece, sparse=False)
+    piece = ShardSpec("shard", 0, PIECES[name], rank)
+    return Weight(name, nn.Parameter(torch.zeros(len(piece.local_bounds), width)), piece, sparse=False)
 
 
 def give(to: Weight, *rows: float) -> None:
@@ -54,7 +54,7 @@ def test_rows_of_one_owner_lie_together() -> None:
     for place, rows in enumerate(([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])):
         bucket.copy_in(views, place, torch.tensor(rows).view(3, 1))
     assert flat.tolist() == [1, 2, 4, 7, 3, 5, 6, 7]
-    *rows, _ = bucket.own(flat[:4])
+    *rows, _ = bucket.own_rows(flat[:4])
     assert [row.flatten().tolist() for row in rows] == [[1, 2], [4]]
 
 
@@ -68,7 +68,9 @@ def test_buckets_go_from_the_last_weight_to_the_first() -> None:
 def test_all_ranks_send_in_one_order_whatever_comes_first(order: str) -> None:
     weights = {name: weight(name) for name in "abc"}
     start, ends = Doubling(), list[int]()
-    done = Round(buckets_of(weights.values(), 1, 2, 0), start, lambda: ends.append(len(start.sent)), LOOK)
+    done = BucketRound(
+        buckets_of(weights.values(), 1, 2, 0), start, lambda: ends.append(len(start.sent)), LOOK
+    )
     for micro_batch in range(1, 3):
         for name in order:
             give(weights[name], 1.0, 2.0, 3.0)
@@ -88,7 +90,7 @@ def test_all_ranks_send_in_one_order_whatever_comes_first(order: str) -> None:
 def test_a_number_that_is_none_is_told_to_every_owner() -> None:
     only = weight("a")
     seen: list[Tensor] = []
-    done = Round(
+    done = BucketRound(
         [Bucket([only], 2, 0)], lambda bucket, flat: lambda: seen.append(flat) or flat[:3], lambda: None, LOOK
     )
     for total, rows in ((None, (1.0, 2.0, torch.nan)), (torch.tensor(torch.inf), (1.0, 2.0, 3.0))):
@@ -102,7 +104,7 @@ def test_a_number_that_is_none_is_told_to_every_owner() -> None:
 
 def test_a_gradient_that_comes_twice_is_refused() -> None:
     twice, other = weight("a"), weight("b")
-    done = Round(buckets_of([other, twice], 1000, 2, 0), Doubling(), lambda: None, LOOK)
+    done = BucketRound(buckets_of([other, twice], 1000, 2, 0), Doubling(), lambda: None, LOOK)
     give(twice, 1.0, 2.0, 3.0)
     done.arrived(twice)
     with pytest.raises(ConfigurationError, match="gradient of a came twice"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from evener.components.sharded_tensor.local import local
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.core.observer import Observer
 from evener.core.records import StepRecord
@@ -38,6 +38,7 @@ from tests.strategies.sharding import (  # noqa: F401 (some as tasks of this mod
     recurrent,
     task,
 )
+from tests.tiers import SLOW
 
 FSDP = Fsdp()
 
@@ -154,7 +155,7 @@ def test_pieces_follow_each_other_and_may_be_empty(ranks: Any) -> None:
 def sizes() -> dict[str, int]:
     with Engine(task(), RunConfig(strategy=FSDP, device="cpu", steps=1)) as engine:
         named = engine.model.named_parameters()
-        return {name: len(piece.own) for name, p in named if (piece := slice_of(p)) is not None}
+        return {name: len(piece.local_bounds) for name, p in named if (piece := shard_spec(p)) is not None}
 
 
 # Checkpoints, evaluation, a loop of the user's own
@@ -174,9 +175,9 @@ WHERE: dict[str, tuple[int, dict[str, Any]]] = {
     [
         ("sharded", "one device"),
         ("one device", "sharded"),
-        ("sharded", "replicas"),
+        pytest.param(("sharded", "replicas"), marks=SLOW),
         ("replicas", "two axes"),
-        ("two axes", "sharded in two"),
+        pytest.param(("two axes", "sharded in two"), marks=SLOW),
     ],
     ids=" to ".join,
 )

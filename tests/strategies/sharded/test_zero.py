@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, EvenerError
-from evener.strategies import Settings
+from evener.strategies import StrategySettings
 from evener.strategies.sharded.zero import Zero
 from evener.testing import check_strategy
 from evener.tools.verify import Trajectory, record, relative_error
@@ -393,7 +393,7 @@ def looked_at(in_common: bool) -> None:
     whole = {name: tensor.clone() for name, tensor in engine.learner.tensors().items()}
     words = torch.zeros(2, 5, dtype=torch.int64)
     pieces = dict(engine.model.named_parameters())
-    assert all(slice_of(p) for name, p in pieces.items() if name not in ("scale", "frozen"))
+    assert all(shard_spec(p) for name, p in pieces.items() if name not in ("scale", "frozen"))
     if dist.get_rank() == 0:  # no other rank need take part
         outputs = engine.model(words)
     assert {name: p.shape for name, p in engine.model.named_parameters()} == {
@@ -516,8 +516,8 @@ def test_powersgd_is_of_ddp_alone() -> None:
     with pytest.raises(
         ConfigurationError, match="strategy 'sharded' with zero=1 cannot compress with 'powersgd'"
     ):
-        Zero(stage=1).layout(2, Settings(compression="powersgd"))
-    assert Zero(stage=1).layout(2, Settings(compression="fp16")).degree("shard") == 2
+        Zero(stage=1).layout(2, StrategySettings(compression="powersgd"))
+    assert Zero(stage=1).layout(2, StrategySettings(compression="fp16")).degree("shard") == 2
 
 
 def compressed() -> list[float]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evener.errors import TaskError
 from evener.strategies.single_process.cross_device import Moves, draw_borders
-from evener.strategies.single_process.model_parallel import part_stateless, put
+from evener.strategies.single_process.model_parallel import move_modules, part_stateless
 from evener.strategies.single_process.placement import parse_placement, said_places
 from tests.ids import placeless
 from tests.strategies.logical import LogicalDevices, MixedDevicesError
@@ -125,7 +125,7 @@ class Sliced(nn.Module):
 def placed(model: nn.Module, placement: str) -> tuple[Moves, LogicalDevices]:
     places = said_places(model, parse_placement(placement), FIRST)
     part_stateless(model, places)
-    put(model, places)
+    move_modules(model, places)
     return draw_borders(model, places, FIRST), LogicalDevices(model, places)
 
 

@@ -14,8 +14,8 @@ from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError, DivergenceError, RankTimeoutError, TaskError
 from evener.nn import Dropout, Experts
 from evener.nn.context import current
-from evener.strategies.interfaces import Settings
-from evener.strategies.single_process.data_parallel import DataParallel, Replicas, led
+from evener.strategies.interfaces import StrategySettings
+from evener.strategies.single_process.data_parallel import DataParallel, DeviceReplicas, led
 from evener.tools.conformance.tasks import CLASSES, FEATURES
 from tests.comparing import worst
 from tests.strategies.one_process import engine_of, refused, task_of, trained, try_all
@@ -86,7 +86,7 @@ def test_shares_follow_speed() -> None:
     with engine_of(task_of(Slow), DataParallel("cpu:0,cpu:1", "auto"), steps=24, batch_size=16) as engine:
         for batch in engine.batches():
             engine.step(batch)
-        assert isinstance(engine.learner.stepper, Replicas)
+        assert isinstance(engine.learner.stepper, DeviceReplicas)
         first, second = engine.learner.stepper.shares
     assert first > second
 
@@ -261,15 +261,15 @@ def test_what_cannot_be_divided_is_refused(parts: Any, kind: Any, words: str) ->
 
 def test_devices_are_those_of_the_settings_and_several_ranks_are_refused() -> None:
     with engine_of(task_of(), "data_parallel", devices="cpu:0,cpu:1") as engine:
-        assert isinstance(engine.learner.stepper, Replicas)
+        assert isinstance(engine.learner.stepper, DeviceReplicas)
     refused(ConfigurationError, "have to be named", task_of(), DataParallel())
     refused(ConfigurationError, "leave out cpu", task_of(), DataParallel("cuda:0,cuda:1"))
     refused(ConfigurationError, "3 weights .* for 2", task_of(), DataParallel("cpu:0,cpu:1", "1,2,3"))
     with pytest.raises(ConfigurationError, match="stands there twice"):
         DataParallel("cpu:0,cpu:0")
     with pytest.raises(ConfigurationError, match="there are 2 ranks"):
-        DataParallel().layout(2, Settings())
-    assert DataParallel().layout(1, Settings()) == Layout({"data": 1})
+        DataParallel().layout(2, StrategySettings())
+    assert DataParallel().layout(1, StrategySettings()) == Layout({"data": 1})
 
 
 def test_one_device_is_enough() -> None:

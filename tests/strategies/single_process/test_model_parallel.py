@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError, TaskError
-from evener.strategies.interfaces import Settings
+from evener.strategies.interfaces import StrategySettings
 from evener.strategies.single_process.model_parallel import Gathering, Layers, moves_of, placement_of
 from evener.strategies.single_process.placement import parse_placement, said_places
 from evener.tools.conformance.tasks import CLASSES, FEATURES
@@ -209,5 +209,5 @@ def test_devices_are_those_of_the_settings_and_several_ranks_are_refused() -> No
     refused(ConfigurationError, "have to be named", task_of(Net), Layers())
     refused(ConfigurationError, "leave out cpu", task_of(Net), Layers("cuda:0,cuda:1"))
     with pytest.raises(ConfigurationError, match="there are 2 ranks"):
-        Layers().layout(2, Settings())
-    assert Layers().layout(1, Settings()) == Layout({"data": 1})
+        Layers().layout(2, StrategySettings())
+    assert Layers().layout(1, StrategySettings()) == Layout({"data": 1})

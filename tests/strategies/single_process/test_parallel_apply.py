@@ -11,14 +11,19 @@ import torch
 from evener.errors import RankTimeoutError, TaskError
 from evener.hardware.timers import HostStopwatch
 from evener.strategies.single_process.devices import parse_devices
-from evener.strategies.single_process.parallel_apply import Crew, LeftAloneError, Meeting, Together
+from evener.strategies.single_process.parallel_apply import (
+    DeviceThreads,
+    PeerThreadError,
+    ReplicaThreads,
+    ThreadBarrier,
+)
 
 DEVICES = parse_devices(["cpu:0", "cpu:1", "cpu:2"])
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    made = Crew(DEVICES)
+def crew() -> Iterator[DeviceThreads]:
+    made = DeviceThreads(DEVICES)
     yield made
     made.close()
     made.close()
@@ -28,7 +33,7 @@ def nothing() -> None:
     pass
 
 
-def test_every_device_has_a_thread_and_its_part_of_the_cores(crew: Crew) -> None:
+def test_every_device_has_a_thread_and_its_part_of_the_cores(crew: DeviceThreads) -> None:
     def who() -> tuple[str, int, bool]:
         return threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()
 
@@ -46,13 +51,13 @@ def test_every_device_has_a_thread_and_its_part_of_the_cores(crew: Crew) -> None
 
 def test_threads_end_with_the_crew() -> None:
     before = threading.active_count()
-    made = Crew(DEVICES)
+    made = DeviceThreads(DEVICES)
     assert threading.active_count() == before + 3
     made.close()
     assert threading.active_count() == before
 
 
-def test_backward_stays_on_the_thread(crew: Crew) -> None:
+def test_backward_stays_on_the_thread(crew: DeviceThreads) -> None:
     def job() -> bool:
         seen: list[int] = []
         x = torch.ones(2, requires_grad=True)
@@ -63,8 +68,8 @@ def test_backward_stays_on_the_thread(crew: Crew) -> None:
     assert all(crew.run(dict.fromkeys(range(3), job), nothing).values())
 
 
-def test_an_error_ends_the_waits_of_the_others_and_names_its_device(crew: Crew) -> None:
-    meeting, ended = Meeting(3, 60.0), []
+def test_an_error_ends_the_waits_of_the_others_and_names_its_device(crew: DeviceThreads) -> None:
+    meeting, ended = ThreadBarrier(3, 60.0), []
 
     def fail() -> None:
         raise KeyError("here")
@@ -84,8 +89,8 @@ def test_an_error_ends_the_waits_of_the_others_and_names_its_device(crew: Crew) 
     assert caught.value.__notes__ == ["on device cpu:2, one of 3 of this process"]
 
 
-def test_an_interrupt_ends_the_waits_too(crew: Crew) -> None:
-    meeting = Meeting(2, 60.0)
+def test_an_interrupt_ends_the_waits_too(crew: DeviceThreads) -> None:
+    meeting = ThreadBarrier(2, 60.0)
 
     def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -95,17 +100,17 @@ def test_an_interrupt_ends_the_waits_too(crew: Crew) -> None:
     assert crew.run({0: lambda: 7}, nothing) == {0: 7}
 
 
-def test_what_fails_meanwhile_is_raised(crew: Crew) -> None:
+def test_what_fails_meanwhile_is_raised(crew: DeviceThreads) -> None:
     def meanwhile() -> None:
         raise ZeroDivisionError
 
-    meeting = Meeting(2, 60.0)
+    meeting = ThreadBarrier(2, 60.0)
     with pytest.raises(ZeroDivisionError):
         crew.run({0: lambda: meeting.bring(0, None)()}, meeting.drop, meanwhile)
 
 
-def test_a_meeting_goes_on_for_any_number_of_turns(crew: Crew) -> None:
-    meeting = Meeting(3, 60.0)
+def test_a_meeting_goes_on_for_any_number_of_turns(crew: DeviceThreads) -> None:
+    meeting = ThreadBarrier(3, 60.0)
 
     def job(place: int) -> Callable[[], list[list[int]]]:
         def turns() -> list[list[int]]:
@@ -124,17 +129,17 @@ def test_a_meeting_goes_on_for_any_number_of_turns(crew: Crew) -> None:
 
 
 def test_a_meeting_that_not_all_come_to_ends_with_a_reason() -> None:
-    meeting = Meeting(2, 0.01)
+    meeting = ThreadBarrier(2, 0.01)
     with pytest.raises(RankTimeoutError, match="not all of 2 devices came"):
         meeting.bring(0, None)()
-    dropped = Meeting(2, 60.0)
+    dropped = ThreadBarrier(2, 60.0)
     dropped.drop()
-    with pytest.raises(LeftAloneError):
+    with pytest.raises(PeerThreadError):
         dropped.bring(1, None)()
 
 
-def test_peers_add_up_in_their_order_and_notice_strangers(crew: Crew) -> None:
-    together, meeting = Together(), Meeting(2, 60.0)
+def test_peers_add_up_in_their_order_and_notice_strangers(crew: DeviceThreads) -> None:
+    together, meeting = ReplicaThreads(), ThreadBarrier(2, 60.0)
     assert together.size() == 1
 
     def job(place: int, length: int) -> Callable[[], tuple[int, torch.Tensor, torch.Tensor]]:

@@ -56,6 +56,7 @@ def test_parts_are_rows_of_every_tensor() -> None:
         ({"x": rows(), "n": 7}, r"inputs\['n'\] is of type int"),
         ({"x": Named(torch.zeros(2))}, r"inputs\['x'\].rows is a tensor of shape \(2,\)"),
         ((rows(), ["a"] * 5), r"inputs\[1\] is a list without tensors"),
+        ((rows(), [0] * 5), r"inputs\[1\] is a list without tensors"),
         (torch.eye(5).to_sparse(), r"inputs is a sparse tensor"),
         (pack_sequence([torch.zeros(2), torch.zeros(1)]), "inputs is a PackedSequence"),
     ],

@@ -17,7 +17,7 @@ from evener.components.memory_limits.limits import LimitChange, MemoryLimits
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, OutOfMemoryError
 from evener.strategies.steppers import oom_retry as piecewise
-from evener.strategies.steppers.oom_retry import PieceSize
+from evener.strategies.steppers.oom_retry import MicroBatchSize
 from evener.training.engine import Engine
 from tests.strategies.hungry import BATCH, LAYERS, ROOMY, TIGHT, Whole, room_for, same, task, trained
 
@@ -137,7 +137,7 @@ def test_the_record_tells_why(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.booleans()), max_size=60))
 def test_pieces_stay_between_one_and_all(steps: list[tuple[int, bool]]) -> None:
-    size = PieceSize(patience=2)
+    size = MicroBatchSize(patience=2)
     for wanted, enough in steps:
         most = min(wanted, size.most or wanted)
         if enough:
@@ -148,7 +148,7 @@ def test_pieces_stay_between_one_and_all(steps: list[tuple[int, bool]]) -> None:
 
 
 def test_what_fails_is_tried_ever_more_seldom() -> None:
-    size, tried = PieceSize(patience=2), []
+    size, tried = MicroBatchSize(patience=2), []
     size.ran_out(16)
     for step in range(100):
         if size.most != 8:
@@ -161,8 +161,8 @@ def test_what_fails_is_tried_ever_more_seldom() -> None:
 def test_limits_are_by_rank_and_step() -> None:
     limits = MemoryLimits.parse("2MiB,-", ("7:1:1KiB", "3:0:1MiB"), 2)
     assert limits == MemoryLimits((2**21, None), (LimitChange(3, 0, 2**20), LimitChange(7, 1, 2**10)))
-    assert [limits.of(0, step) for step in (2, 3)] == [2**21, 2**20]
-    assert [limits.of(1, step) for step in (6, 7)] == [None, 2**10]
+    assert [limits.limit_for(0, step) for step in (2, 3)] == [2**21, 2**20]
+    assert [limits.limit_for(1, step) for step in (6, 7)] == [None, 2**10]
     assert MemoryLimits.parse(None, (), 2) is None
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
-from evener.strategies.tensor.candidates import Called, changes, guesses
+from evener.strategies.tensor.candidates import LinearCall, changes, guesses
 from evener.tools.verify import Trajectory, record
 from evener.training.engine import Engine
 from tests.comparing import worst
@@ -44,7 +44,7 @@ def trained(name: str, alone: bool = False, **settings: Any) -> tuple[Trajectory
         Engine(getattr(foreign, name)(), config) as engine,
     ):
         named = engine.model.named_parameters()
-        divided = {key.rpartition(".")[0] for key, p in named if key.endswith("weight") and slice_of(p)}
+        divided = {key.rpartition(".")[0] for key, p in named if key.endswith("weight") and shard_spec(p)}
     return found, divided, words.getvalue()
 
 
@@ -105,18 +105,18 @@ def test_ranks_that_drop_by_pytorchs_generator_stay_alike(ranks: Any) -> None:
 
 
 def test_what_may_be_a_region_follows_from_widths() -> None:
-    fused = next(guesses(Called("o", 12, 12), [Called("qkv", 12, 36)], {("", "n_head"): 3}))
+    fused = next(guesses(LinearCall("o", 12, 12), [LinearCall("qkv", 12, 36)], {("", "n_head"): 3}))
     assert [(c.name, c.unit, c.blocks) for c in fused.columns] == [("qkv", 4, 3)]
     assert (fused.unit, fused.runs) == (4, 3)
-    apart = [Called("q", 12, 16), Called("k", 12, 8), Called("v", 12, 8)]
-    shared = next(guesses(Called("o", 16, 12), apart, {("", "head_dim"): 4, ("", "layer_idx"): 2}))
+    apart = [LinearCall("q", 12, 16), LinearCall("k", 12, 8), LinearCall("v", 12, 8)]
+    shared = next(guesses(LinearCall("o", 16, 12), apart, {("", "head_dim"): 4, ("", "layer_idx"): 2}))
     assert [(c.name, c.unit) for c in shared.columns] == [("q", 8), ("k", 4), ("v", 4)]
     assert (shared.unit, shared.runs) == (8, 2)
-    assert not [*guesses(Called("o", 5, 12), apart, {})]
+    assert not [*guesses(LinearCall("o", 5, 12), apart, {})]
 
 
 def test_sizes_that_may_have_to_change_are_tried_the_fewest_first() -> None:
     numbers = {("", "n_head"): 3, ("", "n_embd"): 12, ("", "head_dim"): 4, ("", "block_size"): 30}
-    guess = next(guesses(Called("o", 12, 12), [Called("qkv", 12, 36)], numbers))
+    guess = next(guesses(LinearCall("o", 12, 12), [LinearCall("qkv", 12, 36)], numbers))
     tried = [tuple(name for _, name in places) for places in changes(guess, numbers)]
     assert tried == [(), ("n_head",), ("n_embd",), ("n_head", "n_embd")]

@@ -16,7 +16,7 @@ from evener.distributed.environment import Environment
 from evener.distributed.mesh import Layout
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, EvenerError, TaskError
-from evener.strategies.interfaces import Settings
+from evener.strategies.interfaces import StrategySettings
 from evener.strategies.tensor.tensor import TensorParallel, plan_of
 from evener.tools.verify import Trajectory, record, relative_error
 from evener.training.engine import Engine
@@ -95,7 +95,7 @@ def saved(sequence: bool) -> int:
     model = nn.Sequential(nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), enable_nested_tensor=False))
     with Session("cpu", 60) as session:
         mesh = session.lay(Layout({"tensor": session.world_size}))
-        divided = TensorParallel(sequence=sequence).parallelize(model, mesh, Settings())
+        divided = TensorParallel(sequence=sequence).parallelize(model, mesh, StrategySettings())
         weights = {p.untyped_storage().data_ptr() for p in divided.parameters()}
         found: dict[int, Tensor] = {}
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.environment import Environment
@@ -118,7 +118,7 @@ def held(name: str, strategy: Any) -> tuple[dict[str, int], dict[str, float], An
         for batch in engine.batches():
             engine.step(batch)
         tensors = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
-        pieces = {name: tensor.numel() for name, tensor in tensors.items() if slice_of(tensor)}
+        pieces = {name: tensor.numel() for name, tensor in tensors.items() if shard_spec(tensor)}
         data: Any = engine.task.evaluate
         few = torch.utils.data.Subset(data, [0, 5, 10])  # of one length
         return pieces, engine.evaluate(), engine.predict(few, everywhere=True)
@@ -329,7 +329,7 @@ def scored(name: str, strategy: Any) -> tuple[Any, dict[str, float], Any]:
             engine.step(batch)
         handle.remove()
         return (
-            slice_of(engine.model.out.weight),
+            shard_spec(engine.model.out.weight),
             {"classes": shapes[0], **engine.evaluate()},
             engine.predict(engine.task.evaluate, everywhere=True),
         )

@@ -24,6 +24,7 @@ TWO_LAYERS = ("several", "buffers")
 """Tasks whose models cannot be cut into three stages."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes", "without"),
     [
@@ -121,6 +122,7 @@ def test_what_cannot_be_tried() -> None:
         check_strategy("dpp")
 
 
+@pytest.mark.slow
 def test_ranks_are_started_where_there_are_none() -> None:
     without = [name for name in NAMES if name != "plain"]
     with pytest.raises(ConformanceError, match="gradients are sums over all samples"):

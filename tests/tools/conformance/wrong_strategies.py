@@ -13,8 +13,8 @@ from evener.strategies import (
     Learner,
     Mesh,
     Plain,
-    Settings,
     Stepper,
+    StrategySettings,
     Synchronizer,
 )
 from evener.strategies.ddp import DdpSum
@@ -160,12 +160,12 @@ class NamesNobody(WithDdp):
 
 
 class OwnBatchNorm(WithDdp):
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         return model
 
 
 class DropsTheNone(WithDdp):
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         model.register_forward_pre_hook(_without_none, with_kwargs=True)
         return super().parallelize(model, mesh, settings)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evener.core.config.run_config import RunConfig
 from evener.tools.verify import Trajectory, Verification
-from evener.tools.verify.comparison import Apart, Runs, compare
+from evener.tools.verify.comparison import ComparedRuns, RunDistance, compare
 
 EPS = 2.0**-52
 
@@ -60,5 +60,5 @@ def compared(*divided: Trajectory, reference: Trajectory | None = None, **option
     tolerance, others = options.pop("tolerance", None), options.pop("disturbed", (disturbed(),))
     config = RunConfig(dtype="float64", batch_size=4, batch_norm=options.pop("batch_norm", "exact"))
     one = reference or run()
-    apart = [Apart.of(one, other) for other in others]
-    return compare(Runs(one, divided, apart, **options), config, "name", tolerance)
+    apart = [RunDistance.from_runs(one, other) for other in others]
+    return compare(ComparedRuns(one, divided, apart, **options), config, "name", tolerance)

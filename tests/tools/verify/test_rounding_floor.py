@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from evener.tools.verify import rounding_floor as floors
-from evener.tools.verify.rounding_floor import Kind, Place
+from evener.tools.verify.rounding_floor import ComparedPlace, PlaceKind
 from evener.tools.verify.trajectory import Trajectory
 from tests.tools.verify.runs import EPS, disturbed, run, scaled, vector
 
 INF, NAN = math.inf, math.nan
-WEIGHT = Place(2, Kind.WEIGHT, "fc.weight")
+WEIGHT = ComparedPlace(2, PlaceKind.WEIGHT, "fc.weight")
 
 
 def floor_after(reference: Trajectory, others: list[floors.Numbers]) -> floors.Numbers:
@@ -55,30 +55,34 @@ def test_the_distance_of_two_tensors(a: list[float], b: list[float], expected: f
 def test_an_absent_gradient_is_one_of_zeros() -> None:
     without = [{"key": sketches["key"]} for sketches in run().gradients]
     found = floors.differences(run(), run(gradients=without))
-    assert found[Place(0, Kind.GRADIENT, "fc.weight")] == 5.0
+    assert found[ComparedPlace(0, PlaceKind.GRADIENT, "fc.weight")] == 5.0
 
 
 def test_the_floor_is_the_largest_of_the_disturbed_runs_so_far() -> None:
     found = floor_of(3, 8, 5)
-    assert found[Place(0, Kind.LOSS)] == pytest.approx(8 * EPS)
-    assert found[Place(1, Kind.LOSS)] == found[Place(0, Kind.LOSS)], "the second loss is half as large"
+    assert found[ComparedPlace(0, PlaceKind.LOSS)] == pytest.approx(8 * EPS)
+    assert found[ComparedPlace(1, PlaceKind.LOSS)] == found[ComparedPlace(0, PlaceKind.LOSS)], (
+        "the second loss is half as large"
+    )
     assert found[WEIGHT] == pytest.approx(8 * EPS * math.sqrt(5), rel=0.2)
 
 
 def test_the_floor_is_at_least_one_unit_in_the_last_place() -> None:
     found = floor_of(0)
-    assert found[Place(0, Kind.LOSS)] == EPS
-    assert found[Place(0, Kind.GRADIENT, "fc.weight")] == pytest.approx(5 * EPS)
+    assert found[ComparedPlace(0, PlaceKind.LOSS)] == EPS
+    assert found[ComparedPlace(0, PlaceKind.GRADIENT, "fc.weight")] == pytest.approx(5 * EPS)
     assert found[WEIGHT] == pytest.approx(math.sqrt(5) * EPS)
-    assert found[Place(0, Kind.STATISTIC, "mean")] == pytest.approx(0.5 * EPS)
-    assert found[Place(0, Kind.GRADIENT, "key")] == pytest.approx(5 / math.sqrt(3) * EPS), "of all gradients"
+    assert found[ComparedPlace(0, PlaceKind.STATISTIC, "mean")] == pytest.approx(0.5 * EPS)
+    assert found[ComparedPlace(0, PlaceKind.GRADIENT, "key")] == pytest.approx(5 / math.sqrt(3) * EPS), (
+        "of all gradients"
+    )
 
 
 def test_a_whole_number_has_no_floor() -> None:
     reference = run(weights={"mean": torch.tensor(3)})
     apart = floors.differences(reference, run(weights={"mean": torch.tensor(4)}))
     same = floors.differences(reference, reference)
-    place = Place(2, Kind.BUFFER, "mean")
+    place = ComparedPlace(2, PlaceKind.BUFFER, "mean")
     assert floors.times(apart, floor_after(reference, [same]))[place] == INF
     assert floors.times(same, floor_after(reference, [same]))[place] == 0
 
@@ -87,13 +91,13 @@ def test_a_gradient_that_is_never_the_same_twice_is_noise() -> None:
     others = [floors.differences(run(), disturbed())]
     assert floors.real_and_noise(run(), others)[1] == ["key"]
     assert floors.real_and_noise(run(), others)[0] == ["fc.weight"]
-    assert floor_after(run(), others)[Place(2, Kind.WEIGHT, "key")] == pytest.approx(0.2)
+    assert floor_after(run(), others)[ComparedPlace(2, PlaceKind.WEIGHT, "key")] == pytest.approx(0.2)
 
 
 def test_a_weight_with_such_a_gradient_may_differ_by_as_much_as_it_moved() -> None:
     """Although in this disturbed run Adam happened to step the same way."""
     others = [floors.differences(run(), disturbed(key=0.1))]
-    assert floor_after(run(), others)[Place(2, Kind.WEIGHT, "key")] == 0.1
+    assert floor_after(run(), others)[ComparedPlace(2, PlaceKind.WEIGHT, "key")] == 0.1
 
 
 def test_a_parameter_that_got_no_gradient_is_neither_real_nor_noise() -> None:
@@ -107,7 +111,7 @@ def test_a_parameter_that_got_no_gradient_is_neither_real_nor_noise() -> None:
 def test_differences_in_proportion_to_the_floor() -> None:
     times = floors.times(floors.differences(run(), scaled(1 + 1e-6)), floor_of(4))
     top = floors.worst(times)
-    assert top.kind is Kind.GRADIENT
+    assert top.kind is PlaceKind.GRADIENT
     assert times[top] == pytest.approx(1e-6 / (4 * EPS), rel=0.01)
     assert times[WEIGHT] == 0
 

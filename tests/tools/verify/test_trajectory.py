@@ -10,7 +10,7 @@ import torch
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.tools.verify import record, relative_error
-from evener.tools.verify.trajectory import WIDTH, Sketch
+from evener.tools.verify.trajectory import WIDTH, RandomSketch
 from tests import tasks
 
 
@@ -19,11 +19,11 @@ def draws(n: int, seed: int) -> torch.Tensor:
 
 
 def test_a_small_tensor_is_its_own_sketch() -> None:
-    assert Sketch()("w", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [1, 2, 3, 4]
+    assert RandomSketch()("w", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [1, 2, 3, 4]
 
 
 def test_the_sketch_of_a_difference_is_the_difference_of_sketches_about_as_long() -> None:
-    sketch, a, b = Sketch(), draws(5003, 1), draws(5003, 2)
+    sketch, a, b = RandomSketch(), draws(5003, 1), draws(5003, 2)
     of_difference = sketch("w", a - b)
     torch.testing.assert_close(of_difference, sketch("w", a) - sketch("w", b))
     lengths = [float(sketch(f"w{n}", a).norm() / a.norm()) for n in range(50)]
@@ -33,7 +33,7 @@ def test_the_sketch_of_a_difference_is_the_difference_of_sketches_about_as_long(
 
 
 def test_one_wrong_element_shows_whole() -> None:
-    sketch, a = Sketch(), draws(5003, 1)
+    sketch, a = RandomSketch(), draws(5003, 1)
     b = a.clone()
     b[4999] += 0.25
     assert float((sketch("w", a) - sketch("w", b)).norm()) == pytest.approx(0.25)
@@ -41,13 +41,13 @@ def test_one_wrong_element_shows_whole() -> None:
 
 def test_sketches_of_two_processes_agree_and_hold_few_numbers() -> None:
     a = draws(100, 1)
-    assert torch.equal(Sketch()("w", a), Sketch()("w", a))
-    assert len(Sketch()("w", a)) == WIDTH
+    assert torch.equal(RandomSketch()("w", a), RandomSketch()("w", a))
+    assert len(RandomSketch()("w", a)) == WIDTH
 
 
 def test_a_sparse_gradient_is_taken_whole() -> None:
     sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
-    assert Sketch()("w", sparse).tolist() == [1, 0, 5, 0]
+    assert RandomSketch()("w", sparse).tolist() == [1, 0, 5, 0]
 
 
 class Graph(torch.nn.Linear):

@@ -17,7 +17,7 @@ from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, ShareError
 from evener.tools.verify import Trajectory, Verification, record, verify
-from evener.tools.verify.comparison import LIMIT, Runs, compare
+from evener.tools.verify.comparison import LIMIT, ComparedRuns, compare
 from evener.tools.verify.perturbation import Disturbance
 from evener.tools.verify.verification import ALL_RUNS, FIRST_RUNS, STRONGER, OneDevice, judge
 from tests import tasks
@@ -26,6 +26,7 @@ from tests.tools.verify.runs import compared, disturbed, run, scaled
 EPS = torch.finfo(torch.float64).eps
 
 
+@pytest.mark.slow
 def test_a_verification_on_two_processes() -> None:
     """Batches of 9 out of 47, so that the last one of an epoch has 2 samples; BatchNorm; layouts."""
     result = verify(tasks.batch_norm, processes=2, balance="0.9,0.1", steps=7, device="cpu")
@@ -87,7 +88,7 @@ class Kinked:
 
 def judged(divided: Trajectory, runs: Kinked) -> Verification:
     one, config = OneDevice(runs, EPS), RunConfig(dtype="float64")
-    return judge(one, lambda: compare(Runs(one.reference, [divided], one.disturbed), config, "name"))
+    return judge(one, lambda: compare(ComparedRuns(one.reference, [divided], one.disturbed), config, "name"))
 
 
 def test_the_floor_is_measured_more_thoroughly_before_the_verdict_is_no() -> None:

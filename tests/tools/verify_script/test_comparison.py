@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from evener.tools.verify_script.causes import cause, line_of, told
-from evener.tools.verify_script.comparison import Parting, Runs, before_failure, compare
-from evener.tools.verify_script.events import Event, Line, Printed, Record, What
-from evener.tools.verify_script.printed_output import Comparison, Listening
+from evener.tools.verify_script.comparison import Parting, ScriptRuns, before_failure, compare
+from evener.tools.verify_script.events import Event, Printed, Record, ScriptLine, What
+from evener.tools.verify_script.printed_output import Listening, OutputComparison
 from evener.tools.verify_script.workplace import workplace
 
 EPS = 2.0**-52
@@ -31,19 +31,19 @@ def run(shift: float = 0.0) -> Record:
     events = []
     for step in range(2):
         events += [
-            Event(What.BATCH, Line(FILE, 10), 7.0 + step),
-            Event(What.LOSS, Line(FILE, 11), (1.0 - 0.1 * step) * by),
-            Event(What.BACKWARD, Line(FILE, 12), (1.1 - 0.1 * step) * by),
+            Event(What.BATCH, ScriptLine(FILE, 10), 7.0 + step),
+            Event(What.LOSS, ScriptLine(FILE, 11), (1.0 - 0.1 * step) * by),
+            Event(What.BACKWARD, ScriptLine(FILE, 12), (1.1 - 0.1 * step) * by),
             Event(
                 What.STEP,
-                Line(FILE, 13),
+                ScriptLine(FILE, 13),
                 gradients={"fc": vector(1.0, 2.0) * by},
                 weights={"fc": vector(3.0, 4.0) * by},
             ),
         ]
     return Record(
         events,
-        [Printed(f"loss {0.9 * by:.3f} after 1.{abs(round(shift / EPS))} s", Line(FILE, 14), 8)],
+        [Printed(f"loss {0.9 * by:.3f} after 1.{abs(round(shift / EPS))} s", ScriptLine(FILE, 14), 8)],
         {"fc": (2,)},
         {"fc": vector(1.0, 1.0)},
         {"fc": vector(3.0, 4.0) * by, "mean": vector(0.5) * by},
@@ -53,15 +53,15 @@ def run(shift: float = 0.0) -> Record:
     )
 
 
-def runs(*changes: Callable[[Record], object]) -> Runs:
+def runs(*changes: Callable[[Record], object]) -> ScriptRuns:
     """Runs of which rank n has the n-th change; other ranks have none."""
     ranks = [run(2 * EPS), run(2 * EPS)]
     for rank, change in zip(ranks, changes, strict=False):
         change(rank)
-    return Runs(run(), [run(EPS), run(-EPS), run(3 * EPS)], ranks)
+    return ScriptRuns(run(), [run(EPS), run(-EPS), run(3 * EPS)], ranks)
 
 
-def first(found: Runs) -> Parting:
+def first(found: ScriptRuns) -> Parting:
     return compare(found).partings[0]
 
 
@@ -79,7 +79,7 @@ def scaled(number: int, factor: float) -> Callable[[Record], object]:
     return lambda record: record.events[number].gradients["fc"].mul_(factor)
 
 
-def both(change: Callable[[Record], object]) -> Runs:
+def both(change: Callable[[Record], object]) -> ScriptRuns:
     return runs(change, change)
 
 
@@ -88,7 +88,7 @@ def cut(record: Record) -> None:
 
 
 def elsewhere(record: Record) -> None:
-    record.events[5] = Event(What.LOSS, Line(FILE, 21), 1.0)
+    record.events[5] = Event(What.LOSS, ScriptLine(FILE, 21), 1.0)
 
 
 def dimensions(record: Record) -> None:
@@ -116,7 +116,7 @@ def dimensions(record: Record) -> None:
     ],
 )  # fmt: skip
 def test_the_first_parting_is_named_with_its_cause(
-    found: Runs, kind: str, event: int, line: int, rank: int, sentence: str, hint: str
+    found: ScriptRuns, kind: str, event: int, line: int, rank: int, sentence: str, hint: str
 ) -> None:
     parting = first(found)
     assert (parting.kind, parting.event, line_of(found, parting).number) == (kind, event, line)
@@ -147,9 +147,9 @@ def test_ranks_that_differ_from_each_other_part_in_half_precision(change: Callab
 def test_gradients_of_no_backward_pass_are_those_of_grad() -> None:
     found = runs(lambda _: None, scaled(3, 2))
     for each in (found.reference, *found.disturbed, *found.divided):
-        each.events[2] = Event(What.GRAD, Line(FILE, 12))
+        each.events[2] = Event(What.GRAD, ScriptLine(FILE, 12))
     parting = first(found)
-    assert line_of(found, parting) == Line(FILE, 12)
+    assert line_of(found, parting) == ScriptLine(FILE, 12)
     assert "torch.autograd.grad gives a gradient of this rank's samples" in cause(found, parting)
 
 
@@ -164,7 +164,7 @@ def test_what_came_before_a_failure_is_compared() -> None:
         failed(record)
         record.events[3].rates = (0.5,)
         record.events[3].weights["fc"].mul_(1 + 8 * EPS)
-        record.events.append(Event(What.STEP, Line(FILE, 13)))
+        record.events.append(Event(What.STEP, ScriptLine(FILE, 13)))
 
     found = runs(failed, failed_in_a_step)
     parting = before_failure(found)
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_rounding_alone_is_judged_absolutely() -> None:
 
         return changed
 
-    found = Runs(
+    found = ScriptRuns(
         with_key(1e-17)(run()),
         [with_key(size)(run(EPS)) for size in (-1e-17, 2e-17, -3e-17)],
         [with_key(-4e-17)(run(2 * EPS)) for _ in range(2)],
@@ -222,11 +222,11 @@ def test_a_gradient_that_is_rounding_alone_is_judged_absolutely() -> None:
     ],
 )
 def test_numbers_that_are_printed(reference: str, others: list[str], text: str, differs: bool) -> None:
-    assert Comparison(reference, others, EPS, ranks=2)(text) == differs
+    assert OutputComparison(reference, others, EPS, ranks=2)(text) == differs
 
 
 def test_lines_are_remembered_with_their_place() -> None:
-    lines = iter([Line(FILE, 1), Line(FILE, 2), Line(FILE, 3), Line(FILE, 4)])
+    lines = iter([ScriptLine(FILE, 1), ScriptLine(FILE, 2), ScriptLine(FILE, 3), ScriptLine(FILE, 4)])
     output = Listening(lambda: next(lines), lambda: 5)
     print("one", 2, file=output)
     print("three", end="", file=output)

@@ -17,6 +17,7 @@ from evener.cli.verify import text_of_script
 from evener.errors import ConfigurationError, ShareError
 from evener.tools.verify_script import ScriptVerification, verify_script
 from tests.ranks import RankPool
+from tests.tiers import ALWAYS, SLOW, spread
 from tests.warm import Warm
 
 LOOPS = Path(__file__).parent / "loops"
@@ -56,7 +57,7 @@ def check_line(name: str, found: ScriptVerification) -> None:
         assert found.hint
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", spread(RIGHT, ALWAYS, SLOW))
 def test_right_loops_pass(proof: Any, name: str) -> None:
     found = proof(name)
     assert found.passed, found
@@ -68,7 +69,7 @@ def test_right_loops_pass(proof: Any, name: str) -> None:
     assert not os.listdir(), "a run writes into a directory of its own"
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", spread(WRONG, ALWAYS, SLOW))
 def test_wrong_loops_fail_at_their_line(proof: Any, name: str) -> None:
     found = proof(name)
     assert not found.passed

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from evener.training.consistency.task_description import Sketch
+from evener.training.consistency.task_description import TensorSketch
 
 SIZES = (3, 16, 17, 1000, 50_000, 300_000)
 
 
-def sketch(tensor: Tensor) -> Sketch:
+def sketch(tensor: Tensor) -> TensorSketch:
     """As another rank gets it."""
-    found: Sketch = pickle.loads(pickle.dumps(Sketch.of_tensor(tensor)))
+    found: TensorSketch = pickle.loads(pickle.dumps(TensorSketch.of_tensor(tensor)))
     return found
 
 
@@ -94,4 +94,4 @@ def test_forms_differ_and_what_has_no_numbers_is_its_form() -> None:
 
 
 def test_a_sketch_is_small() -> None:
-    assert len(pickle.dumps(Sketch.of_tensor(draws(1_000_000)))) < 32_000
+    assert len(pickle.dumps(TensorSketch.of_tensor(draws(1_000_000)))) < 32_000

@@ -10,7 +10,7 @@ from torch import nn
 
 from evener.errors import RankError
 from evener.training.engine import Engine
-from evener.training.lifecycle.handover import Heir, Succession, made_anew
+from evener.training.lifecycle.handover import CarriedState, RankReplacement, made_anew
 from tests import tasks
 
 
@@ -18,12 +18,12 @@ def inherit(directory: str, steps: list[int]) -> tuple[bool, int, bool, str]:
     """Each rank was to have taken so many steps, and -1 is new; the others' weights are as many."""
     with Engine(tasks.plain(), device="cpu", steps=9) as engine:
         mine = steps[engine.session.rank]
-        state = engine.state.own()
+        state = engine.state.local_state()
         state["progress"]["steps"] = mine
         for tensor in state["model"].values():
             tensor.fill_(mine)
-        heir = Heir(mine, state if mine >= 0 else None)
-        found, words = Succession(engine, Path(directory)).inherit(heir)
+        heir = CarriedState(mine, state if mine >= 0 else None)
+        found, words = RankReplacement(engine, Path(directory)).inherit(heir)
         equal = all(bool((p == max(steps)).all()) for p in engine.model.parameters())
         return equal, engine.steps_done, heir.state is found.state is None, words
 

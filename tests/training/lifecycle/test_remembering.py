@@ -20,7 +20,7 @@ from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, StepRecord
 from evener.errors import ConfigurationError, InterruptedRunError
 from evener.training.fit import fit
-from evener.training.lifecycle.attendant import Attendant
+from evener.training.lifecycle.callback import Callback
 from evener.training.run import Trained
 from evener.training.step.step import Step
 from tests import tasks
@@ -141,7 +141,7 @@ def test_an_early_stop_is_where_it_would_have_been(tmp_path: Path, end: int) -> 
     assert rest.summary.steps == whole, "the patience that is left is that of before"
 
 
-class Counts(Attendant):
+class Counts(Callback):
     def __init__(self) -> None:
         self.count = 0
 
@@ -158,9 +158,9 @@ class Counts(Attendant):
         return self.count
 
 
-def test_an_attendant_remembers_too(tmp_path: Path) -> None:
-    assert alone(run_dir=tmp_path, steps=6, attendant=Counts()).attended == 6
-    assert alone(run_dir=tmp_path, steps=9, resume=tmp_path, attendant=Counts()).attended == 9
+def test_a_callback_remembers_too(tmp_path: Path) -> None:
+    assert alone(run_dir=tmp_path, steps=6, callback=Counts()).callback_result == 6
+    assert alone(run_dir=tmp_path, steps=9, resume=tmp_path, callback=Counts()).callback_result == 9
 
 
 class Forgets(Observer):
@@ -169,5 +169,5 @@ class Forgets(Observer):
 
 
 def test_what_cannot_be_remembered_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="state_dict of an observer or attendant must hold numbers"):
+    with pytest.raises(ConfigurationError, match="state_dict of an observer or callback must hold numbers"):
         alone(run_dir=tmp_path, steps=2, observers=[Forgets()])

@@ -61,7 +61,7 @@ def words_of(run_dir: Path) -> str:
     ],
 )
 def test_an_interval(text: str | int, interval: Interval) -> None:
-    assert Interval.of(text) == interval
+    assert Interval.parse(text) == interval
 
 
 @pytest.mark.parametrize("text", ["", "0", "steps", "0steps", "1.5steps", "0min", "-1h", "1 week", "1e"])
@@ -380,6 +380,7 @@ def drawn_dropout() -> evener.Task:
     return tasks._task(model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_same_bits_on_the_same_ranks(tmp_path: Path, processes: int) -> None:
     """In mid-epoch, with random numbers that go on where they were."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evener
 from evener.errors import DivergenceError, EvenerError
 from evener.training.prepare import prepare as preparing
-from evener.training.prepare.loss_kind import Way, way_of
+from evener.training.prepare.loss_kind import LossKind, way_of
 from tests.ids import placeless
 from tests.training.prepare.running import with_settings
 
@@ -401,11 +401,11 @@ def test_a_function_of_sums_is_not_computed_from_the_rows_of_all() -> None:
         overlap,
         if_any,
     }
-    assert {function for function, way in found.items() if way is Way.SUMS} == of_sums
-    assert {over_the_batch, over_the_shape} <= {f for f, way in found.items() if way is Way.PER_ROW}
-    assert found[contrastive] is Way.WHOLE
-    assert way_of(words, (outputs.detach().float(), y), {}) is Way.SUMS
-    assert way_of(words, (outputs[:1], y[:1]), {}) is Way.SUMS
+    assert {function for function, way in found.items() if way is LossKind.SUMS} == of_sums
+    assert {over_the_batch, over_the_shape} <= {f for f, way in found.items() if way is LossKind.PER_ROW}
+    assert found[contrastive] is LossKind.WHOLE
+    assert way_of(words, (outputs.detach().float(), y), {}) is LossKind.SUMS
+    assert way_of(words, (outputs[:1], y[:1]), {}) is LossKind.SUMS
 
 
 def test_trying_a_function_leaves_generators_and_its_own_numbers_alone() -> None:
@@ -415,7 +415,7 @@ def test_trying_a_function_leaves_generators_and_its_own_numbers_alone() -> None
     way_of(lambda o, y: loss(F.dropout(o), y), (outputs, y), {})
     assert torch.equal(torch.get_rng_state(), before)
     center = loss.center.clone()
-    assert way_of(loss, (outputs, y), {}) is Way.WHOLE
+    assert way_of(loss, (outputs, y), {}) is LossKind.WHOLE
     assert torch.equal(loss.center, center)
 
 

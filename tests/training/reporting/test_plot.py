@@ -46,7 +46,9 @@ def texts_of(text: str) -> list[str]:
 
 def test_each_rank_has_a_line_where_its_numbers_are(tmp_path: Path) -> None:
     shares = [(2, 2), (3, 1), (3, 1)]
-    steps = RunSteps.of(run(tmp_path / "a<b", [record(i, shares=each) for i, each in enumerate(shares)]))
+    steps = RunSteps.from_directory(
+        run(tmp_path / "a<b", [record(i, shares=each) for i, each in enumerate(shares)])
+    )
     text = drawn([steps])
     own, other, times, speed = lines_of(text)  # rank 1 has told no time
     assert [x for x, _ in own] == [64, 337, 610]
@@ -64,25 +66,29 @@ def test_runs_are_compared_by_their_second_halves(tmp_path: Path) -> None:
         run(tmp_path / "auto", slow_at_first),
         run(tmp_path / "equal", [record(i, 0.15) for i in range(8)]),
     ]
-    assert "auto: 10 steps/s, 1.50x of equal" in texts_of(drawn([RunSteps.of(each) for each in runs]))
+    assert "auto: 10 steps/s, 1.50x of equal" in texts_of(
+        drawn([RunSteps.from_directory(each) for each in runs])
+    )
 
 
 def test_ranks_may_come_and_times_be_unknown(tmp_path: Path) -> None:
     records = [record(0, shares=(4,), times=()), record(1, times=(math.nan, 0.1))]
-    names = texts_of(drawn([RunSteps.of(run(tmp_path / "a", records))]))
+    names = texts_of(drawn([RunSteps.from_directory(run(tmp_path / "a", records))]))
     assert names.count("rank 0") == 1, "no time of it is known"
     assert names.count("rank 1") == 2
 
 
 def test_many_steps_are_medians(tmp_path: Path) -> None:
     found = run(tmp_path / "a", [record(i, 9.0 if i % 10 == 0 else 0.1) for i in range(5000)])
-    *_, speed = lines_of(drawn([RunSteps.of(found)]))
+    *_, speed = lines_of(drawn([RunSteps.from_directory(found)]))
     assert 100 < len(speed) < 130
     assert len({y for _, y in speed}) == 1
 
 
 def test_the_last_line_may_be_half_written_and_no_other(tmp_path: Path) -> None:
-    assert len(RunSteps.of(run(tmp_path / "a", [record(0)], end='{"kind": "st')).speed.points) == 1
+    assert (
+        len(RunSteps.from_directory(run(tmp_path / "a", [record(0)], end='{"kind": "st')).speed.points) == 1
+    )
     broken = run(tmp_path / "b", [record(0)], end="{broken\n" + json.dumps(record(1)) + "\n")
     assert main(["plot", str(broken), "--out", str(tmp_path / "b.svg")]) == 1
     assert not (tmp_path / "b.svg").exists()
@@ -90,7 +96,7 @@ def test_the_last_line_may_be_half_written_and_no_other(tmp_path: Path) -> None:
 
 def test_no_more_is_kept_than_is_drawn(tmp_path: Path) -> None:
     """Whatever the number of steps; a line of medians is the same as that of all steps."""
-    found = RunSteps.of(run(tmp_path / "a", [record(i, 0.1 + i % 7 / 100) for i in range(6000)]))
+    found = RunSteps.from_directory(run(tmp_path / "a", [record(i, 0.1 + i % 7 / 100) for i in range(6000)]))
     lines = [*found.shares, *found.milliseconds, found.speed]
     assert [len(line.points) for line in lines] == [120, 120, 120, 0, 120]
     assert not any(line._values for line in lines)
@@ -114,7 +120,7 @@ def test_no_more_is_kept_than_is_drawn(tmp_path: Path) -> None:
 )
 def test_a_record_of_another_form(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(DataError, match=r"line 3 is no record"):
-        RunSteps.of(run(tmp_path / "a", [record(0), wrong, record(1)]))
+        RunSteps.from_directory(run(tmp_path / "a", [record(0), wrong, record(1)]))
 
 
 @pytest.mark.parametrize("number", [None, math.nan, math.inf, -math.inf, 1e300, 10**400, 0, -1])
@@ -122,7 +128,7 @@ def test_a_number_that_is_no_measurement(tmp_path: Path, number: Any) -> None:
     odd = record(1) | {"seconds": number, "shares": [number, 1], "compute_seconds": [number, number]}
     for records in ([record(0), odd, record(2)], [odd]):
         path = run(tmp_path / f"a{len(records)}", records)
-        text = drawn([RunSteps.of(path), RunSteps.of(path)])
+        text = drawn([RunSteps.from_directory(path), RunSteps.from_directory(path)])
         assert all(math.isfinite(number) for line in lines_of(text) for point in line for number in point)
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from evener.core.records import StepRecord
-from evener.training.reporting.summary_counters import WINDOW, Tally
+from evener.training.reporting.summary_counters import WINDOW, SummaryCounters, waiting_words
 
 
 def took(*seconds: float, shares: tuple[int, ...] = (4, 4)) -> StepRecord:
@@ -9,14 +11,14 @@ def took(*seconds: float, shares: tuple[int, ...] = (4, 4)) -> StepRecord:
 
 
 def test_one_pause_changes_no_rank_s_time_for_a_sample() -> None:
-    tally = Tally(2)
+    tally = SummaryCounters(2)
     for number in range(40):
         tally.step(took(0.4, 25.0 if number == 7 else 0.8))
     assert tally.sample_seconds() == [0.1, 0.2]
 
 
 def test_the_time_for_a_sample_is_that_of_the_last_steps_whatever_the_shares() -> None:
-    tally = Tally(2)
+    tally = SummaryCounters(2)
     for _ in range(40):
         tally.step(took(9.0, 9.0))
     for _ in range(WINDOW // 2):
@@ -27,11 +29,31 @@ def test_the_time_for_a_sample_is_that_of_the_last_steps_whatever_the_shares() -
 
 def test_few_steps_and_ranks_that_share_samples_have_no_time_for_a_sample() -> None:
     for record, steps in ((took(0.4, 0.8), 5), (took(0.4, 0.8, 0.4, 0.8), 40), (took(), 40)):
-        tally = Tally(2)
+        tally = SummaryCounters(2)
         for _ in range(steps):
             tally.step(record)
         assert tally.sample_seconds() == []
-    idle = Tally(2)
+    idle = SummaryCounters(2)
     for _ in range(40):
         idle.step(took(0.4, 0.0, shares=(8, 0)))
     assert idle.sample_seconds() == []
+
+
+@pytest.mark.parametrize(
+    ("waited", "workers", "words"),
+    [
+        ([1.0, 4.0], 2, "rank 1 waited for batches 40% of the time, with 2 workers"),
+        ([4.0, 1.0], 1, "rank 0 waited for batches 40% of the time, with 1 worker"),
+        (
+            [3.0, 1.0],
+            0,
+            "rank 0 waited for batches 30% of the time, without workers: --workers N (workers=N) has N processes read "
+            "meanwhile",
+        ),
+        ([0.5, 0.9], 1, ""),
+    ],
+)
+def test_the_summary_names_who_waited(waited: list[float], workers: int, words: str) -> None:
+    parts = [{"times": {"input_seconds": seconds}, "workers": workers} for seconds in waited]
+    assert waiting_words(parts, 10.0) == words
+    assert waiting_words(parts, 0.0) == ""

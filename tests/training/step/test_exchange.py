@@ -22,11 +22,11 @@ from evener.distributed.control_channel import Pending
 from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import DivergenceError, RankTimeoutError
-from evener.hardware.async_read import Here
+from evener.hardware.async_read import ReadyValue
 from evener.hardware.memory.step_usage import NOTHING, News
 from evener.training.engine import Engine
-from evener.training.step.exchange import ROWS_EVERY, BySums, Heard, loss_code, results_of
-from evener.training.step.step import Signal
+from evener.training.step.exchange import ROWS_EVERY, BySums, GatheredStep, loss_code, results_of
+from evener.training.step.step import RankStats
 from tests.observers import Remembering
 from tests.training.step.test_step_sync import brittle
 
@@ -60,13 +60,13 @@ def trained(most: int, late: bool, by_hand: bool = False, **settings: Any) -> tu
         for batch in engine.batches():
             seconds = 0.001 * (1 + engine.session.rank) * batch.shares[engine.learner.data.index]
             if by_hand:
-                engine._by_hand.pace.taken = lambda seconds=seconds: Here(seconds)  # type: ignore[method-assign,misc]
+                engine._by_hand.pace.taken = lambda seconds=seconds: ReadyValue(seconds)  # type: ignore[method-assign,misc]
                 (micro,) = batch.micro_batches
                 total = engine.loss.total(engine.model(micro.inputs), micro.targets)
                 engine.backward(total, len(micro.samples))
                 engine.update()
             else:
-                engine.learner.pace.taken = lambda seconds=seconds: Here(seconds)  # type: ignore[method-assign,misc]
+                engine.learner.pace.taken = lambda seconds=seconds: ReadyValue(seconds)  # type: ignore[method-assign,misc]
                 engine.step(batch)
             shares.append(batch.shares)
         weights = sum(float(p.detach().sum()) for p in engine.model.parameters())
@@ -198,9 +198,9 @@ def telling() -> tuple[BySums, Both]:
 def test_a_rank_that_ran_out_of_memory_is_heard_a_step_later() -> None:
     one, both = telling()
     news = NOTHING._replace(news=News(won=7))
-    told: list[Heard] = []
+    told: list[GatheredStep] = []
     for step in range(6):
-        signal = Signal(1.0, 0.0, 0.0, 0.0, retries=float(step in (1, 3)))
+        signal = RankStats(1.0, 0.0, 0.0, 0.0, retries=float(step in (1, 3)))
         told.append(one.start(step, signal, news if step == 3 else NOTHING, None)())
     assert [heard.rows is not None for heard in told] == [True, False, True, False, True, False]
     assert [heard.rows.retries for heard in told if heard.rows] == [(0, 0), (1, 1), (1, 1)]
@@ -224,7 +224,7 @@ def missing(codes: Sequence[float], at: int) -> Sequence[float]:
         sums = mock.Mock(start=lambda added, greatest: heard.append(greatest) or mock.Mock())  # type: ignore[func-returns-value]
         speech = mock.Mock(line=tuple, wants_rows=False, voice=lambda step: None)
         own = BySums(Both(), mesh, sums, mock.Mock(return_value=speech))
-        own.start(1, Signal(0.0, code, 0.0, 0.0), NOTHING, None)
+        own.start(1, RankStats(0.0, code, 0.0, 0.0), NOTHING, None)
         if rank == at:
             mine = own
     greatest = [max(column) for column in zip(*heard, strict=True)]

@@ -23,16 +23,16 @@ from evener.data.batch import Batch, MicroBatch
 from evener.distributed.control_channel import Pending
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import DivergenceError, RankError
-from evener.hardware.async_read import READERS, Here, Later, Readout
+from evener.hardware.async_read import READERS, DeferredValue, Readout, ReadyValue
 from evener.strategies.interfaces import StepOutcome
 from evener.training.engine import Engine
 from evener.training.step.oom_report import noticed
-from evener.training.step.step import Signal, Step
-from evener.training.step.step_sync import Ledger
+from evener.training.step.step import RankStats, Step
+from evener.training.step.step_sync import StepSync
 from tests.observers import Remembering
 
 META = torch.device("meta")
-DIVISION = Signal._fields.index("division")
+DIVISION = RankStats._fields.index("division")
 LOSS = SumLoss(count=len, total=lambda outputs, targets: outputs.sum())
 
 
@@ -61,8 +61,8 @@ class Exchange:
         return Others(self, list(values))
 
     @property
-    def signals(self) -> list[Signal]:
-        return [Signal(*row[: len(Signal._fields)]) for row in self.rows if len(row) > 1]
+    def signals(self) -> list[RankStats]:
+        return [RankStats(*row[: len(RankStats._fields)]) for row in self.rows if len(row) > 1]
 
 
 class Totals:
@@ -95,7 +95,7 @@ class Books:
         self.exchange, self.observed = Exchange(), list[Step]()
         self.totals = Totals(*rows)
         mesh = Mesh(Layout({"data": 2}), 0, None, 1.0, timedelta(seconds=1))
-        self.ledger = Ledger(self.exchange, mesh, META, lambda: LOSS, self.observed.append)
+        self.ledger = StepSync(self.exchange, mesh, META, lambda: LOSS, self.observed.append)
         self.steps: list[Step] = []
         self.timed: list[int] = []
         """The steps whose time has been read."""
@@ -106,8 +106,8 @@ class Books:
         step = Step(batch(number), number, self.ledger.settle)
         upcoming = self.ledger.count(batch(number + 1))
         self.ledger.divisor(step)
-        known = StepOutcome((self._device_number(),), (), False, Later(lambda: self._seconds(number)))
-        elapsed = Later(lambda: number + 1.5)
+        known = StepOutcome((self._device_number(),), (), False, DeferredValue(lambda: self._seconds(number)))
+        elapsed = DeferredValue(lambda: number + 1.5)
         self.ledger.post(step, replace(known, **outcome), batch(number + 1), upcoming, elapsed, 0.25)
         step.seconds = 1.0
         self.steps.append(step)
@@ -235,25 +235,29 @@ def test_what_is_missing_on_all_ranks_is_known_before_the_update() -> None:
     one.step()
     step = Step(batch(1), 1, one.ledger.settle)
     one.ledger.divisor(step)
-    missing = StepOutcome((), ("head.weight",), False, Here(0.5))
+    missing = StepOutcome((), ("head.weight",), False, ReadyValue(0.5))
     with mock.patch.object(Others, "wait", lambda self: [self._row, self._row]):
-        assert list(one.ledger.post(step, missing, None, [], Here(1.0), 0.0)) == ["head.weight"]
+        assert list(one.ledger.post(step, missing, None, [], ReadyValue(1.0), 0.0)) == ["head.weight"]
 
 
 def test_numbers_of_any_shape_and_of_the_host_travel_too() -> None:
     """A total may have one element and any number of dimensions; a stage without a loss gives a number."""
     with mock.patch("evener.training.step.step_sync.is_late", return_value=True):
         mesh = Mesh(Layout({"data": 1}), 0, None, 1.0, timedelta(seconds=1))
-        ledger = Ledger(Exchange(), mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
+        ledger = StepSync(Exchange(), mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
     step = Step(batch(0), 0, ledger.settle)
     outcome = StepOutcome(
-        (Here(torch.tensor([[1.5]])), Here(torch.tensor(2.0, dtype=torch.bfloat16)), Here(1 / 3)),
+        (
+            ReadyValue(torch.tensor([[1.5]])),
+            ReadyValue(torch.tensor(2.0, dtype=torch.bfloat16)),
+            ReadyValue(1 / 3),
+        ),
         (),
         False,
-        Here(0.5),
-        soundness=(Here(torch.tensor([math.inf])),),
+        ReadyValue(0.5),
+        soundness=(ReadyValue(torch.tensor([math.inf])),),
     )
-    ledger.post(step, outcome, None, [], Here(1.0), 0.0)
+    ledger.post(step, outcome, None, [], ReadyValue(1.0), 0.0)
     assert step.total == 1.5 + 2.0 + 1 / 3
     assert step.results is not None
     assert step.results().gradient == (0, 0.0)
@@ -381,14 +385,14 @@ class Dead(Pending):
 def test_a_step_whose_row_died_with_a_rank_is_known_without_its_loss() -> None:
     mesh = Mesh(Layout({"data": 2}), 0, None, 1.0, timedelta(seconds=1))
     exchange = Exchange()
-    ledger = Ledger(exchange, mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
-    outcome = StepOutcome((Here(3.0),), (), False, Here(1.0), (Here(0.0),))
+    ledger = StepSync(exchange, mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
+    outcome = StepOutcome((ReadyValue(3.0),), (), False, ReadyValue(1.0), (ReadyValue(0.0),))
     for number in range(2):
         step = Step(batch(number), number, ledger.settle)
         ledger.divisor(step)
         if number == 1:
             exchange.exchange = lambda values: Dead()  # type: ignore[method-assign]
-        ledger.post(step, outcome, None, [], Here(1.5), 0.25)
+        ledger.post(step, outcome, None, [], ReadyValue(1.5), 0.25)
         assert ledger.lost_before(number + 1) is None
     with pytest.raises(RankError):
         ledger.settle_before(2)
@@ -417,7 +421,7 @@ def lines_run(ranks: int, mode: str) -> int:
     mesh = Mesh(layout, 0, None, 1.0, timedelta(seconds=1))
     told: list[Step] = []
     exchange = mock.Mock(exchange=lambda row: Crowd(row, ranks))
-    ledger = Ledger(exchange, mesh, torch.device("cpu"), lambda: LOSS, told.append)
+    ledger = StepSync(exchange, mesh, torch.device("cpu"), lambda: LOSS, told.append)
     lines = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -425,7 +429,7 @@ def lines_run(ranks: int, mode: str) -> int:
         lines += event == "line"
         return trace
 
-    outcome = StepOutcome((Here(2.0),), (), False, Here(1.0))
+    outcome = StepOutcome((ReadyValue(2.0),), (), False, ReadyValue(1.0))
     for number in range(3):
         micro = MicroBatch(torch.ones(2), torch.arange(2), torch.arange(2))
         one = Batch(0, number, 4 * number, 2 * layout.data_axis(0).degree, (2,), [micro], False)
@@ -434,7 +438,7 @@ def lines_run(ranks: int, mode: str) -> int:
         gc.disable()
         sys.settrace(trace if number == 2 else None)
         try:
-            ledger.post(step, outcome, one, [Here(2.0)], Here(1.5), 0.25)
+            ledger.post(step, outcome, one, [ReadyValue(2.0)], ReadyValue(1.5), 0.25)
             ledger.settle()
             step.seconds = 1.0
             for each in ledger.told():

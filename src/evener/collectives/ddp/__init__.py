@@ -1,1 +1,1 @@
-"""The door to DistributedDataParallel: the communication hook, and the size of its buckets."""
+"""Integration with DistributedDataParallel: the communication hook and the bucket size."""

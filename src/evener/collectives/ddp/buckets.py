@@ -1,10 +1,10 @@
-"""How large the buckets are in which DDP sums gradients while backward still computes others.
+"""Chooses the size of DDP's gradient buckets, which are summed while backward still computes other gradients.
 
-The best size depends on how fast an all-reduce is against backward. The first is known where all-reduces were
-measured; the second is not before the first step, when DDP has to be built. So it is assumed where the size matters
-most: that backward takes as long as the sum of all gradients. If it takes longer, it hides any of these buckets but the
-last, and smaller ones would gain a part of that one; if it takes less, the links are busy from the first bucket on,
-whatever the size.
+The best size depends on the time of an all-reduce compared with backward. The time of an all-reduce may have been
+measured. The time of backward is unknown, as DDP is built before the first step. So backward is assumed to take as long
+as the sum of all gradients, the case in which the size matters most. If backward takes longer, it hides all buckets but
+the last, and smaller buckets would save only a part of that one. If it takes less, the links are busy from the first
+bucket on, whatever the size.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Callable
 from evener.collectives.tuning.select import bucket_size
 
 DEFAULT_BUCKET_NBYTES = 25 * 2**20
-"""PyTorch's own."""
+"""PyTorch's default bucket size."""
 
 
 def bucket_nbytes(
     seconds_of: Callable[[int], float | None], total_nbytes: int, backward_seconds: float | None = None
 ) -> int:
-    """The size of buckets, in bytes, that leaves the least of the all-reduce for after backward.
+    """Returns the bucket size, in bytes, for which the least communication time remains after backward.
 
     Args:
-        seconds_of: How long an all-reduce of a size in bytes takes, as ``AllReduce.expected_seconds`` says; None if
-            that is not known, and then the size is ``DEFAULT_BUCKET_NBYTES``.
-        total_nbytes: Size of all gradients.
-        backward_seconds: How long backward takes without communication; as long as one all-reduce of all if None.
+        seconds_of: Returns the time of an all-reduce of a size in bytes, as ``AllReduce.expected_seconds`` does. If it
+            returns None, the result is ``DEFAULT_BUCKET_NBYTES``.
+        total_nbytes: Size of all gradients, in bytes.
+        backward_seconds: Time of backward without communication; None for the time of one all-reduce of all gradients.
     """
     all_at_once = seconds_of(total_nbytes) if total_nbytes > 0 else None
     if all_at_once is None:

@@ -1,1 +1,1 @@
-"""Carries out a schedule with messages between ranks."""
+"""Executes all-reduce schedules by messages between ranks."""

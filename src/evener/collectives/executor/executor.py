@@ -1,15 +1,15 @@
 """Runs the schedule of any algorithm over point-to-point messages of any backend.
 
-Played round by round, a schedule leaves the network idle while a rank adds, and the core idle while messages are on
-their way. So the buffer is cut into segments, each of which runs the whole schedule, a few of them in flight: when a
-rank waits for a message of one segment, those of the next are moving::
+Round by round, a schedule would leave the network idle while a rank adds, and the core idle while messages are under
+way. So the buffer is cut into segments, each of which runs the whole schedule, and a few of them run at a time. While a
+rank waits for a message of one segment, messages of the next are moving::
 
     segment 0   post 0 | wait 0, add, post 1 |                     | wait 1, add, post 2 |
     segment 1          | post 0              | wait 0, add, post 1 |                     | ...
                                              ^ while this waits, messages of segment 0 move
 
-All ranks go through (segment, round) in the same order, so the messages between two ranks match first in, first out,
-and nobody waits for a message that its sender posts only after a wait of its own for this rank.
+All ranks go through (segment, round) in the same order. So the messages between two ranks match first in, first out,
+and there is no deadlock: no rank waits for a message whose sender first waits for this rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from evener.collectives.base import AllReduce, Done, Key, Promised, Work
 from evener.collectives.executor.messages import Messages
-from evener.collectives.executor.program import Program, Range, Turn, compile_program
+from evener.collectives.executor.program import ElementRange, Program, ProgramRound, compile_program
 from evener.collectives.executor.streams import Streams
 from evener.collectives.executor.worker import Worker
 from evener.collectives.schedules.schedule import Algorithm, Schedule, Topology
@@ -35,24 +35,24 @@ SEGMENT_NBYTES = 32 * 1024 * 1024
 _IN_FLIGHT = 2
 _PROGRAMS = 64
 
-Pending = list[tuple[Range, dist.Work]]
-"""Sends that may not be over, and what they read."""
+Pending = list[tuple[ElementRange, dist.Work]]
+"""Sends that may not be finished, with the ranges that they read."""
 
 
 class Scheduled(AllReduce):
-    """Carries out the schedule of ``algorithm``, with messages over a process group of its own.
+    """Runs the schedule of ``algorithm``, with messages over its own process group.
 
-    On CPUs (gloo) in a thread of its own, so that a call returns at once. On GPUs (NCCL) on a stream of its own:
-    that path has never run on a machine with several GPUs.
+    On CPUs (gloo) it runs in a thread, so that a call returns at once. On GPUs (NCCL) it runs on its own stream; that
+    path has never been tested on a machine with several GPUs.
 
     Args:
-        name: What to call it.
+        name: The name of the all-reduce.
         algorithm: Makes the schedule.
         group: The ranks.
-        timeout_seconds: How long to wait for a message before the missing ranks are named.
-        topology: Which ranks (counted in the group) share a host; asked of the ranks if None.
-        segment_nbytes: Bytes of a segment. Small ones hide the latency of a network and the time of adding; where
-            the ranks' own cores move the bytes (gloo inside a machine), they only add messages.
+        timeout_seconds: The longest wait for a message; then an error names the missing ranks.
+        topology: Which ranks (counted in the group) share a host; None to ask the ranks.
+        segment_nbytes: Bytes of a segment. Small segments hide the latency of a network and the time of adding. If the
+            ranks' own cores move the bytes (gloo inside a machine), small segments only add messages.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Scheduled(AllReduce):
         return self.start_in(tensor, 1)
 
     def start_in(self, tensor: Tensor, segments: int, key: Key = None) -> Work:
-        """As ``start``, with the schedule of ``segments``; with 1 the buffer is cut by bytes, as it was made to be."""
+        """Starts the sum with the schedule for ``segments``. With 1, the buffer is cut by ``segment_nbytes``."""
         if self.world_size == 1 or not tensor.numel():
             return Done(tensor)
         if tensor.is_cuda:
@@ -92,7 +92,8 @@ class Scheduled(AllReduce):
         self._messages.close()
 
     def _on_stream(self, tensor: Tensor, segments: int) -> Future[Tensor]:
-        """Only queues work: the future is done for the host at once, and for a stream when ours gets there."""
+        """Queues the work on this object's stream. The returned future is done for the host at once; streams that use
+        it wait for this stream."""
         stream = self._streams.behind(tensor)
         future: Future[Tensor] = Future(devices=[tensor.device])
         with torch.cuda.stream(stream):
@@ -110,7 +111,7 @@ class Scheduled(AllReduce):
         return tensor
 
     def _run_segments(self, flat: Tensor, segments: int) -> None:
-        """Takes each of the segments in flight one turn further, again and again, until all are done."""
+        """Runs all segments: moves each segment in flight on by one round in turn, until all are done."""
         nbytes = self._segment_nbytes if segments == 1 else SEGMENT_NBYTES
         parts = torch.split(flat, max(1, nbytes // flat.element_size()))
         waiting = [self._segment(part, tag, segments) for tag, part in enumerate(parts)]
@@ -121,7 +122,7 @@ class Scheduled(AllReduce):
             flying = [segment for segment in flying if _advance(segment)]
 
     def _segment(self, part: Tensor, tag: int, segments: int) -> Iterator[None]:
-        """Runs the program on ``part``, and yields wherever messages are on their way."""
+        """Runs the program on ``part``, and yields whenever messages are under way."""
         program = self._program(part.numel(), segments)
         scratch = self._borrow(program.scratch, part)
         pending: Pending = []
@@ -135,7 +136,7 @@ class Scheduled(AllReduce):
         self._spare.append(scratch)
 
     def _post(
-        self, turn: Turn, places: list[Tensor], part: Tensor, pending: Pending, tag: int
+        self, turn: ProgramRound, places: list[Tensor], part: Tensor, pending: Pending, tag: int
     ) -> list[dist.Work]:
         receives = []
         for arrival, place in zip(turn.arrivals, places, strict=True):
@@ -151,7 +152,7 @@ class Scheduled(AllReduce):
         return received
 
     def _borrow(self, numel: int, like: Tensor) -> Tensor:
-        """Scratch memory, that of an earlier segment if that is large enough: fresh memory costs page faults."""
+        """Returns scratch memory, an earlier segment's if it is large enough: new memory costs page faults."""
         for index, spare in enumerate(self._spare):
             if spare.dtype == like.dtype and spare.device == like.device and spare.numel() >= numel:
                 return self._spare.pop(index)
@@ -170,17 +171,17 @@ class Scheduled(AllReduce):
         return program
 
 
-def _at(buffer: Tensor, where: Range) -> Tensor:
+def _at(buffer: Tensor, where: ElementRange) -> Tensor:
     return buffer[where.start : where.stop]
 
 
-def _places(turn: Turn, part: Tensor, scratch: Tensor) -> list[Tensor]:
-    """Where each arrival is received."""
+def _places(turn: ProgramRound, part: Tensor, scratch: Tensor) -> list[Tensor]:
+    """Returns the tensor into which each arrival is received: scratch memory or its final place."""
     return [_at(scratch, a.scratch) if a.scratch else _at(part, a.where) for a in turn.arrivals]
 
 
-def _apply(turn: Turn, places: list[Tensor], part: Tensor, pending: Pending) -> None:
-    """Adds or copies what arrived, in order, once nothing that it changes is still being sent."""
+def _apply(turn: ProgramRound, places: list[Tensor], part: Tensor, pending: Pending) -> None:
+    """Adds or copies the arrived data, in order. First waits for sends that still read the target ranges."""
     for arrival, place in zip(turn.arrivals, places, strict=True):
         if arrival.scratch is not None:
             _settle(pending, arrival.where)
@@ -191,20 +192,20 @@ def _apply(turn: Turn, places: list[Tensor], part: Tensor, pending: Pending) -> 
                 target.copy_(place)
 
 
-def _settle(pending: Pending, where: Range) -> None:
-    """Waits for the sends of what overlaps ``where``, and forgets them."""
+def _settle(pending: Pending, where: ElementRange) -> None:
+    """Waits for the pending sends that overlap ``where``, and removes them from ``pending``."""
     _wait_all([work for what, work in pending if what.overlaps(where)])
     pending[:] = [(what, work) for what, work in pending if not what.overlaps(where)]
 
 
 def _wait_all(works: list[dist.Work]) -> None:
-    """Each only once: to gloo, a second wait for a message is a wait for a second message."""
+    """Waits for each work. Each must be waited for once only: a second wait would wait for another message in gloo."""
     for work in works:
         work.wait()
 
 
 def _advance(segment: Iterator[None]) -> bool:
-    """Whether the segment goes on."""
+    """Moves the segment on by one round. Returns True if it is not finished."""
     try:
         next(segment)
     except StopIteration:

@@ -1,7 +1,7 @@
-"""Point-to-point messages between the ranks of a group, over a process group of their own.
+"""Point-to-point messages between the ranks of a group, over a separate process group.
 
-The group is of the same backend as the one it is for. It is separate so that the messages do not mix with the
-collectives that the program itself has under way, and so that their waits have a timeout of their own.
+The separate group has the same backend. It keeps the messages apart from collectives that the program has under way,
+and has its own timeout.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Message = tuple[int, Tensor]
 
 
 class Messages:
-    """Sends and receives between the ranks of ``group``; a wait ends with RuntimeError after the timeout.
+    """Sends and receives between the ranks of ``group``. All ranks of the group must build it together.
 
-    Messages between two ranks with one tag are received in the order in which they were sent.
+    Messages between two ranks with the same tag are received in the order in which they were sent. A wait raises
+    RuntimeError after the timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -32,7 +33,10 @@ class Messages:
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
     ) -> tuple[list[dist.Work], list[dist.Work]]:
-        """Starts to send and to receive: a work for each message, those of sends and those of receives."""
+        """Starts to send and to receive. Returns the works of the sends and those of the receives.
+
+        For CUDA tensors all works are among those of the receives.
+        """
         if any(tensor.is_cuda for _, tensor in (*sends, *receives)):
             return [], self._post_batch(sends, receives)
         assert self._group is not None
@@ -40,7 +44,7 @@ class Messages:
         return [self._group.send([tensor], rank, tag) for rank, tensor in sends], received
 
     def _post_batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
-        """All in one NCCL group call, where a send waits for no receive; on the current stream."""
+        """Posts all messages in one NCCL group call, in which no send waits for a receive; on the current stream."""
         operations = [
             dist.P2POp(kind, tensor, group=self._group, group_peer=rank)
             for kind, messages in ((dist.isend, sends), (dist.irecv, receives))
@@ -50,7 +54,7 @@ class Messages:
         return works
 
     def close(self) -> None:
-        """Gives the process group back; no message may be under way."""
+        """Destroys the process group. No message may be under way."""
         if self._group is not None:
             destroy(self._group)
             self._group = None

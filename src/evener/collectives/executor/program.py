@@ -1,8 +1,8 @@
-"""What one rank has to do for a schedule on a buffer of a given length, worked out once and used at every call.
+"""Compiles a schedule into a program: the steps of one rank for a buffer of a given length, reused in every call.
 
-A schedule speaks of chunks; messages are ranges of elements. For each round of a rank, the program holds the ranges to
-send, those to receive, and where an arriving range goes: straight to its place, or first to scratch memory if its
-place is being read by a send of the round, which sends the values from *before* it.
+A schedule names chunks; messages are ranges of elements. For each round of a rank, the program holds the ranges to send
+and to receive. An arriving range is received directly into its place, or first into scratch memory if it is added, or
+if the round still sends from that place: sends must read the values from *before* the round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from evener.collectives.schedules.schedule import RankRound, Schedule, Transfer
 
 
-class Range(NamedTuple):
+class ElementRange(NamedTuple):
     """Elements ``start`` to ``stop - 1`` of the buffer."""
 
     start: int
@@ -23,54 +23,54 @@ class Range(NamedTuple):
     def length(self) -> int:
         return self.stop - self.start
 
-    def overlaps(self, other: Range) -> bool:
+    def overlaps(self, other: ElementRange) -> bool:
         return self.start < other.stop and other.start < self.stop
 
 
 class Arrival(NamedTuple):
-    """A message to receive from ``peer`` and to apply to ``where``."""
+    """A message to receive from ``peer``, which is added to or copied into ``where``."""
 
     peer: int
-    where: Range
+    where: ElementRange
     reduce: bool
-    scratch: Range | None
-    """Where in scratch memory it waits to be applied; None if it may be received in its place."""
+    scratch: ElementRange | None
+    """The place in scratch memory where it is received; None if it is received directly into ``where``."""
 
 
-class Turn(NamedTuple):
-    """One round of one rank; idle ones too, so that all ranks have equally many."""
+class ProgramRound(NamedTuple):
+    """One round of one rank. Idle rounds are included, so that all ranks have the same number of rounds."""
 
-    sends: tuple[tuple[int, Range], ...]
-    """(peer, what)."""
+    sends: tuple[tuple[int, ElementRange], ...]
+    """(peer, range) of each send."""
     arrivals: tuple[Arrival, ...]
-    """In the order in which to apply them; from this rank itself where ``peer`` is the rank."""
+    """Arrivals in the order in which to apply them; one whose ``peer`` is the rank itself is a local copy."""
 
 
 class Program(NamedTuple):
-    """All that one rank does."""
+    """All rounds of one rank."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ProgramRound, ...]
     scratch: int
-    """Elements of scratch memory that the turn with the most needs."""
+    """Elements of scratch memory that are needed: the maximum over the rounds."""
 
 
 def compile_program(schedule: Schedule, rank: int, numel: int) -> Program:
-    """The program of ``rank`` for a buffer of ``numel`` elements; empty messages are left out on both sides."""
+    """Returns the program of ``rank`` for a buffer of ``numel`` elements. Empty messages are left out on both sides."""
     offsets = schedule.offsets(numel)
     turns = tuple(_turn(rank, rank_round, offsets) for rank_round in schedule.for_rank(rank))
     return Program(turns, max(map(_scratch_needed, turns), default=0))
 
 
-def _scratch_needed(turn: Turn) -> int:
+def _scratch_needed(turn: ProgramRound) -> int:
     return sum(arrival.scratch.length for arrival in turn.arrivals if arrival.scratch)
 
 
-def _ranges(transfers: Iterable[Transfer], offsets: Sequence[int]) -> list[tuple[Transfer, Range]]:
-    ranges = [(t, Range(offsets[t.start], offsets[t.stop])) for t in transfers]
+def _ranges(transfers: Iterable[Transfer], offsets: Sequence[int]) -> list[tuple[Transfer, ElementRange]]:
+    ranges = [(t, ElementRange(offsets[t.start], offsets[t.stop])) for t in transfers]
     return [(transfer, where) for transfer, where in ranges if where.length]
 
 
-def _turn(rank: int, rank_round: RankRound, offsets: Sequence[int]) -> Turn:
+def _turn(rank: int, rank_round: RankRound, offsets: Sequence[int]) -> ProgramRound:
     sends = [(transfer.dst, what) for transfer, what in _ranges(rank_round.sends, offsets)]
     receives = _ranges(rank_round.receives, offsets)
     sent = [what for _, what in sends] + [what for transfer, what in receives if transfer.src == rank]
@@ -78,11 +78,11 @@ def _turn(rank: int, rank_round: RankRound, offsets: Sequence[int]) -> Turn:
     for index, (transfer, where) in enumerate(receives):
         others = [other for i, (_, other) in enumerate(receives) if i != index]
         in_place = not transfer.reduce and transfer.src != rank and not _touches(where, sent + others)
-        scratch = None if in_place else Range(used, used + where.length)
+        scratch = None if in_place else ElementRange(used, used + where.length)
         used += where.length if scratch else 0
         arrivals.append(Arrival(transfer.src, where, transfer.reduce, scratch))
-    return Turn(tuple(sends), tuple(arrivals))
+    return ProgramRound(tuple(sends), tuple(arrivals))
 
 
-def _touches(where: Range, others: Iterable[Range]) -> bool:
+def _touches(where: ElementRange, others: Iterable[ElementRange]) -> bool:
     return any(where.overlaps(other) for other in others)

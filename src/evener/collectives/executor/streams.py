@@ -1,4 +1,4 @@
-"""Streams beside those of the callers."""
+"""CUDA streams for work beside the caller's streams."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch import Tensor
 
 
 class Streams:
-    """One of its own for each GPU."""
+    """Holds one stream for each GPU."""
 
     def __init__(self) -> None:
         self._made: dict[torch.device, torch.cuda.Stream] = {}
 
     def behind(self, tensor: Tensor) -> torch.cuda.Stream:
-        """That of the tensor's device; it begins when the current one has come this far, and may use the tensor."""
+        """Returns the stream of the tensor's device, after it was made to wait for the current stream and the tensor
+        was recorded on it."""
         device = tensor.device
         if device not in self._made:
             self._made[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

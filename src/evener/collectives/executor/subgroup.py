@@ -1,9 +1,9 @@
-"""A process group of some ranks of another, made by the ranks of that other alone.
+"""Creates a subgroup of a process group, with only the ranks of that group taking part.
 
-``dist.new_group`` wants to be called by every rank of the world, or else (``use_local_synchronization``) names the
-group after its ranks and the number of groups that each of them has: a rank that has made one more, as a leader does,
-waits for the others under another name, and a group that was destroyed and is made again meets the addresses of the
-first in the store. Here the first member draws a name that nobody has had.
+``dist.new_group`` must be called by every rank of the world. With ``use_local_synchronization`` this is not so, but
+then the group's name consists of its ranks and the number of groups that each of them has. A rank with one more group,
+such as a leader, would wait under another name; and a group that is created again after it was destroyed would find the
+old addresses in the store. Here the first member draws a random, unused name instead.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from evener.distributed.hosts import all_gather
-from evener.torch_internals.named_group import named_group
+from evener.torch_internals.process_groups import named_group
 
 
 def subgroup(
     parent: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A group of the ``members`` (ranks in ``parent``, ascending); None on a rank of no member.
+    """Creates a process group of ``members`` (ranks in ``parent``, ascending). Returns None on ranks that are no
+    members.
 
-    Its ``backend`` is that of ``parent`` if None.
-
-    A collective call of the ranks of ``parent``, which may name different members if those do not overlap.
+    All ranks of ``parent`` must call this together. They may pass different members, if these sets do not overlap.
+    ``backend`` None takes that of ``parent``.
     """
     token = all_gather(secrets.token_hex(8), parent)[members[0]]
     world = dist.get_process_group_ranks(parent)
@@ -35,5 +35,5 @@ def subgroup(
     made = named_group(f"evener_{token}", ranks, backend, timeout) if is_member else None
     all_gather(
         None, parent
-    )  # who gives its group back at once would break off those that still connect to it
+    )  # a rank that destroyed its group at once would disconnect ranks that still connect to it
     return made

@@ -1,7 +1,7 @@
-"""A thread that carries out all-reduces one after the other, while the caller goes on.
+"""A thread that runs all-reduces one after the other, while the caller goes on.
 
-Backward runs in C++ and leaves Python's lock alone for most of its time, so a thread of Python beside it gets on with
-the messages of one bucket while the next is being computed.
+Backward runs in C++ and does not hold Python's global lock most of the time. So a Python thread can send the messages
+of one bucket while backward computes the next.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.futures import Future
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for what was submitted. What is left then waits for a rank that is gone."""
+"""How long ``close`` waits for submitted tasks. A task that is still not done waits for a rank that is gone."""
 
 _Task = tuple[Callable[[], Tensor], "Future[Tensor]"]
 
 
 class Worker:
-    """Runs what is submitted in order; its thread starts with the first task and ends with ``close``.
+    """Runs submitted tasks in order. The thread starts with the first task and ends with ``close``.
 
     Args:
-        name: Of the thread.
-        close_seconds: How long `close` waits for the thread.
+        name: The name of the thread.
+        close_seconds: How long ``close`` waits for the thread.
     """
 
     def __init__(self, name: str, close_seconds: float = CLOSE_SECONDS) -> None:
@@ -35,7 +35,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Tensor]) -> Future[Tensor]:
-        """A future of what ``task`` returns, or of the exception that it raises."""
+        """Queues ``task``. Returns a future of its result, or of the exception that it raises."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -44,9 +44,9 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """Ends the thread when it has done what was submitted.
+        """Ends the thread after it has finished the submitted tasks.
 
-        One that still waits for another rank after ``close_seconds`` is left to itself, with a warning: it does not
+        A thread that still waits for another rank after ``close_seconds`` is left running, with a warning. It does not
         keep the process alive.
         """
         thread, self._thread = self._thread, None

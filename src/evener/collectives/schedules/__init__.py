@@ -1,1 +1,1 @@
-"""All-reduces as data, and what can be done with one without a tensor: validate it, draw it."""
+"""All-reduce algorithms as data (schedules), with functions that validate and draw them without tensors."""

@@ -1,4 +1,4 @@
-"""The all-reduce algorithms by name: a new one is a new file and an entry here."""
+"""Registry of the all-reduce algorithms by name. To add one, write a file and an entry here."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def usable_on(topology: Topology) -> tuple[str, ...]:
-    """The names of the algorithms that can run over so many ranks."""
+    """Returns the names of the algorithms that can run on this number of ranks."""
     return tuple(name for name in ALGORITHMS if name != "direct" or topology.world_size <= MOST_RANKS)

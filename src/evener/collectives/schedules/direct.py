@@ -1,9 +1,8 @@
-"""Direct all-reduce: everyone sends all of it to everyone, once.
+"""Direct all-reduce: every rank sends its whole buffer to every other rank, once.
 
-One latency, but every rank receives and adds ``world_size - 1`` whole buffers: for messages so small that
-only the latency counts. All ranks must end with the same bits, so each adds the contributions in the order of
-the ranks; its own comes to its place as a transfer to itself. On three ranks (``0>1+``: chunk 0 goes to rank
-1 and is added there)::
+It takes one latency, but every rank receives and adds ``world_size - 1`` whole buffers. So it suits messages so
+small that only the latency counts. For the same bits on all ranks, each rank adds the contributions in the order of
+the ranks; its own is a transfer to itself. On three ranks (``0>1+``: chunk 0 goes to rank 1 and is added there)::
 
     round   rank 0        rank 1           rank 2
         0   0>0 0>1 0>2   0>0+ 0>1+ 0>2+   0>0+ 0>1+ 0>2+
@@ -16,11 +15,11 @@ import numpy as np
 from evener.collectives.schedules.schedule import Round, Schedule, Stretch, Topology
 
 MOST_RANKS = 1024
-"""More would not fit in memory as one round; far below, direct all-reduce has ceased to be fast."""
+"""With more ranks, the round would not fit in memory. Direct all-reduce is slow at far fewer ranks already."""
 
 
 def direct(topology: Topology, segments: int = 1) -> Schedule:
-    """One round of ``world_size ** 2`` transfers.
+    """Returns a schedule of one round with ``world_size ** 2`` transfers. Ignores ``segments``.
 
     Raises:
         ValueError: If there are more than ``MOST_RANKS`` ranks.
@@ -32,7 +31,9 @@ def direct(topology: Topology, segments: int = 1) -> Schedule:
         )
     bounds = np.arange(2.0)
     if topology.world_size == 1:
-        return Schedule.of(topology, bounds, ())
+        return Schedule.from_stretches(topology, bounds, ())
     ranks = np.arange(topology.world_size)
     src, dst = ranks[:, None], ranks[None, :]
-    return Schedule.of(topology, bounds, [Stretch.once(Round.of(src, dst, 0, 1, reduce=src > 0))])
+    return Schedule.from_stretches(
+        topology, bounds, [Stretch.once(Round.from_columns(src, dst, 0, 1, reduce=src > 0))]
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from evener.collectives.schedules.schedule import RankRound, Schedule, Transfer
+from evener.core.drawing import WHITE, svg_page
 
 _COLUMN, _ROW, _MARGIN = 110, 64, 48
 _COLORS = {"add": "#d95f02", "copy": "#1f6fb4"}
@@ -46,16 +47,9 @@ def draw_svg(schedule: Schedule) -> str:
     width = 2 * _MARGIN + _COLUMN * (schedule.topology.world_size - 1)
     height = 2 * _MARGIN + _ROW * len(rounds)
     arrows = [line for y, round_ in enumerate(rounds) for t in round_ for line in _arrow(y, t)]
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="sans-serif" font-size="12" text-anchor="middle">',
-        *(_tip(name, color) for name, color in _COLORS.items()),
-        '<rect width="100%" height="100%" fill="white"/>',
-        *_frame(schedule, height),
-        *arrows,
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    tips = (_tip(name, color) for name, color in _COLORS.items())
+    shapes = (*tips, WHITE, *_frame(schedule, height), *arrows)
+    return svg_page(width, height, shapes, 'font-size="12" text-anchor="middle"')
 
 
 def _tip(name: str, color: str) -> str:

@@ -1,10 +1,10 @@
-"""Recursive halving and doubling: as few bytes as a ring in a logarithmic number of rounds.
+"""Recursive halving and doubling: as few bytes as a ring, in a logarithmic number of rounds.
 
-Ranks exchange halves of the buffer, then halves of those halves, each with a partner twice as far away, until
-every rank holds one slice of the sum; then the same exchanges in reverse hand the slices on. Near partners
-exchange the large halves. That needs a power of two. Of any other number of ranks, as many pairs as there are
-ranks too many fold into one rank each before, and unfold after, which costs two more rounds of the whole
-buffer. On five ranks (``0-1>1+``: chunks 0 and 1 go to rank 1 and are added there)::
+Ranks exchange halves of the buffer, then halves of those halves, each time with a partner twice as far away, until
+every rank holds one slice of the sum. Then the same exchanges in reverse distribute the slices. Near partners
+exchange the large halves. This needs a power of two ranks. If there are k ranks too many, k pairs of ranks fold
+into one rank each at the beginning, and unfold at the end. That costs two more rounds with the whole buffer. On
+five ranks (``0-1>1+``: chunks 0 and 1 go to rank 1 and are added there)::
 
     round   rank 0   rank 1   rank 2   rank 3   rank 4
         0   0-3>1+
@@ -28,32 +28,33 @@ from evener.collectives.schedules.schedule import Ints, Round, Schedule, Stretch
 
 
 def halving(topology: Topology, segments: int = 1) -> Schedule:
-    """Fold to a power of two, halve, double, unfold."""
+    """Returns the schedule: fold to a power of two, halve, double, unfold. Ignores ``segments``."""
     size = 1 << (topology.world_size.bit_length() - 1)
     pairs = topology.world_size - size
     spare, partner = topology.order[0 : 2 * pairs : 2], topology.order[1 : 2 * pairs : 2]
     rounds = list(_halve_and_double(np.concatenate([partner, topology.order[2 * pairs :]])))
     if pairs:
-        rounds.insert(0, Round.of(spare, partner, 0, size, reduce=True))
-        rounds.append(Round.of(partner, spare, 0, size, reduce=False))
-    return Schedule.of(topology, np.arange(size + 1) / size, map(Stretch.once, rounds))
+        rounds.insert(0, Round.from_columns(spare, partner, 0, size, reduce=True))
+        rounds.append(Round.from_columns(partner, spare, 0, size, reduce=False))
+    return Schedule.from_stretches(topology, np.arange(size + 1) / size, map(Stretch.once, rounds))
 
 
 def _halve_and_double(ranks: Ints) -> Iterator[Round]:
-    """All-reduce over a power of two of ``ranks``; ``holder[i]`` is left with chunk ``i`` by the halving."""
+    """Yields the rounds of an all-reduce over a power of two of ``ranks``. Halving leaves ``holder[i]`` with chunk
+    ``i``."""
     position = np.arange(len(ranks))
     holder = ranks[_bits_reversed(len(ranks))]
     widths = [1 << bit for bit in range(len(ranks).bit_length() - 1)]
     for width in reversed(widths):
         theirs = (position ^ width) & -width
-        yield Round.of(holder, holder[position ^ width], theirs, theirs + width, reduce=True)
+        yield Round.from_columns(holder, holder[position ^ width], theirs, theirs + width, reduce=True)
     for width in widths:
         own = position & -width
-        yield Round.of(holder, holder[position ^ width], own, own + width, reduce=False)
+        yield Round.from_columns(holder, holder[position ^ width], own, own + width, reduce=False)
 
 
 def _bits_reversed(size: int) -> Ints:
-    """The numbers below a power of two with their bits reversed: chunks far apart belong to near ranks."""
+    """Returns the numbers below ``size``, a power of two, with their bits reversed: near ranks get distant chunks."""
     order = np.zeros(1, dtype=np.int64)
     while len(order) < size:
         order = np.concatenate([2 * order, 2 * order + 1])

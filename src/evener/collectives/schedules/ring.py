@@ -1,8 +1,8 @@
-"""Ring all-reduce: the least that every link can carry, in a number of rounds that grows with the ranks.
+"""Ring all-reduce: the minimum of bytes on every link, in a number of rounds that grows with the number of ranks.
 
-Each rank passes a slice of the buffer to the next rank. In the first lap what arrives is added, until every
-rank holds one slice of the sum; in the second it is copied, until every rank holds all. On three ranks
-(``0>1+``: chunk 0 goes to rank 1 and is added there)::
+Each rank passes a slice of the buffer to the next rank. In the first lap a rank adds the arriving slice, until
+every rank holds one slice of the sum. In the second lap it copies the slice, until every rank holds all slices. On
+three ranks (``0>1+``: chunk 0 goes to rank 1 and is added there)::
 
     round   rank 0   rank 1   rank 2
         0   0>1+     1>2+     2>0+
@@ -24,20 +24,23 @@ from evener.collectives.schedules.schedule import Bools, Floats, Ints, Round, Sc
 
 
 def ring(topology: Topology, segments: int = 1) -> Schedule:
-    """The ring through all ranks, host by host, so that it enters and leaves each host once."""
+    """Returns the schedule of a ring through all ranks, host by host: it enters and leaves each host once.
+
+    Ignores ``segments``.
+    """
     bounds = np.arange(topology.world_size + 1) / topology.world_size
     rings = Rings([topology.order.tolist()], bounds)
-    return Schedule.of(topology, bounds, (*rings.reduce_scatter(), *rings.all_gather()))
+    return Schedule.from_stretches(topology, bounds, (*rings.reduce_scatter(), *rings.all_gather()))
 
 
 class Rings:
-    """Rings of unequal sizes side by side, each of which divides the whole buffer equally among its ranks.
+    """Several rings of unequal sizes that run in parallel. Each divides the whole buffer equally among its ranks.
 
     Args:
         groups: The ranks of each ring.
         cuts: Fractions of the buffer, ascending; ``k / size`` is among them for every ring and
             ``0 <= k <= size``.
-        parts: How many chunks lie between one cut and the next.
+        parts: Number of chunks between one cut and the next.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], cuts: Floats, parts: int = 1) -> None:
@@ -49,15 +52,15 @@ class Rings:
         self.cuts, self.parts = cuts, parts
 
     def reduce_scatter(self) -> Iterator[Stretch]:
-        """Leaves the rank at place ``i`` of a ring with slice ``i + 1`` of its sum."""
+        """Yields the first lap. It leaves the rank at place ``i`` of a ring with slice ``i + 1`` of the sum."""
         return self._lap(first_slice=self.place, reduce=True)
 
     def all_gather(self) -> Iterator[Stretch]:
-        """Hands on the slices that :meth:`reduce_scatter` left."""
+        """Yields the second lap, which distributes the slices that :meth:`reduce_scatter` left."""
         return self._lap(first_slice=self.place + 1, reduce=False)
 
     def slice_at(self, place: Ints, size: Ints) -> tuple[Ints, Ints]:
-        """First chunk of slice number ``place`` in a ring of ``size``, and the chunk behind its last."""
+        """Returns the first chunk of slice number ``place`` in a ring of ``size``, and the chunk after its last."""
         place = place % size
         return self._chunk(place / size), self._chunk((place + 1) / size)
 
@@ -65,7 +68,7 @@ class Rings:
         return np.searchsorted(self.cuts, fraction).astype(np.int64) * self.parts
 
     def _lap(self, first_slice: Ints, reduce: bool) -> Iterator[Stretch]:
-        """A ring of g ranks takes g - 1 rounds; when the small ones are done, the larger ones go on."""
+        """Yields one lap. A ring of g ranks takes g - 1 rounds; larger rings go on when smaller ones are done."""
         done = 0
         for rounds in sorted(set((self.size - 1).tolist()) - {0}):
             yield Stretch(
@@ -75,4 +78,4 @@ class Rings:
 
     def _pass_on(self, first_slice: Ints, active: Bools, reduce: bool, index: int) -> Round:
         start, stop = self.slice_at((first_slice - index)[active], self.size[active])
-        return Round.of(self.rank[active], self.following[active], start, stop, reduce)
+        return Round.from_columns(self.rank[active], self.following[active], start, stop, reduce)

@@ -1,17 +1,16 @@
-"""An all-reduce as data: which rank sends which part of the buffer to whom, round after round.
+"""Schedule: an all-reduce as data. It says which rank sends which part of the buffer to which rank in each round.
 
-Written as data, one algorithm can be validated, simulated for 65,536 ranks, drawn and executed by four
-functions that know nothing of each other and nothing of the algorithm.
+An algorithm in this form can be validated, simulated for 65,536 ranks, drawn and executed, by four functions that
+are independent of each other and of the algorithm.
 
-**What a round means.** The buffer is cut into chunks. Every transfer of a round reads the value that its
-source held *before* the round; what arrives is applied afterwards, in the order in which the round lists it.
-So a rank may send a chunk and receive it in the same round, two ranks may add to one chunk of a third, and
-the order of addition (hence every bit of the result) is part of the data. A transfer from a rank to itself
-moves nothing over any link.
+**Meaning of a round.** The buffer is cut into chunks. Every transfer of a round reads the value that its source
+held *before* the round. Arriving data is applied afterwards, in the order in which the round lists it. So a rank may
+send a chunk and receive it in the same round, two ranks may add to one chunk of a third, and the order of addition
+(and so every bit of the result) is part of the data. A transfer from a rank to itself uses no link.
 
-**Why rounds come in stretches.** A ring of 65,536 ranks has 131,070 rounds of 65,536 transfers, 8.6e9 in all,
-but only two kinds of them: a :class:`Stretch` is a number of rounds that load every link alike and differ
-only in the chunks they move. A round is made when it is asked for, as columns of numbers.
+**Reason for stretches.** A ring of 65,536 ranks has 131,070 rounds of 65,536 transfers, 8.6e9 in all, but only two
+kinds of rounds. A :class:`Stretch` is a number of rounds that load every link alike and differ only in the chunks
+that they move. Rounds are created on demand, as columns of numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks share a host; hosts may be of unequal size.
+    """The ranks of each host. Hosts may be of unequal size.
 
     Raises:
         ValueError: If a host is empty, or the ranks are not 0 to ``world_size - 1``, each once.
@@ -47,12 +46,12 @@ class Topology:
 
     @classmethod
     def flat(cls, world_size: int) -> Topology:
-        """One host that holds all ranks."""
+        """Returns a topology of one host that holds all ranks."""
         return cls((tuple(range(world_size)),))
 
     @classmethod
     def of_hosts(cls, sizes: Sequence[int]) -> Topology:
-        """Hosts with this many ranks each: ``of_hosts([2, 3])`` puts ranks 0 1 on one, 2 3 4 on another."""
+        """Returns hosts of the given sizes: ``of_hosts([2, 3])`` has ranks 0 1 on one host, 2 3 4 on another."""
         ends = np.cumsum(sizes).tolist()
         return cls(tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)))
 
@@ -62,7 +61,7 @@ class Topology:
 
     @cached_property
     def order(self) -> Ints:
-        """All ranks host by host, shape [world_size]: neighbors in it share a host wherever they can."""
+        """All ranks, host by host, shape [world_size]."""
         return np.concatenate([np.asarray(host, dtype=np.int64) for host in self.hosts])
 
     @cached_property
@@ -84,7 +83,7 @@ class Topology:
 
 
 class Transfer(NamedTuple):
-    """Chunks ``start`` to ``stop - 1`` of ``src``: ``dst`` adds them to its own if ``reduce``, or copies."""
+    """Sends chunks ``start`` to ``stop - 1`` from ``src`` to ``dst``, which adds them if ``reduce``, else copies."""
 
     src: int
     dst: int
@@ -95,7 +94,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Transfers that happen at once, as columns of equal length."""
+    """Transfers that happen at the same time, as columns of equal length."""
 
     src: Ints
     dst: Ints
@@ -104,7 +103,7 @@ class Round:
     reduce: Bools
 
     @classmethod
-    def of(
+    def from_columns(
         cls,
         src: npt.ArrayLike,
         dst: npt.ArrayLike,
@@ -112,14 +111,14 @@ class Round:
         stop: npt.ArrayLike,
         reduce: npt.ArrayLike,
     ) -> Round:
-        """A round of columns of any shapes that broadcast, listed in row-major order."""
+        """Returns a round of columns of shapes that broadcast; transfers are listed in row-major order."""
         wide = np.broadcast_arrays(src, dst, start, stop, reduce)
         numbers = [column.ravel().astype(np.int64) for column in wide[:4]]
         return cls(numbers[0], numbers[1], numbers[2], numbers[3], wide[4].ravel().astype(np.bool_))
 
     @classmethod
     def together(cls, rounds: Sequence[Round]) -> Round:
-        """The transfers of several rounds in one, in order."""
+        """Joins several rounds into one with all their transfers, in order."""
         columns = ("src", "dst", "start", "stop", "reduce")
         return cls(*(np.concatenate([getattr(part, name) for part in rounds]) for name in columns))
 
@@ -133,11 +132,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Stretch:
-    """``times`` rounds after each other that send the same numbers of bytes between the same ranks."""
+    """A sequence of ``times`` rounds that send the same numbers of bytes between the same ranks."""
 
     times: int
     round_at: Callable[[int], Round]
-    """Round number ``index`` of the stretch, ``0 <= index < times``."""
+    """Returns round number ``index`` of the stretch, ``0 <= index < times``."""
 
     @classmethod
     def once(cls, round_: Round) -> Stretch:
@@ -145,12 +144,12 @@ class Stretch:
 
 
 class RankRound(NamedTuple):
-    """What one rank does in a round."""
+    """The transfers of one rank in a round."""
 
     sends: tuple[Transfer, ...]
-    """To others; those to the same rank in the order in which it lists them too."""
+    """Transfers to other ranks. Those to the same rank are in the order in which that rank lists its receives."""
     receives: tuple[Transfer, ...]
-    """In the order to apply them. One with ``src == dst`` is local; it too reads from before the round."""
+    """Transfers in the order in which to apply them. ``src == dst`` is a local one, of the value before the round."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +158,11 @@ class Schedule:
 
     topology: Topology
     bounds: Floats
-    """Where chunks begin and end as fractions of the buffer, from 0 to 1, shape [chunks + 1]."""
+    """Bounds of the chunks as fractions of the buffer, from 0 to 1, shape [chunks + 1]."""
     stretches: tuple[Stretch, ...]
 
     @classmethod
-    def of(cls, topology: Topology, bounds: Floats, stretches: Iterable[Stretch]) -> Schedule:
+    def from_stretches(cls, topology: Topology, bounds: Floats, stretches: Iterable[Stretch]) -> Schedule:
         return cls(topology, bounds, tuple(stretches))
 
     @property
@@ -171,18 +170,18 @@ class Schedule:
         return len(self.bounds) - 1
 
     def offsets(self, numel: int) -> list[int]:
-        """Where chunks begin and end in a buffer of ``numel`` elements, the same on every rank.
+        """Returns the bounds of the chunks in a buffer of ``numel`` elements, the same on every rank.
 
-        A chunk is empty where there are fewer elements than chunks.
+        Some chunks are empty if there are fewer elements than chunks.
         """
         return [int(offset) for offset in np.floor(self.bounds * numel)]
 
     def rounds(self) -> Iterator[Round]:
-        """Every round in full. On many ranks these are many: what only costs needs ``stretches``."""
+        """Yields every round. With many ranks these are very many: to compute costs only, use ``stretches``."""
         return (stretch.round_at(index) for stretch in self.stretches for index in range(stretch.times))
 
     def for_rank(self, rank: int) -> list[RankRound]:
-        """The rounds as one rank sees them, idle ones included."""
+        """Returns the rounds of one rank, including idle ones."""
         return [_seen_by(rank, round_) for round_ in self.rounds()]
 
 
@@ -196,13 +195,13 @@ def _seen_by(rank: int, round_: Round) -> RankRound:
 
 
 class Algorithm(Protocol):
-    """Makes the schedule of an all-reduce: no tensors, no groups."""
+    """Makes the schedule of an all-reduce, without tensors or process groups."""
 
     def __call__(self, topology: Topology, segments: int = 1) -> Schedule:
-        """The schedule over all ranks of ``topology``.
+        """Returns the schedule over all ranks of ``topology``.
 
         Args:
             topology: The ranks and their hosts.
-            segments: Into how many parts a pipeline cuts what flows through it, at least 1. More of them keep
-                more links busy and pay more latencies; an algorithm that is no pipeline ignores it.
+            segments: Number of parts into which a pipelined algorithm cuts its data, at least 1. More segments keep
+                more links busy and pay more latencies. Other algorithms ignore it.
         """

@@ -1,10 +1,10 @@
 """Double binary tree: a logarithmic number of rounds at the full bandwidth of every rank.
 
-In one binary tree half the ranks are leaves, which receive little and forward nothing. So half of the buffer
-goes up and down one tree, half a second one in which a rank that was inner is a leaf: no rank is inner in
-both. Each half is cut into ``segments`` that follow each other through a pipeline: up from the deepest level
-to the root, then down again. The first tree numbers its ranks from left to right; the second is the first,
-moved on by one rank::
+In one binary tree half of the ranks are leaves, which receive little and forward nothing. So half of the buffer
+goes up and down one tree, and the other half a second tree, in which the inner ranks of the first are leaves: no
+rank is inner in both. Each half is cut into ``segments`` that follow each other through a pipeline: up from the
+deepest level to the root, then down again. The first tree numbers its ranks from left to right; the second is the
+first, moved on by one rank::
 
               3                      4
           1       5              2       0
@@ -19,7 +19,7 @@ moved on by one rank::
 (``0>1+``: chunk 0 goes to rank 1 and is added there; chunk 0 is the half of the first tree.)
 
 Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
-Computing 35(12), 2009. There a rank sends one message a round; here those of both its children leave at once.
+Computing 35(12), 2009. There a rank sends one message per round; here it sends to both children at the same time.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from evener.collectives.schedules.schedule import Ints, Round, Schedule, Stretch
 
 
 def double_tree(topology: Topology, segments: int = 1) -> Schedule:
-    """Two trees over all ranks, host by host; ``2 * depth + segments - 1`` rounds."""
+    """Returns the schedule of two trees over all ranks, host by host: ``2 * depth + segments - 1`` rounds."""
     stretches = trees(topology.order[:, None], segments)
     chunks = 2 * segments if topology.world_size > 1 else 1
-    return Schedule.of(topology, np.arange(chunks + 1) / chunks, stretches)
+    return Schedule.from_stretches(topology, np.arange(chunks + 1) / chunks, stretches)
 
 
 def trees(members: Ints, segments: int) -> Iterator[Stretch]:
-    """All-reduces over two trees each, side by side.
+    """Yields parallel all-reduces, each over two trees.
 
     Args:
         members: Shape [size, pieces]. Column ``i`` holds the ranks that all-reduce piece ``i`` of the buffer,
             whose chunks are ``2 * segments * i`` and on, those of its first tree before those of its second.
-        segments: How many parts of each half of a piece follow each other.
+        segments: Number of parts into which each half of a piece is cut.
 
     Raises:
         ValueError: If ``segments`` is below 1.
@@ -61,16 +61,17 @@ def trees(members: Ints, segments: int) -> Iterator[Stretch]:
         children = np.flatnonzero(level == depth)
         lower, upper = _both_trees(members, children), _both_trees(members, above[children])
         chunk = np.concatenate([first_chunk + tree * segments + 0 * children[:, None] for tree in (0, 1)])
-        up.append(Round.of(lower, upper, chunk, chunk + 1, reduce=True))
-        down.append(Round.of(upper, lower, chunk, chunk + 1, reduce=False))
+        up.append(Round.from_columns(lower, upper, chunk, chunk + 1, reduce=True))
+        down.append(Round.from_columns(upper, lower, chunk, chunk + 1, reduce=False))
     return pipeline(up + down[::-1], segments)
 
 
 def parents(size: int) -> Ints:
-    """The parent of each position in a binary tree numbered from left to right; -1 for the root.
+    """Returns the parent of each position in a binary tree numbered from left to right; -1 for the root.
 
-    Counted from 1, a position with h trailing zero bits stands h levels above the lowest, where the odd ones
-    are; a parent that lies beyond the end is passed over. Even positions (from 0) are always leaves.
+    Counted from 1, a position with h trailing zero bits is h levels above the lowest level, which has the odd
+    positions. If a parent lies beyond the end, its own parent takes its place. Even positions (from 0) are always
+    leaves.
     """
     label = np.arange(1, size + 1)
     root = 1 << (size.bit_length() - 1)
@@ -82,10 +83,10 @@ def parents(size: int) -> Ints:
 
 
 def pipeline(stages: Sequence[Round], segments: int) -> Iterator[Stretch]:
-    """Segments follow each other through the stages: in round ``r`` stage ``j`` moves segment ``r - j``.
+    """Yields a pipeline: in round ``r``, stage ``j`` moves segment ``r - j``.
 
-    ``stages`` as given move segment 0; segment ``s`` is ``s`` chunks further. While all stages are busy the
-    rounds are alike.
+    ``stages`` as given move segment 0; the chunk numbers of segment ``s`` are larger by ``s``. The rounds in which
+    all stages are busy are alike and form one stretch.
     """
     round_ = 0
     while stages and round_ < len(stages) + segments - 1:
@@ -104,7 +105,7 @@ def _busy_stages(stages: Sequence[Round], segments: int, first: int, index: int)
 
 
 def _both_trees(members: Ints, positions: Ints) -> Ints:
-    """Who stands at these positions of the first tree and of the second, shape [2 * positions, pieces]."""
+    """Returns the ranks at these positions of the first and of the second tree, shape [2 * positions, pieces]."""
     standing: Ints = members[np.concatenate([positions, (positions + 1) % len(members)])]
     return standing
 
@@ -116,7 +117,7 @@ def _above(label: Ints) -> Ints:
 
 
 def _levels(above: Ints) -> Ints:
-    """The depth of each position, 0 at the root."""
+    """Returns the depth of each position, 0 at the root."""
     level = np.zeros(len(above), dtype=np.int64)
     ancestor = above
     while (inside := ancestor >= 0).any():

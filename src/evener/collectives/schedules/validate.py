@@ -1,7 +1,7 @@
-"""Proof that a schedule is an all-reduce, without numbers: every value is the expression that made it.
+"""Proves that a schedule is an all-reduce, by running it symbolically: each value is the expression that made it.
 
-Sums are checked as expressions and not as sets of ranks, because floating-point addition is not associative:
-ranks hold the same bits only if they added in the same order.
+It compares sums as expressions and not as sets of ranks, because floating-point addition is not associative: ranks
+hold the same bits only if they added in the same order.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from evener.collectives.schedules.schedule import Floats, Ints, Round, Schedule,
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks all of a schedule; the time grows with the transfers of all rounds times the chunks they move.
+    """Checks a whole schedule. The time grows with the number of transfers times the chunks that they move.
 
     Raises:
-        ValueError: If a transfer names a rank or chunk that does not exist; a round loses what another of its
-            transfers brought; a rank adds a contribution twice; the rounds of a stretch do not move the same
-            bytes; or at the end a rank lacks a contribution or has added in another order than rank 0. It
-            names the round, rank and chunk.
+        ValueError: If a transfer names a rank or chunk that does not exist; a transfer overwrites a chunk that
+            another transfer of the round has written; a rank adds a contribution twice; the rounds of a stretch do
+            not move the same bytes; or at the end a rank lacks a contribution or has added in another order than
+            rank 0. It names the round, rank and chunk.
     """
     _Replay(schedule).run()
 
 
 class _Replay:
-    """A value is a number, the same for equal expressions; ``ranks[value]`` has a bit for each rank in it."""
+    """Runs a schedule symbolically. Equal expressions have the same number; ``ranks[number]`` has a bit for each
+    rank whose contribution is in it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -115,6 +116,6 @@ def _check_alike(stretch: Stretch, bounds: Floats) -> None:
 
 
 def _load(round_: Round, bounds: Floats) -> tuple[Ints, Floats]:
-    """Who sends to whom, and what part of the buffer."""
+    """Returns the sources, destinations and kinds of the transfers, and the fraction of the buffer that each moves."""
     pairs = np.stack([round_.src, round_.dst, round_.reduce.astype(np.int64)])
     return pairs, bounds[round_.stop] - bounds[round_.start]

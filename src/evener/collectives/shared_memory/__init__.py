@@ -1,1 +1,1 @@
-"""All-reduces through memory that the ranks of a host share."""
+"""All-reduce, reduce-scatter and all-gather through memory that the ranks of a host share."""

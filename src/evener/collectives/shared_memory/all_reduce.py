@@ -1,9 +1,9 @@
-"""All-reduce between CPU ranks of one host, through memory that they share.
+"""All-reduce between CPU ranks of one host, through shared memory.
 
-Gloo moves the bytes of ranks of one machine through TCP sockets: each crosses the kernel twice. Here each
-rank has a ring of a few slots that stay in its cache; a message is cut into chunks of a slot, and each
-chunk goes through three stages, which a rank works on for three successive chunks in turn (a software
-pipeline, so that what a rank waits for was mostly done a moment ago)::
+Gloo moves bytes between ranks of one machine through TCP sockets, and each byte crosses the kernel twice. Here each
+rank has a ring of a few slots that stay in its cache. A tensor is cut into chunks of the size of a slot, and each
+chunk goes through three stages. In each turn a rank works on three successive chunks, one in each stage. Because of
+this pipeline, other ranks have mostly finished a stage before a rank waits for it::
 
     rank r, chunk c, slot c mod S                      what it says when done
     ------------------------------------------------   ----------------------
@@ -16,11 +16,11 @@ pipeline, so that what a rank waits for was mostly done a moment ago)::
     reduce            c0    c1    c2    c3
     copy out                c0    c1    c2
 
-A slot is written again once all others have left the chunk that it held. A small message needs one stage
-less: every rank copies all of it in and adds up all ranks' slots by itself.
+A slot is written again once all other ranks have left the chunk that it held. A small tensor needs one stage less:
+every rank copies all of it in and adds up all ranks' slots by itself.
 
-*The same bits on all ranks*: an element is added up by one rank, or by every rank from the same slots,
-always in the order of ranks 0, 1, 2, ...; float16 and bfloat16 are added in float32 and rounded once.
+*The same bits on all ranks*: one rank adds up an element, or every rank adds it from the same slots, always in the
+order of ranks 0, 1, 2, ... float16 and bfloat16 are added in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError, EvenerError, RankError
 
 _SLOTS = 4
-_SLICE_NBYTES = 256 * 1024  # of a slot, for each rank: slices of all ranks stay in a core's cache
+_SLICE_NBYTES = 256 * 1024  # part of a slot for each rank: slices of all ranks stay in a core's cache
 _SLOT_NBYTES = (512 * 1024, 2 * 1024 * 1024)
-_ONE_SHOT_NBYTES = 512 * 1024  # over the number of ranks: all together read its square
+_ONE_SHOT_NBYTES = 512 * 1024  # divided by the number of ranks, as every rank reads the tensors of all
 _CHUNK_NBYTES = 64 * 1024
 _VIEWS = 512
 
@@ -51,9 +51,9 @@ class _Views(NamedTuple):
     """Views of the slots for chunks of one dtype and length; the first index is the slot, the second a rank."""
 
     sizes: list[int]
-    """Elements of each rank's slice."""
+    """Number of elements of each rank's slice."""
     whole: list[list[Tensor]]
-    """All of the chunk, in every rank's slot."""
+    """The whole chunk, in every rank's slot."""
     terms: list[list[Tensor]]
     """This rank's slice, in every rank's slot."""
     give: list[list[Tensor]]
@@ -63,29 +63,29 @@ class _Views(NamedTuple):
 
 
 def slot_nbytes(world_size: int) -> int:
-    """Bytes of a slot, by the number of ranks."""
+    """Returns the bytes of a slot for this number of ranks."""
     smallest, largest = _SLOT_NBYTES
     return min(max(smallest, _SLICE_NBYTES * world_size), largest)
 
 
 def shared_nbytes(world_size: int) -> int:
-    """Bytes of shared memory that each of so many ranks makes."""
+    """Returns the bytes of shared memory that each of ``world_size`` ranks allocates."""
     return _SLOTS * slot_nbytes(world_size) if world_size > 1 else 0
 
 
 class SharedMemory(AllReduce):
-    """Sums through shared memory; the sum is there when the call returns.
+    """Sums CPU tensors through shared memory. The sum is there when the call returns.
 
-    Every dtype that torch adds, on CPU: 64-bit and smaller integers (which wrap around), bool (or),
-    floating and complex numbers. A rank whose process died is named at once, one that is stopped or
-    elsewhere after the timeout. After either, the object cannot be used any more.
+    It supports every dtype that torch adds: 64-bit and smaller integers (which wrap around), bool (or), floating and
+    complex numbers. If a rank's process died, the error names it at once; if a rank is stopped or does not take part,
+    after the timeout. The object cannot be used after an error.
 
     Args:
         group: Ranks of one host, of any backend that can gather objects.
-        timeout_seconds: How long to wait for a rank.
+        timeout_seconds: The longest wait for a rank.
 
     Raises:
-        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+        ConfigurationError: The ranks do not share a host, or the machine does not support it; on every rank alike.
     """
 
     name = "shared-memory"
@@ -96,7 +96,7 @@ class SharedMemory(AllReduce):
     ) -> None:
         super().__init__(group, timeout_seconds)
         self._slot_nbytes = slot_nbytes(self.world_size)
-        self.held_nbytes = self.world_size * shared_nbytes(self.world_size)  # each maps those of all
+        self.held_nbytes = self.world_size * shared_nbytes(self.world_size)  # every rank maps all
         self._one_shot_nbytes = _ONE_SHOT_NBYTES // self.world_size
         self._slots: Slots | None = None
         self._in_place: InPlace | None = None
@@ -134,7 +134,7 @@ class SharedMemory(AllReduce):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """After an error the ranks are out of step: others may still write where this one would go on."""
+        """Context that disables this object after an error: the ranks are out of step, and others may still write."""
         try:
             yield
         except BaseException as error:
@@ -144,7 +144,7 @@ class SharedMemory(AllReduce):
             raise
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copies a contiguous ``tensor`` of rank ``source`` (counted in the group) to all others."""
+        """Copies a contiguous ``tensor`` from rank ``source`` of the group to all others. All ranks must call this."""
         slots = self._ready(tensor)
         if slots is None:
             return
@@ -156,7 +156,12 @@ class SharedMemory(AllReduce):
         self._closed, self._slots, self._views, self._in_place = True, None, {}, None
 
     def _ready(self, tensor: Tensor) -> Slots | None:
-        """None if there is nothing to do."""
+        """Checks that the tensor can be summed. Returns the slots, or None if there is nothing to do.
+
+        Raises:
+            ConfigurationError: This object is closed, or the tensor's dtype or device is not supported.
+            EvenerError: An earlier call failed.
+        """
         if self._failure is not None:
             raise self._failure
         if self._closed:
@@ -172,16 +177,16 @@ class SharedMemory(AllReduce):
         chunk, tag = self._chunks, tag_of(flat)
         self._chunks = chunk + 1
         terms = self._views_of(slots, flat).whole[chunk % _SLOTS]
-        # The slot still holds chunk - _SLOTS: who has not left that one may be reading it.
+        # The slot still holds chunk - _SLOTS: a rank that has not left that chunk may be reading it.
         slots.wait(LEFT, chunk - _SLOTS + 1)
         terms[self.rank].copy_(flat)
-        # The count goes last. Who sees it may read the data and the tag, which are then there.
+        # The count is published last: a rank that sees it may read the data and the tag.
         slots.begin(chunk, tag)
         slots.publish(ENTERED, chunk + 1)
         slots.wait(ENTERED, chunk + 1)
         slots.check(chunk, tag)
         add_terms(terms, flat)
-        # REDUCED is passed over: counts only grow, and the next chunk in two shots lifts it beyond this one.
+        # REDUCED is skipped: counts only grow, and the next chunk in two shots raises it beyond this chunk.
         slots.publish(LEFT, chunk + 1)
 
     def _two_shots(self, slots: Slots, flat: Tensor) -> None:
@@ -191,8 +196,8 @@ class SharedMemory(AllReduce):
             views = self._views_of(slots, piece)
             work.append((slots, views, piece.split_with_sizes(views.sizes), chunk))
         self._chunks = first + len(work)
-        # Nobody still wants the tag that lies here: all have checked an earlier call in two shots when they reduced it,
-        # and one in one shot when they entered the next; only the last call may be unchecked, and has another slot.
+        # No rank still needs the tag in this slot. A call in two shots was checked when it was reduced, and a call in
+        # one shot before the rank entered the next. Only the last call may be unchecked, and it has another slot.
         slots.begin(first, tag)
         for turn in range(len(work) + 2):
             if turn < len(work):
@@ -206,7 +211,7 @@ class SharedMemory(AllReduce):
                 self._copy_out(*work[turn - 2])
 
     def _copy_in(self, slots: Slots, views: _Views, slices: tuple[Tensor, ...], chunk: int) -> None:
-        # Copying in is two chunks ahead of copying out: with fewer than three slots all would wait for each other here.
+        # Copying in is two chunks ahead of copying out: with fewer than three slots, all ranks would deadlock here.
         slots.wait(LEFT, chunk - _SLOTS + 1)
         give = views.give[chunk % _SLOTS]
         for rank in self._others:
@@ -214,16 +219,17 @@ class SharedMemory(AllReduce):
         slots.publish(ENTERED, chunk + 1)
 
     def _reduce(self, slots: Slots, views: _Views, slices: tuple[Tensor, ...], chunk: int) -> None:
-        """The own term is read where it is; the sum goes to the own slot first, where nobody else writes.
+        """Adds up this rank's slice. Its own term is read from the tensor. The sum is first written to this rank's
+        slot, where no other rank writes, and then copied to the tensor.
 
-        Nothing but a sum is ever copied to that place, so that no one can take a term for it.
+        Only sums are written to that place of the slot, so that no rank can take a term for a sum.
         """
         mine, result = slices[self.rank], views.give[chunk % _SLOTS][self.rank]
         terms = views.terms[chunk % _SLOTS].copy()
         terms[self.rank] = mine
         slots.wait(ENTERED, chunk + 1)
         add_terms(terms, result)
-        slots.publish(REDUCED, chunk + 1)  # before the own copy, for which nobody else need wait
+        slots.publish(REDUCED, chunk + 1)  # before the copy, for which no other rank needs to wait
         mine.copy_(result)
 
     def _copy_out(self, slots: Slots, views: _Views, slices: tuple[Tensor, ...], chunk: int) -> None:
@@ -231,7 +237,7 @@ class SharedMemory(AllReduce):
         take = views.take[chunk % _SLOTS]
         for rank in self._others:
             slices[rank].copy_(take[rank])
-        # Reduced a turn ago, so this rank needs neither terms nor sums of the chunk, in anyone's slot.
+        # The chunk was reduced a turn ago: this rank needs no more terms or sums of it, in any slot.
         slots.publish(LEFT, chunk + 1)
 
     def _broadcast(self, slots: Slots, piece: Tensor, source: int) -> None:
@@ -248,7 +254,7 @@ class SharedMemory(AllReduce):
         slots.publish(LEFT, chunk + 1)
 
     def _chunk_length(self, flat: Tensor) -> int:
-        """Elements of a chunk: a slot's worth, or less so that a small message is pipelined too."""
+        """Returns the number of elements in a chunk: those of a slot, or fewer, so that small tensors are pipelined."""
         nbytes = min(self._slot_nbytes, max(_CHUNK_NBYTES, flat.nbytes // _SLOTS))
         return nbytes // flat.element_size()
 
@@ -263,7 +269,7 @@ class SharedMemory(AllReduce):
 
 
 def _failed(error: BaseException) -> EvenerError:
-    """What to raise for a call after the one that ended with ``error``: the ranks are out of step."""
+    """Returns the error for calls after one that failed with ``error``, when the ranks are out of step."""
     return RankError(f"an earlier all-reduce through shared memory failed: {error}")
 
 

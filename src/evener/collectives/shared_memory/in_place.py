@@ -1,6 +1,6 @@
-"""Sums tensors where they lie, if all ranks of the host see them there.
+"""Sums tensors in place, without copies, if they lie in shared memory that all ranks of the host have mapped.
 
-::
+Each such tensor has a *home* (:mod:`.shared_tensors`)::
 
     rank r                                                     says when done
     its tensor is filled                                       entered[r] = c + 1, with the number of its home
@@ -8,8 +8,8 @@
     time, and writes each sum into the tensor of every rank
     has the whole sum when all others have done so
 
-Slice r of any rank is read and written by rank r alone until all are done; so a chunk c of :mod:`.all_reduce`, in which
-nothing is copied, is all that the ranks need to agree.
+Until all ranks are done, only rank r reads and writes slice r of any tensor. So one chunk number c of
+:mod:`.all_reduce`, for which nothing is copied, is enough to synchronize the ranks.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ from evener.collectives.shared_memory.shared_tensors import STRANGE, WANTED, Hom
 from evener.core.half_precision import is_half
 from evener.distributed.shm.slots import ENTERED, LEFT, Slots, tag_of
 
-_CHUNK_NBYTES = 256 * 1024  # of a slice: stays in a core's cache from the addition to the last copy
+_CHUNK_NBYTES = 256 * 1024  # part of a slice: stays in a core's cache from addition to last copy
 _LINE_NBYTES = 64
 
 
 class InPlace:
-    """Sums in homes. All ranks make the same calls.
+    """Sums tensors in their homes. All ranks must make the same calls.
 
     Args:
-        slots: Where ranks say how far they are.
+        slots: Shared counters, by which ranks publish their progress.
         group: Ranks of one host.
     """
 
     def __init__(self, slots: Slots, group: dist.ProcessGroup) -> None:
         self._slots, self._homes = slots, Homes(group)
         self._rank = dist.get_rank(group)
-        self._slices: dict[int, Slice] = {}
+        self._slices: dict[int, RankSlice] = {}
 
     def sum(self, tensor: Tensor, chunk: int) -> bool:
-        """Sums a tensor, if it has a home or gets one. Takes the number of one chunk.
+        """Sums a tensor if it has a home or gets one. Uses up the chunk number ``chunk``.
+
+        Returns:
+            True if it was summed, False if it has no home.
 
         Raises:
-            ConfigurationError: The ranks came with different tensors.
+            ConfigurationError: The ranks passed different tensors.
         """
         said = self._agreed(tensor, chunk)
         home = self._home(tensor, said)
@@ -58,13 +61,13 @@ class InPlace:
         return home is not None
 
     def leave(self) -> None:
-        """Lets go of the memory of all others, who may go on without this rank."""
+        """Releases the memory of the other ranks, which may continue without this rank."""
         self._slices.clear()
         self._homes.leave()
 
     def _agreed(self, tensor: Tensor, chunk: int) -> set[int]:
-        """What the ranks say of their tensors, when all are here."""
-        tag = tag_of(tensor, self._homes.look(tensor))
+        """Waits for all ranks, and returns the set of home numbers (or ``STRANGE``, ``WANTED``) of their tensors."""
+        tag = tag_of(tensor, self._homes.home_number(tensor))
         self._slots.begin(chunk, tag)
         self._slots.publish(ENTERED, chunk + 1)
         self._slots.wait(ENTERED, chunk + 1)
@@ -74,23 +77,23 @@ class InPlace:
         if STRANGE in said:
             return None
         if len(said) == 1 and WANTED not in said:
-            return self._homes.of(tensor)
+            return self._homes.home_of(tensor)
         return self._homes.settle(tensor)
 
-    def _slice(self, home: Home) -> Slice:
+    def _slice(self, home: Home) -> RankSlice:
         if home.number not in self._slices:
             kept = self._homes.numbers
             self._slices = {number: each for number, each in self._slices.items() if number in kept}
-            self._slices[home.number] = Slice(home.flats, self._rank)
+            self._slices[home.number] = RankSlice(home.flats, self._rank)
         return self._slices[home.number]
 
 
-class Slice:
-    """What one rank adds of tensors of all ranks that it sees.
+class RankSlice:
+    """The slice that one rank adds up, in the shared tensors of all ranks.
 
     Args:
-        flats: The tensors, in order of rank; each of shape (elements,).
-        rank: Who adds.
+        flats: The tensors of all ranks, in order of rank; each of shape (elements,).
+        rank: The rank that adds.
     """
 
     def __init__(self, flats: Sequence[Tensor], rank: int) -> None:
@@ -102,7 +105,7 @@ class Slice:
         self._rank = rank
 
     def sum(self) -> None:
-        """Writes the sum into the slice of every tensor."""
+        """Writes the sum into this slice of every rank's tensor."""
         for terms in self._chunks:
             total = terms[self._rank] if self._total is None else self._total[: terms[0].numel()]
             add_terms(terms, total)
@@ -112,15 +115,15 @@ class Slice:
 
 
 def slice_of(count: int, dtype: torch.dtype, world_size: int, rank: int) -> tuple[int, int]:
-    """The first of ``count`` elements that a rank adds up and the one behind the last: equal slices of whole cache
-    lines, so that no two ranks write to one."""
+    """Returns (start, stop) of the slice of ``count`` elements that a rank adds up. Slices are equal and consist of
+    whole cache lines, so that no two ranks write to the same line."""
     line = max(1, _LINE_NBYTES // dtype.itemsize)
     length = -(-count // (world_size * line)) * line
     return min(rank * length, count), min((rank + 1) * length, count)
 
 
 def add_chunks(terms: Sequence[Tensor], out: Tensor) -> None:
-    """As :func:`add_terms`, in chunks that stay in a core's cache until their last term is added."""
+    """Does the same as :func:`add_terms`, in chunks that stay in a core's cache until the last term is added."""
     if len(terms) == 2:
         add_terms(terms, out)
         return
@@ -130,7 +133,8 @@ def add_chunks(terms: Sequence[Tensor], out: Tensor) -> None:
 
 
 def add_terms(terms: Sequence[Tensor], out: Tensor) -> None:
-    """``out`` = the sum of two or more terms from left to right; ``out`` may be none behind the second."""
+    """Writes the sum of two or more terms, added from left to right, to ``out``. ``out`` may be one of the first two
+    terms, but no later one."""
     if len(terms) > 2 and is_half(out):
         total = terms[0].float()
         for term in terms[1:]:

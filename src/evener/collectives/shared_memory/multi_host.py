@@ -1,18 +1,17 @@
-"""All-reduce over several hosts: each host adds up inside in its own way, one leader of each exchanges the sums.
+"""All-reduce over several hosts: each host sums its ranks' tensors, and one leader of each host exchanges the sums.
 
-The links inside a host are far faster than those between hosts, and a host of g ranks that sends its sum once moves a
-g-th of what g ranks would. The buffer goes through in parts, so that the sum of one is made inside the hosts
-while another is between them::
+The links inside a host are far faster than those between hosts. A host of g ranks that sends only its sum moves 1/g of
+the bytes that g ranks would send. The buffer is cut into parts, so that one part is summed inside the hosts while
+another is sent between them::
 
     part       0       1       2
     inside     sum     sum     sum                             all ranks of the host, as that host does it
     between            sum 0   sum 1   sum 2                   messages over host memory, the leaders
     inside                     copy 0  copy 1  copy 2          all ranks of the host, from the leader
 
-Hosts may have unequal numbers of ranks, and need not have anything in common inside: of what a host does there only the
-leader's sum is seen outside, and every rank gets the bits that the leaders have. So one host may use shared memory,
-another NCCL or RCCL. Between hosts gloo moves host memory; a leader whose tensors lie on a GPU copies each part there
-and back.
+Hosts may have different numbers of ranks, and may sum inside in different ways: other hosts only see the leader's sum,
+and every rank gets the leaders' bits. So one host may use shared memory, another NCCL or RCCL. Between hosts, gloo
+sends from host memory; a leader whose tensors are on a GPU copies each part to host memory and back.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from evener.collectives.base import AllReduce, Key, Piece, Promised, Work
+from evener.collectives.base import AllReduce, Key, PieceKey, Promised, Work
 from evener.collectives.executor.streams import Streams
 from evener.collectives.executor.subgroup import subgroup
 from evener.collectives.executor.worker import Worker
@@ -38,48 +37,50 @@ _PART_NBYTES = 4 * 1024 * 1024
 _LEADER = 0
 
 MakeAllReduce = Callable[[dist.ProcessGroup, float], AllReduce]
-"""(group, timeout_seconds) -> an all-reduce over it."""
+"""Maps (group, timeout_seconds) to an all-reduce over the group."""
 
 
-class Told(NamedTuple):
-    """What all ranks have to know of the all-reduces that one of them has."""
+class SharedFacts(NamedTuple):
+    """Facts about the all-reduces of one rank that all ranks must know."""
 
     inner: str
-    """What runs inside its host, in words."""
+    """Description of the all-reduce inside the rank's host."""
     between: str = ""
-    """Likewise between hosts; empty on a rank that is no leader, and where there is one host."""
+    """Description of the all-reduce between hosts; empty if the rank is no leader or there is only one host."""
     exact: bool = True
-    """Whether the one between hosts is."""
+    """True if the all-reduce between hosts is exact."""
     remembers: bool = False
+    """True if the all-reduce between hosts has error feedback."""
 
     @classmethod
-    def of(cls, inner: AllReduce, between: AllReduce | None) -> Told:
+    def from_all_reduces(cls, inner: AllReduce, between: AllReduce | None) -> SharedFacts:
         if between is None:
             return cls(inner.words)
         return cls(inner.words, between.words, between.exact, between.remembers)
 
 
-class _Part(NamedTuple):
-    """A part of the buffer on its way between hosts."""
+class _BufferPart(NamedTuple):
+    """A part of the buffer that is being summed between hosts."""
 
     here: Tensor
-    """On this rank's device."""
+    """The part on this rank's device."""
     sent: Tensor
-    """In host memory; the same where the device is the host's."""
+    """The part in host memory; the same tensor as ``here`` on a CPU or on a rank that is no leader."""
     work: Work | None
-    """None on a rank that is no leader."""
+    """The sum between hosts; None on a rank that is no leader."""
 
 
 class TwoLevel(AllReduce):
-    """Sums inside each host by ``inner``, between hosts by ``between``.
+    """Sums inside each host by ``inner``, and between hosts by ``between``.
 
     Args:
-        inner: Over the ranks of this host, of any kind; its first rank is the host's leader.
-        between: Over the leaders of all hosts, for CPU tensors; None on a rank that is no leader.
+        inner: An all-reduce of any kind over the ranks of this host; its first rank is the host's leader.
+        between: An all-reduce of CPU tensors over the leaders of all hosts; None on a rank that is no leader, or if
+            there is only one host.
         group: All ranks.
-        timeout_seconds: As everywhere.
-        told: Of the leader of each host.
-        owned: Closes them, and what they stand on.
+        timeout_seconds: The longest wait for a rank.
+        told: The facts of each host's leader.
+        owned: Closes both all-reduces and their process groups.
     """
 
     name = "two-level"
@@ -91,7 +92,7 @@ class TwoLevel(AllReduce):
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         *,
-        told: Sequence[Told],
+        told: Sequence[SharedFacts],
         owned: ExitStack,
     ) -> None:
         super().__init__(group, timeout_seconds)
@@ -123,7 +124,8 @@ class TwoLevel(AllReduce):
         self._owned.close()
 
     def _on_stream(self, tensor: Tensor, key: Key) -> Future[Tensor]:
-        """The thread waits for the device, as what goes between hosts must be in host memory; the caller does not."""
+        """Runs the sum in the thread, on a separate stream. The thread waits for the device, since messages between
+        hosts are in host memory; the caller does not wait."""
         stream = self._streams.behind(tensor)
 
         def run() -> Tensor:
@@ -135,23 +137,23 @@ class TwoLevel(AllReduce):
         return self._worker.submit(run)
 
     def _run(self, tensor: Tensor, key: Key) -> Tensor:
-        flying: list[_Part] = []
+        flying: list[_BufferPart] = []
         for index, part in enumerate(torch.split(tensor.view(-1), _PART_NBYTES // tensor.element_size())):
             self._inner(part).wait()
-            flying.append(self._send(part, None if key is None else Piece(key, index)))
+            flying.append(self._send(part, None if key is None else PieceKey(key, index)))
             if len(flying) > 1:
                 self._land(flying.pop(0))
         for each in flying:
             self._land(each)
         return tensor
 
-    def _send(self, part: Tensor, key: Key) -> _Part:
+    def _send(self, part: Tensor, key: Key) -> _BufferPart:
         if self._between is None:
-            return _Part(part, part, None)
+            return _BufferPart(part, part, None)
         sent = part if _in_host_memory(part) else _copy_on_host(part)
-        return _Part(part, sent, self._between(sent, key))
+        return _BufferPart(part, sent, self._between(sent, key))
 
-    def _land(self, part: _Part) -> None:
+    def _land(self, part: _BufferPart) -> None:
         if part.work is not None:
             part.work.wait()
         if part.sent is not part.here:
@@ -164,7 +166,7 @@ def _in_host_memory(tensor: Tensor) -> bool:
 
 
 def _copy_on_host(tensor: Tensor) -> Tensor:
-    """In pinned memory, which a GPU copies to and from at the full speed of its link."""
+    """Copies a tensor to pinned host memory, which a GPU copies from and to at the full speed of its link."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)
 
@@ -177,20 +179,20 @@ def two_level(
     hosts: tuple[tuple[int, ...], ...] | None = None,
     inner_backend: str | None = None,
 ) -> TwoLevel:
-    """A :class:`TwoLevel` over the hosts that the ranks of ``group`` are on. A collective call.
+    """Builds a :class:`TwoLevel` over the hosts of the ranks of ``group``. All ranks must call this together.
 
     Args:
-        make_between: Makes the all-reduce between the leaders, over a group of gloo; the same on all ranks.
-        make_inner: Makes the one inside this host; ranks of another host may give another.
+        make_between: Builds the all-reduce between the leaders, over a gloo group; the same on all ranks.
+        make_inner: Builds the all-reduce inside this host; may differ between hosts.
         group: All ranks.
-        timeout_seconds: For waits between hosts; inside a host others wait a little longer than their leader, so
-            that it is the leader that names who is missing.
-        hosts: The ranks (counted in the group) of each host; asked of the ranks if None.
-        inner_backend: Of the group inside this host, as ``nccl``; another host may give another. The whole group's if
-            None.
+        timeout_seconds: The longest wait between hosts. Waits inside a host are a little longer, so that the leader is
+            the first to fail and names the missing rank.
+        hosts: The ranks (counted in the group) of each host; None to ask the ranks.
+        inner_backend: The backend of the group inside this host, such as ``nccl``; may differ between hosts. None for
+            that of ``group``.
 
     Raises:
-        ConfigurationError: On every rank, if those of any host cannot make theirs.
+        ConfigurationError: On every rank, if the ranks of any host cannot build their inner all-reduce.
     """
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
@@ -207,13 +209,13 @@ def two_level(
         between = None
         if leaders is not None and len(hosts) > 1:
             between = owned.enter_context(make_between(leaders, timeout_seconds))
-        of_ranks = all_gather(Told.of(inner, between), whole)
+        of_ranks = all_gather(SharedFacts.from_all_reduces(inner, between), whole)
         told = [of_ranks[host[_LEADER]] for host in hosts]
         return TwoLevel(inner, between, whole, timeout_seconds, told=told, owned=owned.pop_all())
 
 
-def _note(told: Sequence[Told]) -> str:
-    """What runs between the hosts, and inside them."""
+def _note(told: Sequence[SharedFacts]) -> str:
+    """Describes the all-reduces between the hosts and inside them."""
     inside = [each.inner for each in told]
     notes = [f"between hosts {told[0].between}" if told[0].between else "on one host"]
     for kind in dict.fromkeys(inside):
@@ -238,7 +240,8 @@ def _owned_subgroup(
 def _made_everywhere(
     make_inner: MakeAllReduce, inside: dist.ProcessGroup, whole: dist.ProcessGroup, timeout_seconds: float
 ) -> AllReduce:
-    """One in each host, or an error on all ranks: those of other hosts would wait for these in vain."""
+    """Builds the inner all-reduce of each host. If one host fails, raises ConfigurationError on all ranks, as ranks of
+    other hosts would wait for it."""
     inner, problem = None, None
     try:
         inner = make_inner(inside, timeout_seconds)

@@ -1,7 +1,7 @@
-"""Sums to owners, and ranges from them, through the memory that the CPU ranks of one host share.
+"""Reduce-scatter and all-gather with unequal ranges, through memory that the CPU ranks of one host share.
 
-As the all-reduce beside it (:mod:`evener.collectives.shared_memory.all_reduce`), of which each is one half. Both cut
-every range into equally many pieces, so that all ranks go through the same chunks however unequal the ranges are::
+Each is one half of the all-reduce in :mod:`evener.collectives.shared_memory.all_reduce`. Both cut every range into the
+same number of pieces, so that all ranks go through the same chunks however unequal the ranges are::
 
     summed      rank r, chunk c                                 says when done
                 copy in    its terms of the others' pieces      entered[r] = c + 1
@@ -10,10 +10,11 @@ every range into equally many pieces, so that all ranks go through the same chun
     gathered    copy in    its own piece                        entered[r] = c + 1
                 copy out   the others' pieces                   left[r]    = c + 1
 
-While a rank works on one chunk, the next one lies in its slots already, so that few wait for each other.
+A rank copies the next chunk into its slots before it works on the current one, so that ranks seldom wait for each
+other.
 
-What is to be summed may be written to a *room* at once, which all ranks see. If all did so nothing is copied: a chunk
-stands for the whole call, and each rank adds up its range where the terms lie::
+A caller may write its terms directly into a *room*, a buffer in shared memory. If all ranks did so, nothing is copied:
+one chunk number stands for the whole call, and each rank adds up its range from the rooms::
 
     summed      rank r, chunk c    its room is filled                  entered[r] = c + 1, with the number of the room
                                    adds up its range of all rooms      left[r]    = c + 1
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.collectives.reduce_scatter import Owners, Pending
+from evener.collectives.reduce_scatter import Pending, RangeOwners
 from evener.collectives.shared_memory.in_place import add_chunks, add_terms
 from evener.distributed.shm.segment import Segment
 from evener.distributed.shm.slots import DTYPE_CODES, ENTERED, LEFT, Slots, map_segments, tag_of
@@ -40,32 +41,33 @@ _SLOTS = 4
 _SLOT_NBYTES = 1024 * 1024
 _LINE = 64
 ROOMS = 2
-"""One is filled while another is summed. Where more are wanted, as when gradients come in another order than their
-buckets, the sum goes through slots."""
+"""Number of rooms: one is filled while another is summed. If more are needed, as when gradients come in another order
+than their buckets, the sum goes through slots."""
 _MOST_ROOM_NBYTES = 64 * 2**20
-"""Rooms are there all the time: what is larger, as the bucket of a huge table, goes through slots too."""
+"""The largest room, as rooms take memory permanently. Larger tensors, such as a bucket of a huge table, go through
+slots."""
 _NO_ROOM = 1
 
 
 class _Chunk(NamedTuple):
     number: int
     pieces: list[Tensor]
-    """Of every rank's range, in this rank's memory."""
+    """This chunk's piece of every rank's range, in this rank's tensor."""
 
 
 SHARED_NBYTES = _SLOTS * _SLOT_NBYTES
-"""Bytes of shared memory that each rank makes."""
+"""Bytes of shared memory that each rank allocates for its slots."""
 
 
-class SharedOwners(Owners):
-    """Through shared memory; sum and ranges are there when a call returns.
+class SharedOwners(RangeOwners):
+    """Uses shared memory. The result is there when a call returns.
 
     Args:
         group: Ranks of one host.
-        timeout_seconds: How long to wait for a rank.
+        timeout_seconds: The longest wait for a rank.
 
     Raises:
-        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+        ConfigurationError: The ranks do not share a host, or the machine does not support it; on every rank alike.
     """
 
     words = "shared-memory"
@@ -91,7 +93,7 @@ class SharedOwners(Owners):
         if like.device.type != "cpu" or like.dtype not in DTYPE_CODES or not self._fits(like, count):
             return like.new_empty(count)
         number, left = self._free.popitem()
-        self._slots_in_use.wait(LEFT, left)  # others may still add up what it held
+        self._slots_in_use.wait(LEFT, left)  # other ranks may still read the room's former content
         flat = self._in_room(self._rank, number, like.dtype, 0, count)
         self._lent[flat.data_ptr()] = number, weakref.ref(flat)
         return flat
@@ -102,7 +104,8 @@ class SharedOwners(Owners):
         return bool(self._free) and count * like.element_size() <= self._room_nbytes
 
     def _take_back(self) -> None:
-        """The rooms of tensors that are gone and were never summed, as of a step that raised or is taken again."""
+        """Frees the rooms of tensors that were deleted without being summed, as after a step that raised or is
+        repeated."""
         for place in [place for place, (_, flat) in self._lent.items() if flat() is None]:
             self._free[self._lent.pop(place)[0]] = 0
 
@@ -113,7 +116,7 @@ class SharedOwners(Owners):
         return lambda: own
 
     def _summed_in_rooms(self, flat: Tensor, sizes: Sequence[int], own: Tensor) -> bool:
-        """Sums what all ranks have in rooms; whether they have."""
+        """Sums from the rooms, if the tensors of all ranks lie in rooms. Returns True if so."""
         slots, chunk = self._slots_in_use, self._count
         self._count += 1
         lent, _ = self._lent.pop(flat.data_ptr(), (None, None))
@@ -165,7 +168,7 @@ class SharedOwners(Owners):
         return self._slots
 
     def _begun(self, flat: Tensor, sizes: Sequence[int], at_once: int) -> list[_Chunk]:
-        """The chunks of a call, such that ``at_once`` elements go through a slot."""
+        """Returns the chunks of a call. ``at_once`` is the number of elements that a slot would need for one chunk."""
         if flat.dtype not in DTYPE_CODES or flat.device.type != "cpu":
             raise ConfigurationError(
                 f"shared memory carries CPU tensors of the dtypes that torch adds, not {flat.dtype} on {flat.device}; "
@@ -173,7 +176,7 @@ class SharedOwners(Owners):
             )
         if not flat.numel():
             return []
-        # Each piece begins on a cache line, for which room is left.
+        # Each piece begins at a cache line; leave space for that.
         length = _SLOT_NBYTES // flat.element_size() - (_LINE + 1) * self._degree
         number = -(-at_once // length)
         ranges = [piece.tensor_split(number) for piece in flat.split_with_sizes(list(sizes))]
@@ -216,11 +219,11 @@ class SharedOwners(Owners):
 
 
 def rooms_nbytes(nbytes: int) -> int:
-    """Bytes of the rooms that each rank makes, where the largest tensor to be summed has ``nbytes``."""
+    """Returns the bytes of all rooms of a rank, if the largest tensor to be summed has ``nbytes``."""
     return ROOMS * min(nbytes, _MOST_ROOM_NBYTES)
 
 
 def _starts(pieces: Sequence[Tensor]) -> list[int]:
-    """Where each piece begins in a slot that holds all of them, so that no two ranks write to one line."""
+    """Returns the start of each piece in a slot that holds all pieces. Each piece starts at its own cache line."""
     lengths = [-(-piece.numel() // _LINE) * _LINE for piece in pieces]
     return list(accumulate(lengths[:-1], initial=0))

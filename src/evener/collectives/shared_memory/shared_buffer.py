@@ -1,7 +1,8 @@
-"""Memory that ranks of one host have in common, and where they meet before one of them writes to it.
+"""Shared tensors of the ranks of one host, with a barrier.
 
-Other than a segment of each rank (:mod:`evener.distributed.shm.segment`), it is there once, whoever made it: what one
-rank writes all read. Nothing tells when that is safe but the order of the callers' own steps, between which they meet.
+There is one copy of the memory for all ranks, other than with segments (:mod:`evener.distributed.shm.segment`), which
+each rank has of its own. All ranks read what one rank writes. The callers must separate writes from reads by
+barriers.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ _ALIGNED_NBYTES = 64
 
 
 class Common:
-    """Tensors that all ranks of a group have in one place.
+    """Tensors in memory that all ranks of a group share. All ranks must build it together.
 
     Args:
         group: Ranks of one host.
-        shapes: Of the tensors, with their types; alike on all ranks.
-        timeout_seconds: How long to wait for a rank.
-        what: What they are, for errors.
+        shapes: Shapes and types of the tensors, the same on all ranks.
+        timeout_seconds: The longest wait for a rank.
+        what: Names the tensors in error messages.
 
     Raises:
-        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+        ConfigurationError: The ranks do not share a host, or the machine does not support it; on every rank alike.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class Common:
             self.tensors.append(self._made.view(dtype, offset, shape.numel()).view(shape))
             offset += _nbytes(shape, dtype)
 
-    def meet(self) -> None:
-        """Returns when all ranks have come here.
+    def barrier(self) -> None:
+        """Waits until all ranks have called this.
 
         Raises:
-            RankError: The process of a rank is gone.
-            RankTimeoutError: A rank did not come in time.
+            RankError: The process of a rank died.
+            RankTimeoutError: A rank did not call it in time.
         """
         self._met += 1
         self._slots.count_call()

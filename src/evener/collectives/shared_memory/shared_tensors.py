@@ -1,13 +1,13 @@
-"""Tensors that live where all ranks of a host see them.
+"""Moves gradient buckets into shared memory that all ranks of a host map.
 
-A tensor that is summed again and again is moved, once, to memory which the other ranks map. From then on they add what
-lies in it, and write the sum there, and nothing is copied in or out::
+A tensor that is summed again and again is moved once to shared memory, its *home*, which the other ranks map. From then
+on the ranks add and write sums there directly, and nothing is copied in or out::
 
     rank 0   bucket   a a a a b b b b          rank 0 adds the first half of both, rank 1 the second,
     rank 1   bucket   c c c c d d d d          each writes its sums into both
 
-What comes for the first time is not moved: DistributedDataParallel makes its buckets anew after its first step. What
-comes again is, if the ranks agree and ``/dev/shm`` has room; else it stays where it is.
+A tensor is not moved when it is summed for the first time, as DistributedDataParallel rebuilds its buckets after the
+first step. It is moved the second time, if the ranks agree and ``/dev/shm`` has space; else it stays where it is.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from torch import Tensor
 
 from evener.distributed.hosts import all_gather
 from evener.distributed.shm.slots import MOST_EXTRA
-from evener.torch_internals.shared_storage import DIRECTORY, StorageWeakRef, shared_file
-from evener.torch_internals.storages import address
+from evener.torch_internals.storages import DIRECTORY, StorageWeakRef, address, shared_file
 
 STRANGE, WANTED = 1, 2
-"""What a rank says of a tensor that has no home: it came for the first time or is to stay; it should get one."""
+"""State of a tensor without a home. STRANGE: it is summed for the first time, or must not move. WANTED: it should get
+a home."""
 _FIRST = 3
 _SPARE_NBYTES = 16 * 2**20
-"""Of ``/dev/shm``, left to others."""
+"""Bytes of ``/dev/shm`` that are left free for other uses."""
 
 _Key = tuple[int, int, int, torch.dtype]
 
 
 class Home(NamedTuple):
-    """Where a tensor of every rank lies."""
+    """Shared memory of a tensor, one on every rank."""
 
     number: int
-    """The same on all ranks, and never that of another home."""
+    """The home's number: the same on all ranks, and never reused."""
     flats: tuple[Tensor, ...]
-    """All of it, of every rank, in order of rank; shape (elements,)."""
+    """The mapped tensors of all ranks, in order of rank; shape (elements,) each."""
 
 
 class _Address(NamedTuple):
-    """How another process finds a tensor."""
+    """The address of a tensor for other processes: an open file of a process, and an offset."""
 
     pid: int
     descriptor: int
@@ -55,7 +55,7 @@ class _Address(NamedTuple):
 
 
 class Homes:
-    """Of the tensors of the ranks of one host, which make all calls of :meth:`settle` together.
+    """Moves gradient buckets into shared memory. All ranks of the host must call :meth:`settle` together.
 
     Args:
         group: Ranks of one host that may open each other's files.
@@ -70,11 +70,12 @@ class Homes:
 
     @property
     def numbers(self) -> set[int]:
-        """Of all homes."""
+        """The numbers of all homes."""
         return {home.number for home in self._homes.values()}
 
-    def look(self, tensor: Tensor) -> int:
-        """The number of its home, or ``WANTED``, or ``STRANGE``; every call counts."""
+    def home_number(self, tensor: Tensor) -> int:
+        """Returns the number of the tensor's home, ``WANTED`` or ``STRANGE``. Records the tensor: it is ``STRANGE`` in
+        the first call and ``WANTED`` in later ones."""
         key = _key(tensor)
         if key in self._homes:
             return self._homes[key].number
@@ -86,15 +87,15 @@ class Homes:
         self._seen[key] = StorageWeakRef(tensor.untyped_storage())
         return STRANGE
 
-    def of(self, tensor: Tensor) -> Home:
-        """The home of a tensor that has one."""
+    def home_of(self, tensor: Tensor) -> Home:
+        """Returns the home of a tensor that has one."""
         return self._homes[_key(tensor)]
 
     def settle(self, tensor: Tensor) -> Home | None:
-        """Gives the tensor of each rank, all of one length and type, a home. A collective call.
+        """Moves the tensors of all ranks, of one length and type, to shared memory. All ranks must call this together.
 
         Returns:
-            None, on all ranks, if one of them cannot; then the tensor never gets one.
+            The home, or None, on all ranks, if one rank fails. The tensor then never gets a home.
         """
         self._forget()
         number, self._count = self._count, self._count + 1
@@ -117,11 +118,11 @@ class Homes:
         self._refused.add(_key(tensor))
 
     def leave(self) -> None:
-        """Lets go of the memory of all others."""
+        """Releases the memory of the other ranks."""
         self._homes.clear()
 
     def _forget(self) -> None:
-        """What is gone; its place may be another's now."""
+        """Forgets tensors that were deleted, as another tensor may now have their address."""
         for key in [key for key, storage in self._seen.items() if storage.expired()]:
             del self._seen[key]
             self._homes.pop(key, None)
@@ -133,7 +134,7 @@ def _key(tensor: Tensor) -> _Key:
 
 
 def _room(tensor: Tensor, group: dist.ProcessGroup) -> str:
-    """Why there is no room for the tensor of every rank; nothing if there is."""
+    """Returns the reason why shared memory has no space for every rank's tensor; empty if it has."""
     storage = tensor.untyped_storage()
     needed = 0 if storage.is_shared() else storage.nbytes() * dist.get_world_size(group)
     try:
@@ -159,7 +160,10 @@ def _move(tensor: Tensor) -> tuple[_Address | None, str]:
 
 
 def _open(addresses: Sequence[_Address], like: Tensor) -> tuple[list[Tensor], str]:
-    """Also of this rank's own a map: to keep its storage would keep it from ever being gone."""
+    """Maps the tensors of all ranks. Returns them and a problem, empty if there is none.
+
+    This rank's own tensor is mapped too: a reference to its storage would keep it alive forever.
+    """
     flats = []
     for found in addresses:
         try:

@@ -1,1 +1,1 @@
-"""What all-reduces cost, measured or simulated, and which one to use for which size."""
+"""Measures or simulates the time of all-reduces, and selects one for each size."""

@@ -1,4 +1,4 @@
-"""For each call the all-reduce that was measured to be fastest for its size."""
+"""The all-reduce "auto": for each call it uses the implementation that was measured to be fastest for the size."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from evener.collectives.base import AllReduce, Key, Work
 from evener.collectives.tuning.measure import SIZES, measured_costs
-from evener.collectives.tuning.select import Choice, Costs, choose
+from evener.collectives.tuning.select import AllReduceChoice, MeasuredCosts, choose
 from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 
 
 class Fastest(AllReduce):
-    """Chooses among ``all_reduces`` by ``costs``, which must be the same on all ranks. Owns them, and closes them.
+    """Chooses among ``all_reduces`` by ``costs``, which must be the same on all ranks. Owns and closes ``all_reduces``.
 
     Raises:
-        ValueError: ``costs`` does not say how long one of them takes.
+        ValueError: ``costs`` cannot predict the time of one of them.
     """
 
     name = "auto"
@@ -26,19 +26,19 @@ class Fastest(AllReduce):
     def __init__(
         self,
         all_reduces: Mapping[str, AllReduce],
-        costs: Costs,
+        costs: MeasuredCosts,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         super().__init__(group, timeout_seconds)
         self._all_reduces = dict(all_reduces)
         self.costs = costs
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, AllReduceChoice] = {}
         self.fastest_for(1)
 
     @property
     def words(self) -> str:
-        """Which of them runs up to which size, of the sizes that are measured; the last beyond that, too."""
+        """Describes which all-reduce runs up to which of the measured sizes; the last one also runs beyond them."""
         runs = [(what, list(sizes)[-1]) for what, sizes in groupby(SIZES, self._words_for)]
         borders = [f"{what} up to {_size_words(last)}" for what, last in runs[:-1]]
         last = runs[-1][0]
@@ -54,11 +54,11 @@ class Fastest(AllReduce):
         return all(each.exact for each in self._all_reduces.values())
 
     def fastest_for(self, nbytes: int) -> AllReduce:
-        """The all-reduce for tensors of ``nbytes``."""
+        """Returns the all-reduce for tensors of ``nbytes``."""
         return self._all_reduces[self.choice(nbytes).name]
 
-    def choice(self, nbytes: int) -> Choice:
-        """The all-reduce for tensors of ``nbytes``, its segments, and how long it is expected to take."""
+    def choice(self, nbytes: int) -> AllReduceChoice:
+        """Returns the name of the all-reduce for tensors of ``nbytes``, its segments and its predicted time."""
         found = self._choices.get(nbytes)
         if found is None:
             found = self._choices[nbytes] = choose(self.costs, max(nbytes, 1), self._all_reduces)
@@ -100,7 +100,8 @@ def measured(
     group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Fastest:
-    """A :class:`Fastest` by measurements of this topology, made now if there are none yet. A collective call."""
+    """Builds a :class:`Fastest` from cached measurements of this topology, or measures now. All ranks must call this
+    together."""
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
     return Fastest(all_reduces, measured_costs(all_reduces, whole), whole, timeout_seconds)

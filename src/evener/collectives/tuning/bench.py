@@ -1,11 +1,11 @@
-"""All-reduces side by side, in the columns of nccl-tests.
+"""Benchmark that compares all-reduces, with the columns of nccl-tests.
 
-``algbw`` is bytes over time; ``busbw`` is that times ``2 (n - 1) / n``, the traffic of the busiest link of an optimal
-all-reduce on n ranks, so that it can be held against a hardware's bandwidth whatever the number of ranks. Inputs
-are small integers, whose sum every dtype holds exactly: ``wrong`` counts the elements that differ from it at all.
+``algbw`` is bytes over time. ``busbw`` is ``algbw * 2 (n - 1) / n``, the traffic of the busiest link in an optimal
+all-reduce on n ranks. It can be compared with the hardware's bandwidth for any number of ranks. Inputs are small
+integers, whose sum every dtype holds exactly; ``wrong`` counts the elements that differ from the exact sum.
 
-Each size is run by all implementations in turn, round after round, so that what disturbs the machine disturbs all of
-them; the time is the median of the rounds, of the slowest rank.
+All implementations run each size in turn, round after round, so that disturbances of the machine affect all of them.
+The time is the median over the rounds, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from torch import Tensor
 
 from evener.collectives.base import AllReduce
 from evener.collectives.tuning.measure import device_of, time_in_turn
-from evener.collectives.tuning.select import Costs, predict
+from evener.collectives.tuning.select import MeasuredCosts, predict
 from evener.distributed.hosts import all_gather
 from evener.distributed.shm.slots import DTYPE_CODES
 
 _BUDGET_SECONDS = 0.5
 _MOST_LEVELS = 8
 DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
-"""What a command line may ask for, by torch's names."""
+"""The dtypes that the command line accepts, by torch's names."""
 
 
 def sent_between(group: dist.ProcessGroup) -> tuple[torch.dtype, ...]:
-    """Those that the group's backend sends: NCCL knows no 16-bit integers."""
+    """Returns the dtypes that the group's backend can send: NCCL does not support 16-bit integers."""
     on_cpus = device_of(group).type == "cpu"
     return tuple(dtype for dtype in DTYPES.values() if on_cpus or dtype is not torch.int16)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One all-reduce at one size."""
+    """The result of one all-reduce at one size."""
 
     algorithm: str
     size: int
     """Bytes of the buffer on each rank."""
     count: int
-    """Elements."""
+    """Number of elements."""
     type: str
     redop: str
     time: float
     """Seconds."""
     algbw: float
-    """GB/s: 1e9 bytes of the buffer a second."""
+    """GB/s: 1e9 bytes of the buffer per second."""
     busbw: float
     """GB/s: ``algbw * 2 (n - 1) / n``."""
     wrong: int | None
-    """Elements, over all ranks, that are not the exact sum; None if that was not checked."""
+    """Number of elements, over all ranks, that differ from the exact sum; None if not checked."""
     predicted: float | None
-    """Seconds that the cost model expects; None where there are no costs."""
+    """Seconds that the cost model predicts; None if there are no costs."""
 
 
 def bench(
@@ -64,17 +64,17 @@ def bench(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
     check: bool = True,
-    costs: Costs | None = None,
+    costs: MeasuredCosts | None = None,
 ) -> list[Row]:
-    """Rows of every all-reduce at every size; the same on every rank. A collective call.
+    """Measures every all-reduce at every size. All ranks must call this together, and get the same rows.
 
     Args:
-        all_reduces: By the names to print.
-        sizes: Bytes; rounded down to whole elements, of which there is at least one.
+        all_reduces: The all-reduces, by the names to print.
+        sizes: Sizes in bytes; rounded down to whole elements, but to at least one.
         group: The ranks.
-        dtype: Of the elements.
-        check: Whether to count wrong elements.
-        costs: What predictions are made from.
+        dtype: The type of the elements.
+        check: True to count wrong elements.
+        costs: Measured costs for the predictions; None for none.
     """
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
@@ -88,7 +88,7 @@ def _rows(
     group: dist.ProcessGroup,
     dtype: torch.dtype,
     check: bool,
-    costs: Costs | None,
+    costs: MeasuredCosts | None,
 ) -> list[Row]:
     names, world_size = list(all_reduces), dist.get_world_size(group)
     nbytes = count * dtype.itemsize
@@ -113,17 +113,17 @@ def _rows(
 
 
 def bus_factor(world_size: int) -> float:
-    """``busbw / algbw`` of an all-reduce (nccl-tests, doc/PERFORMANCE.md)."""
+    """Returns ``busbw / algbw`` of an all-reduce (nccl-tests, doc/PERFORMANCE.md)."""
     return 2 * (world_size - 1) / world_size
 
 
-def _predicted(all_reduce: AllReduce, costs: Costs | None, name: str, nbytes: int) -> float | None:
+def _predicted(all_reduce: AllReduce, costs: MeasuredCosts | None, name: str, nbytes: int) -> float | None:
     expected = all_reduce.expected_seconds(nbytes)
     if expected is not None:
         return expected
     try:
         return predict(costs, name, nbytes).seconds if costs else None
-    except ValueError:  # nothing is known of it
+    except ValueError:  # the costs have no entry for it
         return None
 
 
@@ -142,18 +142,19 @@ def _wrong(all_reduce: AllReduce, count: int, dtype: torch.dtype, group: dist.Pr
 
 
 def _integers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Different at each place and rank, and 0 to 7: a sum over 16 ranks fits int8, over 36 is exact in bfloat16."""
+    """Returns integers 0 to 7 that vary with place and rank. Sums fit int8 up to 18 ranks, and are exact in bfloat16 up
+    to 36 ranks."""
     return ((torch.arange(count) * (2 * rank + 1) + rank) % _MOST_LEVELS).to(dtype)
 
 
 _HEADER = ("size", "count", "type", "redop", "algorithm", "time", "algbw", "busbw", "#wrong", "predicted")
 _TURNS = 3
-"""After which memory that lasts is where it stays."""
+"""Calls until ``lasting`` memory has been moved to its final place."""
 _UNITS = ("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, in the columns of nccl-tests."""
+    """Formats the rows as text, in the columns of nccl-tests."""
     lines = [_HEADER, _UNITS, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)

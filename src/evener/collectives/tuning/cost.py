@@ -1,4 +1,4 @@
-"""What a message costs, in the alpha-beta model: m bytes take ``alpha + m * beta`` seconds."""
+"""The alpha-beta cost model of a message: m bytes take ``alpha + m * beta`` seconds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks.
+    """The cost of a link between two ranks.
 
     Raises:
         ValueError: If a value is negative or not finite.
     """
 
     alpha_seconds: float
-    """What a message costs whatever its size."""
+    """Latency: the time for a message of any size, in seconds."""
     beta_seconds_per_byte: float
-    """What a byte costs: the inverse of the bandwidth."""
+    """Time per byte: the inverse of the bandwidth."""
 
     def __post_init__(self) -> None:
         for value in (self.alpha_seconds, self.beta_seconds_per_byte):
@@ -25,5 +25,5 @@ class Link:
                 raise ValueError(f"a link needs finite costs of at least 0, got {self}")
 
     def seconds(self, nbytes: float) -> float:
-        """One message of ``nbytes``."""
+        """Returns the seconds for one message of ``nbytes``."""
         return self.alpha_seconds + nbytes * self.beta_seconds_per_byte

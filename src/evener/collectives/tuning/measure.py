@@ -1,8 +1,8 @@
-"""What the links of a group cost, and how long each all-reduce takes: measured once, kept on disk.
+"""Measures the links of a group and the time of each all-reduce, and caches the results on disk.
 
-The measurements of a topology are kept in ``evener/collectives`` under the user's directory for caches, under a key of
-all that they depend on: host names and who is on which, cores, versions, what was timed. A file that cannot be read is
-measured anew. Rank 0's measurements are everyone's, so that all ranks choose alike.
+Measurements are kept in ``evener/collectives`` in the user's cache directory. The file name is a hash of all that they
+depend on: host names and their ranks, cores, versions, and the names of the timed all-reduces. If a file cannot be
+read, measurements are repeated. All ranks use rank 0's measurements, so that they choose alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evener.collectives.base import AllReduce, Work
 from evener.collectives.executor.messages import Messages
 from evener.collectives.schedules.schedule import Topology
 from evener.collectives.tuning.cost import Link
-from evener.collectives.tuning.select import Costs, Sample, best_segments
+from evener.collectives.tuning.select import MeasuredCosts, TimingSample, best_segments
 from evener.collectives.tuning.simulate import Network
 from evener.distributed.environment import usable_cores
 from evener.distributed.hosts import all_gather, host_identity, hosts_of
@@ -35,21 +35,22 @@ from evener.files import write_json
 from evener.hardware import accelerators
 
 Sum = Callable[[Tensor], Work]
-"""An all-reduce, or one in so many segments."""
+"""An all-reduce, or one with a fixed number of segments."""
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))
 """1 KiB to 64 MiB."""
 _SMALL_NBYTES, _LARGE_NBYTES = 1024, 4 << 20
 _BUDGET_SECONDS = 0.15
 _LEAST, _MOST = 3, 30
 _ENOUGH_SECONDS = 1.0
-"""Once a call of each takes this long, larger sizes are left out."""
+"""If one call of each all-reduce takes longer than this in total, larger sizes are left out."""
 _CALLS, _SHORT_SECONDS = 10, 0.05
 _CLOSE, _PLAYOFF = 1.5, 3.0
-"""What is no slower than so many times the best runs once more, for so many budgets."""
+"""All-reduces slower than the best by less than the factor _CLOSE are timed again, with _PLAYOFF times the budget."""
 
 
-def measured_costs(all_reduces: Mapping[str, AllReduce], group: dist.ProcessGroup) -> Costs:
-    """The costs of the topology and of these all-reduces on it, from the cache or measured. A collective call."""
+def measured_costs(all_reduces: Mapping[str, AllReduce], group: dist.ProcessGroup) -> MeasuredCosts:
+    """Returns the costs of the group's topology and of these all-reduces, from the cache or measured now. All ranks
+    must call this together."""
     topology = Topology(hosts_of(group))
     path = cache_path(topology, list(all_reduces), group)
     costs = rank_zeros(load(path) if dist.get_rank(group) == 0 else None, group)
@@ -61,21 +62,24 @@ def measured_costs(all_reduces: Mapping[str, AllReduce], group: dist.ProcessGrou
     return costs
 
 
-def rank_zeros(costs: Costs | None, group: dist.ProcessGroup) -> Costs | None:
-    """Rank 0's ``costs`` on all ranks."""
+def rank_zeros(costs: MeasuredCosts | None, group: dist.ProcessGroup) -> MeasuredCosts | None:
+    """Returns rank 0's ``costs`` on all ranks. All ranks must call this together."""
     text = all_gather(costs.to_json() if costs else None, group)[0]
-    return Costs.from_json(text) if text else None
+    return MeasuredCosts.from_json(text) if text else None
 
 
-def measure(all_reduces: Mapping[str, AllReduce], topology: Topology, group: dist.ProcessGroup) -> Costs:
-    """Times every all-reduce at every size of ``SIZES``, in turn, so that a disturbance meets all; some seconds.
+def measure(
+    all_reduces: Mapping[str, AllReduce], topology: Topology, group: dist.ProcessGroup
+) -> MeasuredCosts:
+    """Times every all-reduce at the sizes ``SIZES``; takes some seconds. All ranks must call this together.
 
-    An algorithm that can be cut runs whole, and in the segments that are simulated to be best over the measured links.
+    All-reduces run in turn, so that disturbances affect all of them. A pipelined algorithm runs in one segment, and in
+    the number of segments that is simulated to be best over the measured links.
 
-    The best round counts: what is measured once is used for long, and another program that was running then can only
-    have made it slower.
+    The best round counts, as other programs running at the same time can only make it slower; if several all-reduces
+    are close, the median of further rounds decides.
 
-    On slow links it ends with the size at which bandwidth is plainly all: the time of larger ones follows from theirs.
+    On slow links it stops early, at a size at which only bandwidth counts: times of larger sizes follow from that.
     """
     device = device_of(group)
     network: Network = all_gather(measure_network(topology, group), group)[0]
@@ -84,16 +88,16 @@ def measure(all_reduces: Mapping[str, AllReduce], topology: Topology, group: dis
         buffer = torch.zeros(nbytes // 4, device=device)
         ways = _ways(all_reduces, topology, network, nbytes)
         seconds = _times([way for _, _, way in ways], buffer, group)
-        samples += [Sample(n, nbytes, s, k) for (n, k, _), s in zip(ways, seconds, strict=True)]
+        samples += [TimingSample(n, nbytes, s, k) for (n, k, _), s in zip(ways, seconds, strict=True)]
         if sum(seconds) > _ENOUGH_SECONDS:
             break
-    return Costs(topology, network, tuple(samples))
+    return MeasuredCosts(topology, network, tuple(samples))
 
 
 def _times(ways: Sequence[Sum], buffer: Tensor, group: dist.ProcessGroup) -> list[float]:
-    """The best round of each; of those that come close to the best, the median of more rounds, among themselves.
+    """Returns the best round of each all-reduce; for those close to the best, the median of further rounds.
 
-    One round in which nothing disturbs is luck where ranks are more than cores, or links let bursts through.
+    The best round alone can be luck, if there are more ranks than cores or links let bursts through.
     """
     first = time_in_turn(ways, buffer, group, of_rounds=min)
     close = [place for place, seconds in enumerate(first) if seconds < _CLOSE * min(first)]
@@ -104,7 +108,8 @@ def _times(ways: Sequence[Sum], buffer: Tensor, group: dist.ProcessGroup) -> lis
 
 
 def playoff(first: Sequence[float], again: Mapping[int, float]) -> list[float]:
-    """Times of all in the measure of the second run; of those that did not run in it, slower by as much as it was."""
+    """Merges the times of two runs. Returns the times of the second run; those of all-reduces that did not take part in
+    it are scaled up by the factor by which the second run was slower."""
     slower = max(1.0, min(again.values()) / min(first))
     return [again.get(place, seconds * slower) for place, seconds in enumerate(first)]
 
@@ -112,7 +117,7 @@ def playoff(first: Sequence[float], again: Mapping[int, float]) -> list[float]:
 def _ways(
     all_reduces: Mapping[str, AllReduce], topology: Topology, network: Network, nbytes: int
 ) -> list[tuple[str, int, Sum]]:
-    """Each all-reduce in one segment, and in those that are simulated to be best."""
+    """Returns (name, segments, all-reduce) for each all-reduce with one segment and with the simulated best number."""
     return [
         (name, segments, partial(each.start_in, segments=segments))
         for name, each in all_reduces.items()
@@ -127,10 +132,11 @@ def time_in_turn(
     budget_seconds: float = _BUDGET_SECONDS,
     of_rounds: Callable[[Sequence[float]], float] = statistics.median,
 ) -> list[float]:
-    """Seconds of each all-reduce of ``buffer``, the slowest rank's; the same on every rank.
+    """Returns the seconds of each all-reduce of ``buffer`` on the slowest rank; the same on every rank. All ranks must
+    call this together.
 
-    The rounds are as many as fit ``budget_seconds`` for each all-reduce, within limits; ``of_rounds`` makes one number
-    of theirs.
+    The number of rounds fits ``budget_seconds`` for each all-reduce, within limits. ``of_rounds`` reduces the times of
+    the rounds to one.
     """
     rough = sum(_all_gather_max([_seconds(each, buffer, 1) for each in all_reduces], group))
     calls = _CALLS if rough < _SHORT_SECONDS else 1
@@ -144,7 +150,7 @@ def _all_gather_max(values: list[float], group: dist.ProcessGroup) -> list[float
 
 
 def _seconds(all_reduce: Sum, buffer: Tensor, calls: int) -> float:
-    """Of one of ``calls`` in a row, after a first that also waits for ranks that are late from what was before."""
+    """Returns the seconds of one call, averaged over ``calls``. A call before them waits for ranks that are late."""
     _call(all_reduce, buffer)
     start = time.perf_counter()
     for _ in range(calls):
@@ -153,14 +159,15 @@ def _seconds(all_reduce: Sum, buffer: Tensor, calls: int) -> float:
 
 
 def _call(all_reduce: Sum, buffer: Tensor) -> None:
-    """As DDP calls it for a bucket, which comes again and again."""
+    """Sums the buffer and waits for it. An ``AllReduce`` is called as by DDP, with a ``lasting`` buffer."""
     work = all_reduce(buffer, lasting=True) if isinstance(all_reduce, AllReduce) else all_reduce(buffer)
     work.wait()
     accelerators.synchronize(buffer.device)
 
 
 def measure_network(topology: Topology, group: dist.ProcessGroup) -> Network:
-    """Latency and bandwidth of a message inside a host and between hosts, and the cost of adding a byte."""
+    """Measures latency and bandwidth of messages inside a host and between hosts, and the cost of adding a byte. All
+    ranks must call this together."""
     rank, device = dist.get_rank(group), device_of(group)
     large_host = max(topology.hosts, key=len)
     with closing(Messages(group, 60.0)) as messages:
@@ -177,7 +184,8 @@ def measure_network(topology: Topology, group: dist.ProcessGroup) -> Network:
 
 
 def measure_links(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup) -> list[Link]:
-    """Latency and bandwidth of messages between the ranks of each pair, one pair after the other. A collective call."""
+    """Measures latency and bandwidth of messages between the ranks of each pair, one pair after the other. All ranks
+    must call this together."""
     rank, device = dist.get_rank(group), device_of(group)
     with closing(Messages(group, 60.0)) as messages:
         mine = [_link(messages, a, b, rank, device) for a, b in pairs]
@@ -188,7 +196,8 @@ def measure_links(pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup) ->
 
 
 def _link(messages: Messages, a: int, b: int, rank: int, device: torch.device) -> Link | None:
-    """Of messages between ranks ``a`` and ``b``, as ``a`` sees them; None on all others, or if both are one."""
+    """Measures the link between ranks ``a`` and ``b``. Returns it on ``a``; returns None on other ranks, or if
+    ``a == b``."""
     if a == b or rank not in (a, b):
         return None
     small = _one_way_seconds(
@@ -216,14 +225,14 @@ def _one_way_seconds(messages: Messages, a: int, b: int, rank: int, buffer: Tens
 
 
 def _finish(works: tuple[list[dist.Work], list[dist.Work]], buffer: Tensor) -> None:
-    """A wait for NCCL holds up the stream and not the host, whose clock it is."""
+    """Waits for the works and for the device: NCCL's wait blocks the stream only, but the host's clock measures."""
     for work in (*works[0], *works[1]):
         work.wait()
     accelerators.synchronize(buffer.device)
 
 
 def _gamma(device: torch.device) -> float:
-    """Seconds to add a byte of float32 to another, out of the cache."""
+    """Measures the seconds to add a byte of float32 to another, for data that is not in the cache."""
     a, b = torch.zeros(2, _LARGE_NBYTES // 4, device=device)
     times = []
     for _ in range(5):
@@ -235,13 +244,13 @@ def _gamma(device: torch.device) -> float:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The kind of device whose tensors the group's backend moves."""
+    """Returns the device whose tensors the group's backend sends: the current GPU for NCCL, else the CPU."""
     on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 def cache_path(topology: Topology, names: Sequence[str], group: dist.ProcessGroup) -> Path:
-    """Where the measurements of this topology with these names are kept. A collective call."""
+    """Returns the cache file for this topology and these all-reduces. All ranks must call this together."""
     hosts = all_gather((host_identity()[0], usable_cores(), torch.get_num_threads()), group)
     what = ["in segments", topology.hosts, hosts, sorted(names), SIZES, str(dist.get_backend(group))]
     key = json.dumps([*what, torch.__version__, platform.python_version(), platform.machine()])
@@ -249,15 +258,15 @@ def cache_path(topology: Topology, names: Sequence[str], group: dist.ProcessGrou
     return user_cache_path("evener") / "collectives" / f"{name}.json"
 
 
-def load(path: Path) -> Costs | None:
-    """What :func:`save` wrote; None if there is nothing, or nothing usable."""
+def load(path: Path) -> MeasuredCosts | None:
+    """Reads the costs that :func:`save` wrote. Returns None if the file is missing or unusable."""
     try:
-        return Costs.from_json(path.read_text())
+        return MeasuredCosts.from_json(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-def save(path: Path, costs: Costs) -> None:
-    """Writes the file as a whole or not at all; a disk that cannot be written to costs only the next measuring."""
+def save(path: Path, costs: MeasuredCosts) -> None:
+    """Writes the costs, as a whole or not at all. Ignores write errors, after which the next run measures again."""
     with suppress(OSError):
         write_json(path, asdict(costs))

@@ -1,9 +1,8 @@
-"""Which all-reduce to use for which size, from costs that were measured once: decided in pure functions.
+"""Selects an all-reduce for a size from costs that were measured once; pure functions.
 
-Latency decides for small messages, bandwidth for large ones, and where the border lies depends on the ranks,
-the links and the implementation. An implementation that was timed is predicted from its own times; an
-algorithm that was not is simulated over the measured links. All ranks must choose alike: give all of them the
-same :class:`Costs`.
+Latency decides for small messages and bandwidth for large ones; the border depends on the ranks, the links and the
+implementation. If an implementation was timed, its times predict it; other algorithms are simulated over the
+measured links. All ranks must choose alike, so give all of them the same :class:`MeasuredCosts`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _SMALLEST_BUCKET_NBYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One all-reduce of ``nbytes`` by the implementation ``name`` took ``seconds``.
+class TimingSample:
+    """The measured time of an all-reduce of ``nbytes`` by the implementation ``name``.
 
     Raises:
         ValueError: If a number is not positive and finite.
@@ -37,7 +36,7 @@ class Sample:
     nbytes: int
     seconds: float
     segments: int = 1
-    """In so many it ran."""
+    """The number of segments in which it ran."""
 
     def __post_init__(self) -> None:
         if self.nbytes <= 0 or not 0 < self.seconds < math.inf or self.segments < 1:
@@ -45,24 +44,24 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """All that was measured of a group of ranks."""
+class MeasuredCosts:
+    """All measurements of a group of ranks."""
 
     topology: Topology
     network: Network
-    """The links as messages between two ranks see them."""
-    samples: tuple[Sample, ...] = ()
-    """Whole all-reduces, of any implementations and sizes."""
+    """The links, as measured by messages between two ranks."""
+    samples: tuple[TimingSample, ...] = ()
+    """Times of whole all-reduces, for any implementations and sizes."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Costs:
-        """What :meth:`to_json` wrote.
+    def from_json(cls, text: str) -> MeasuredCosts:
+        """Parses the text that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: If ``text`` is something else.
+            ValueError: If ``text`` is not such a text.
         """
         try:
             fields = json.loads(text)
@@ -71,7 +70,7 @@ class Costs:
             return cls(
                 Topology(tuple(map(tuple, fields["topology"]["hosts"]))),
                 Network(**network),
-                tuple(Sample(**sample) for sample in fields["samples"]),
+                tuple(TimingSample(**sample) for sample in fields["samples"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these are no costs of collectives ({error!r}): {text[:200]!r}") from error
@@ -82,25 +81,25 @@ def _links(value: Any) -> Link | tuple[Link, ...]:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An implementation, what it is predicted to take, and in how many segments to run it."""
+class AllReduceChoice:
+    """An implementation, its predicted time, and the number of segments in which to run it."""
 
     name: str
     seconds: float
     segments: int = 1
 
 
-def choose(costs: Costs, nbytes: int, names: Iterable[str] | None = None) -> Choice:
-    """The implementation that is predicted to be fastest for ``nbytes``; of equals the first.
+def choose(costs: MeasuredCosts, nbytes: int, names: Iterable[str] | None = None) -> AllReduceChoice:
+    """Returns the implementation with the shortest predicted time for ``nbytes``; the first one if several are equal.
 
     Args:
-        costs: What was measured.
-        nbytes: The size of the buffer.
-        names: The implementations to choose among; by default those that were timed, or all algorithms that can run if
-            none was.
+        costs: The measurements.
+        nbytes: The size of the buffer, in bytes.
+        names: The implementations to choose among; by default all that were timed, or if none was, all algorithms that
+            can run.
 
     Raises:
-        ValueError: If there is nothing to choose among, or a name is neither an algorithm nor timed.
+        ValueError: If ``names`` is empty, or a name is neither an algorithm nor timed.
     """
     timed = dict.fromkeys(sample.name for sample in costs.samples)
     candidates = tuple(names if names is not None else timed or usable_on(costs.topology))
@@ -109,10 +108,10 @@ def choose(costs: Costs, nbytes: int, names: Iterable[str] | None = None) -> Cho
     return min((predict(costs, name, nbytes) for name in candidates), key=lambda choice: choice.seconds)
 
 
-def predict(costs: Costs, name: str, nbytes: int) -> Choice:
-    """What the implementation ``name`` takes for ``nbytes``: from its samples if there are any, else simulated.
+def predict(costs: MeasuredCosts, name: str, nbytes: int) -> AllReduceChoice:
+    """Predicts the time of the implementation ``name`` for ``nbytes``: from its samples if it has any, else simulated.
 
-    The number of segments is the fastest that was measured at the nearest size, or where none was the simulated one.
+    The number of segments is the fastest one measured at the nearest size, or the simulated one without samples.
 
     Raises:
         ValueError: If the name is neither an algorithm nor timed.
@@ -122,38 +121,38 @@ def predict(costs: Costs, name: str, nbytes: int) -> Choice:
         known = sorted({*ALGORITHMS, *(sample.name for sample in costs.samples)})
         raise ValueError(f"nothing is known of an all-reduce named {name!r}; known are {', '.join(known)}")
     if nbytes <= 0 or costs.topology.world_size == 1:
-        return Choice(name, 0.0)
+        return AllReduceChoice(name, 0.0)
     if not samples:
         return _simulated(costs.topology, costs.network, name, nbytes)
     nearest = min(samples, key=lambda each: (abs(math.log(each.nbytes / nbytes)), each.seconds))
     seconds = interpolate([(each.nbytes, each.seconds) for each in samples], nbytes)
-    return Choice(name, seconds, nearest.segments)
+    return AllReduceChoice(name, seconds, nearest.segments)
 
 
 def best_segments(topology: Topology, network: Network, name: str, nbytes: int) -> int:
-    """In how many segments ``name`` is simulated to be fastest; 1 for what is no algorithm."""
+    """Returns the number of segments for which ``name`` is simulated to be fastest; 1 if it is not an algorithm."""
     if name not in ALGORITHMS or topology.world_size == 1:
         return 1
     return _simulated(topology, network, name, nbytes).segments
 
 
 @lru_cache(maxsize=4096)
-def _simulated(topology: Topology, network: Network, name: str, nbytes: int) -> Choice:
-    """The algorithm in the number of segments that makes it fastest: doubled for as long as that helps."""
-    best = Choice(name, math.inf)
+def _simulated(topology: Topology, network: Network, name: str, nbytes: int) -> AllReduceChoice:
+    """Simulates the algorithm with its best number of segments, which is doubled as long as that helps."""
+    best = AllReduceChoice(name, math.inf)
     for segments in _SEGMENTS:
         seconds = simulate(ALGORITHMS[name](topology, segments), nbytes, network)
         if seconds >= best.seconds:
             break
-        best = Choice(name, seconds, segments)
+        best = AllReduceChoice(name, seconds, segments)
     return best
 
 
 def interpolate(samples: Sequence[tuple[int, float]], nbytes: float) -> float:
-    """Seconds for ``nbytes`` by straight lines through ``(nbytes, seconds)`` in logarithms of both.
+    """Returns the seconds for ``nbytes``, interpolated linearly between ``(nbytes, seconds)`` on log-log scales.
 
-    Below the smallest sample latency is all, and the time stays; beyond the largest bandwidth is, and the
-    time grows with the size. Of samples of one size the fastest counts.
+    Below the smallest sample only latency counts, so the time is constant. Beyond the largest only bandwidth counts,
+    so the time is proportional to the size. Among samples of the same size the fastest counts.
     """
     fastest: dict[int, float] = {}
     for size, seconds in samples:
@@ -171,13 +170,15 @@ def interpolate(samples: Sequence[tuple[int, float]], nbytes: float) -> float:
 def exposed_seconds(
     bucket_nbytes: int, total_nbytes: int, backward_seconds: float, seconds_of: Callable[[int], float]
 ) -> float:
-    """How long after backward the last bucket is reduced, if gradients come evenly and buckets go one by one.
+    """Returns the seconds from the end of backward until the last bucket is reduced.
+
+    Assumes that backward produces gradients at a constant rate, and that buckets are reduced one after the other.
 
     Args:
         bucket_nbytes: Size of all buckets but the last.
         total_nbytes: Size of all gradients.
-        backward_seconds: How long backward takes.
-        seconds_of: The time of an all-reduce of a size in bytes.
+        backward_seconds: Time of backward without communication.
+        seconds_of: Returns the time of an all-reduce of a size in bytes.
     """
     finished = 0.0
     for start in range(0, total_nbytes, bucket_nbytes):
@@ -193,15 +194,15 @@ def bucket_size(
     seconds_of: Callable[[int], float],
     candidates: Sequence[int] | None = None,
 ) -> int:
-    """The size of buckets, in bytes, for which backward hides most of the all-reduce; of equals the largest.
+    """Returns the bucket size, in bytes, for which backward hides most of the all-reduce; the largest of equal ones.
 
-    Small buckets start early and pay many latencies, large ones leave much to do when backward has ended.
+    Small buckets start early but pay many latencies. Large ones leave much to send after the end of backward.
 
     Args:
         total_nbytes: Size of all gradients.
-        backward_seconds: How long backward takes without communication.
-        seconds_of: The time of an all-reduce of a size in bytes.
-        candidates: The sizes to choose among; by default the powers of two from 256 KiB, and all in one.
+        backward_seconds: Time of backward without communication.
+        seconds_of: Returns the time of an all-reduce of a size in bytes.
+        candidates: The sizes to choose among; by default powers of two from 256 KiB, and a single bucket for all.
 
     Raises:
         ValueError: If there are no gradients.

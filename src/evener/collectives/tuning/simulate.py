@@ -1,11 +1,11 @@
-"""How long a schedule takes where its links are known, on more ranks than there are at hand.
+"""Simulates the time of a schedule over links of known cost, for any number of ranks.
 
-The rounds run in lock-step: a round lasts as long as its slowest rank, and the next one begins when all have
-ended. A rank that waits for nobody late could go on earlier, so where ranks are loaded unequally the estimate
-leans to the safe side; in a ring over equal links it is exact. Within a round all messages start together. A
-rank has one port, which sends one message and receives one at a time; messages to other hosts also share the
-uplinks of both hosts. So a message has arrived once its latency has passed, and the bytes of all messages
-that share a port or an uplink with it.
+The model runs rounds in lock-step: a round lasts as long as its slowest rank, and the next one begins when all ranks
+have finished. In reality, a rank that does not depend on the slowest can go on earlier. So the estimate is too high if
+ranks have unequal loads; for a ring over equal links it is exact. Within a round all messages start together. A rank
+has one port, which sends one message and receives one message at a time. Messages to other hosts also share the uplinks
+of both hosts. So a message arrives after its latency, plus the time for the bytes of all messages that share a port or
+an uplink with it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from evener.collectives.tuning.cost import Link
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a topology.
+    """The costs of the links of a topology.
 
     Raises:
         ValueError: If hosts have no uplink, or gamma is negative or not finite.
     """
 
     inside: Link | tuple[Link, ...]
-    """Between ranks of one host: one for all hosts, or one for each."""
+    """The link between ranks of one host: one for all hosts, or one for each host."""
     between: Link | tuple[Link, ...]
-    """The uplink of a host, one for all hosts or one for each; between two hosts the slower one counts."""
+    """The uplink of a host: one for all hosts, or one for each host. Between two hosts the slower one counts."""
     gamma_seconds_per_byte: float = 0.0
-    """What it costs a rank to add a byte to another."""
+    """The time for a rank to add a byte to another, in seconds."""
     uplinks: int = 1
-    """Network interfaces of a host, each as fast as ``between`` says; its ranks use them in turn."""
+    """Number of network interfaces of a host, each as fast as ``between``. The host's ranks use them in turn."""
 
     def __post_init__(self) -> None:
         if self.uplinks < 1 or not 0 <= self.gamma_seconds_per_byte < math.inf:
@@ -45,7 +45,7 @@ class Network:
 
 
 def simulate(schedule: Schedule, nbytes: float, network: Network) -> float:
-    """Seconds that the all-reduce of a buffer of ``nbytes`` takes; one round of each stretch is looked at.
+    """Returns the seconds for an all-reduce of a buffer of ``nbytes``. It evaluates one round of each stretch.
 
     Raises:
         ValueError: If ``network`` has links for another number of hosts.
@@ -58,7 +58,7 @@ def simulate(schedule: Schedule, nbytes: float, network: Network) -> float:
 
 
 class _Links:
-    """The links of a network as columns: of each host, and of each message of a round."""
+    """The links of a network as arrays, with one entry for each host."""
 
     def __init__(self, topology: Topology, network: Network) -> None:
         self.topology, self.network = topology, network
@@ -70,7 +70,7 @@ class _Links:
         self.uplink = topology.host_index * uplinks + topology.place % uplinks
 
     def seconds(self, bounds: Floats, round_: Round, nbytes: float) -> float:
-        """How long a round lasts: until the last message has arrived and been added."""
+        """Returns the duration of a round, until the last message has arrived and been added."""
         size = (bounds[round_.stop] - bounds[round_.start]) * nbytes
         alpha, busy = self._messages(round_, size)
         world_size = self.topology.world_size
@@ -80,7 +80,7 @@ class _Links:
         return float((alpha + queue + added).max())
 
     def _messages(self, round_: Round, size: Floats) -> tuple[Floats, Floats]:
-        """The latency of each message, and for how long it keeps its ports busy."""
+        """Returns the latency of each message, and how long it keeps its ports busy."""
         a, b = self.topology.host_index[round_.src], self.topology.host_index[round_.dst]
         alpha = np.where(
             a == b, self.inside_alpha[a], np.maximum(self.between_alpha[a], self.between_alpha[b])
@@ -90,7 +90,7 @@ class _Links:
         return alpha * moves, beta * size * moves
 
     def _wait_for_uplinks(self, round_: Round, busy: Floats, queue: Floats) -> None:
-        """Lengthens the ``queue`` of messages that leave their host to that of the uplinks at both ends."""
+        """Raises the ``queue`` times of messages between hosts to those of the uplinks at both ends, in place."""
         host = self.topology.host_index
         away = np.flatnonzero(host[round_.src] != host[round_.dst])
         for uplink in (self.uplink[round_.src[away]], self.uplink[round_.dst[away]]):
@@ -98,7 +98,7 @@ class _Links:
 
 
 def _shared(user: Ints, busy: Floats, users: int) -> Floats:
-    """For each message, the time for which all messages of the same user are busy."""
+    """Returns for each message the total busy time of all messages with the same user (port or uplink)."""
     total = np.bincount(user, weights=busy, minlength=users)
     each: Floats = total.astype(np.float64)[user]
     return each

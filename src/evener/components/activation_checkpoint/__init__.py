@@ -1,10 +1,8 @@
 """Blocks of a model that are computed again in backward, in place of keeping what they made (Chen et al. 2016).
 
-=============  =================================================================
-``forward``    a block that is kept, computed again, or partly
-``buffers``    what forward writes into must not be written twice
-``measuring``  what each block holds, when, and how long it takes
-``policy``     which blocks, for a budget at the least time: a pure function
-``words``      what people are told of it
-=============  =================================================================
+===================  ===========================================================
+``forward``          a block that is kept, or computed again
+``written_buffers``  what forward writes into must not be written twice
+``profiling``        what each block holds, and the peaks that follow from it
+===================  ===========================================================
 """

@@ -2,13 +2,11 @@
 
 ::
 
-    kept        forward ──────────────────────────────────────── backward        holds all that backward needs
-    products    forward ───────────── again, but for products ── backward        holds what products made
-    again       forward ───────────── again ──────────────────── backward        holds its inputs
+    kept        forward ──────────────────── backward        holds all that backward needs
+    again       forward ───────────── again, backward        holds its inputs
 
 ``torch.utils.checkpoint`` does it, with the same random numbers and in the same precision. What it does not know of is
 done around it: the counting and the messages of Evener's layers (:mod:`evener.nn.recompute_guard`), and buffers.
-Products are kept by its selective form.
 
 As with precision, ``forward`` is exchanged, and no module is put around another: names, state and hooks stay. So hooks
 of the block, by which FSDP2 gathers its weights, are not called again; its weights are there when backward comes to it.
@@ -16,36 +14,27 @@ of the block, by which FSDP2 gathers its weights, are not called again; its weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from evener.components.activation_checkpoint.policy import AGAIN, KEPT, KEPT_PRODUCTS
 from evener.components.activation_checkpoint.written_buffers import Copies, WrittenBuffers, in_place_of
 from evener.components.repeated_blocks import repeated_blocks
 from evener.core.config.recompute import Recompute
 from evener.errors import ConfigurationError
 from evener.nn.fqn import clean_name
-from evener.nn.recompute_guard import Segment
-from evener.torch_internals.fake_tensors import active_fake_mode
-from evener.torch_internals.matrix_products import PRODUCTS
+from evener.nn.recompute_guard import RecomputedCall
+from evener.torch_internals.dispatch import active_fake_mode
 
 
 class Watch(Protocol):
-    """Who looks on while blocks are computed."""
-
-    whole: bool
-    """Whether a repetition goes to the end of the block, and not just as far as backward needs it."""
+    """Who looks on while blocks are computed. Repetitions then go to the end of the block, and not just as far as
+    backward needs it."""
 
     def called(self, name: str) -> Any:
         """A block was computed first; returns what :meth:`again` is given."""
@@ -54,7 +43,7 @@ class Watch(Protocol):
         """Around its repetition."""
 
     def returned(self, call: Any, found: Any) -> None:
-        """What the repetition came to, if it went so far."""
+        """What the repetition came to."""
 
 
 class Recomputed:
@@ -62,8 +51,8 @@ class Recomputed:
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.called = name, False
-        self.way = AGAIN
-        """One of the table."""
+        self.kept = False
+        """Whether it is not computed again."""
         self.watch: Watch | None = None
         self._block, self._inner = block, block.forward
         self._buffers = WrittenBuffers(name, block)
@@ -72,10 +61,10 @@ class Recomputed:
         if not (torch.is_grad_enabled() and self._block.training):
             return self._inner(*args, **kwargs)
         self.called = True
-        if self.way == KEPT:
+        if self.kept:
             return self._inner(*args, **kwargs)
-        call = _Call(self._buffers, self.way, self.watch)
-        early = nullcontext() if self.watch is None else set_checkpoint_early_stop(not self.watch.whole)
+        call = _Call(self._buffers, self.watch)
+        early = nullcontext() if self.watch is None else set_checkpoint_early_stop(False)
         with early:
             compute = partial(self._compute, call, kwargs)
             found = checkpoint(compute, *args, use_reentrant=False, context_fn=call.contexts)
@@ -91,30 +80,26 @@ class Recomputed:
 
     def __reduce__(self) -> Any:
         """A copy of the block has copies of its own, and nobody who looks on."""
-        return _copied, (self.name, self._block, self._inner, self.way)
+        return _copied, (self.name, self._block, self._inner, self.kept)
 
 
-def _copied(name: str, block: nn.Module, inner: Any, way: str) -> Recomputed:
+def _copied(name: str, block: nn.Module, inner: Any, kept: bool) -> Recomputed:
     made = Recomputed(name, block)
-    made._inner, made.way = inner, way
+    made._inner, made.kept = inner, kept
     return made
 
 
 class _Call:
     """One call of a block, until its backward."""
 
-    def __init__(self, buffers: WrittenBuffers, way: str, watch: Watch | None) -> None:
-        self._buffers, self._way, self._watch = buffers, way, watch
-        self._segment, self._copies = Segment(), Copies()
+    def __init__(self, buffers: WrittenBuffers, watch: Watch | None) -> None:
+        self._buffers, self._watch = buffers, watch
+        self._segment, self._copies = RecomputedCall(), Copies()
         self.noted: Any = None
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around the first computation, and around each repetition."""
-        own = self._first(), _Repeatedly(self._again)
-        if self._way != KEPT_PRODUCTS:
-            return own
-        keeping: Any = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        return _both(own[0], keeping[0]), _Repeatedly(lambda: _both(own[1], keeping[1]))
+        return self._first(), _Repeatedly(self._again)
 
     @contextmanager
     def _first(self) -> Iterator[None]:
@@ -144,16 +129,6 @@ class _Repeatedly:
         return self._entered.pop().__exit__(*error)
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-def _policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if function in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class Blocks:
     """The blocks of a model that may be computed again."""
 
@@ -166,10 +141,10 @@ class Blocks:
         """In the order of the model."""
         return tuple(self._forwards)
 
-    def take(self, ways: Mapping[str, str]) -> None:
-        """From now on each is computed in its way."""
-        for name, way in ways.items():
-            self._forwards[name].way = way
+    def keep(self, names: Collection[str]) -> None:
+        """From now on these are kept, and all others computed again."""
+        for each in self._forwards.values():
+            each.kept = each.name in names
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:

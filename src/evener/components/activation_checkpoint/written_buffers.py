@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
-from evener.torch_internals.module_tensors import own_buffers
-from evener.torch_internals.version import version
+from evener.torch_internals.autograd import version
+from evener.torch_internals.modules import own_buffers
 
 Place = tuple[dict[str, Any], str]
 """Where a buffer is held: the buffers of a module, and its key there."""

@@ -1,1 +1,1 @@
-"""Automatic mixed precision: what is computed in which type, and the scale of gradients."""
+"""Mixed precision: which modules compute in which type, and the loss scale."""

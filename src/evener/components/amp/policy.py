@@ -1,4 +1,4 @@
-"""In which numbers a model computes: a policy of the run, and of single modules.
+"""The precision in which a model computes: for the whole run, and for single modules.
 
 =============  ===========  ==================================  ===========================
 name           weights      forward and backward                sums of gradients
@@ -13,11 +13,11 @@ name           weights      forward and backward                sums of gradient
 ``fp16-true``  float16      float16                             float32, rounded once
 =============  ===========  ==================================  ===========================
 
-Autocast is PyTorch's: it decides for each operation. It ends where the model does: outputs of half precision become
-float32, and loss, metrics and counts are computed in that.
+PyTorch's autocast chooses the type of each operation. It ends with the model: outputs in half precision are converted
+to float32, and loss, metrics and counts are computed in float32.
 
-A policy takes the place of ``forward`` of the modules that it names, and of the model's, so that a loop of the user's
-own calls the model in the same precision as the engine does.
+The precision replaces the ``forward`` of the model and of the named modules. So a loop of the user's own calls the
+model in the same precision as the engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.model_init import in_type
-from evener.components.offload.activations import Forward as SavingForward
+from evener.components.offload.activations import OffloadedForward as SavingForward
 from evener.core.half_precision import widened
 from evener.core.types import Forward, Tree
 from evener.data.batch import map_leaves
@@ -45,38 +45,38 @@ _WHOLE = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
 
 
 Rule = tuple[str, str]
-"""A pattern of modules' names, and their precision."""
+"""A pattern of module names, and a precision."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What a model computes in."""
+    """The precision of a model."""
 
     name: str | None = None
-    """One of the table; None leaves all as it is."""
+    """A name from the table. None leaves the model unchanged."""
     modules: tuple[Rule, ...] = ()
-    """Modules in ``fp32``, ``bf16`` or ``fp16``. What is in a module goes with it; of several patterns that fit a
-    module or one that it is in, the last counts."""
+    """Modules that compute in ``fp32``, ``bf16`` or ``fp16``. A rule applies to submodules too. If several patterns
+    match a module or its parents, the last one counts."""
 
     @classmethod
-    def of(cls, name: str | None, modules: tuple[str, ...]) -> Precision:
-        """From ``PATTERN=PRECISION``, which the settings have checked."""
+    def from_settings(cls, name: str | None, modules: tuple[str, ...]) -> Precision:
+        """Parses ``PATTERN=PRECISION`` texts, which the settings have already checked."""
         pairs = (text.rpartition("=") for text in modules)
         return cls(name, tuple((pattern, kind) for pattern, _, kind in pairs))
 
     @property
     def weights(self) -> torch.dtype | None:
-        """The type of the weights, where it is not that in which the task makes them."""
+        """The type of the weights. None keeps the types of the model."""
         return _WHOLE.get(self.name or "")
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients pass through float16, in which small ones are lost unless the loss is scaled."""
+        """True if gradients pass through float16, so that the loss must be scaled to keep small ones."""
         return "fp16" in (self.name, *(kind for _, kind in self.modules))
 
     @property
     def coarsest(self) -> torch.dtype:
-        """The type with the fewest digits in which something is computed."""
+        """The least precise type in which anything is computed."""
         found = [
             self.weights,
             *(_COMPUTES.get(kind) for kind in (self.name or "", *(k for _, k in self.modules))),
@@ -87,25 +87,25 @@ class Precision:
 
     @property
     def words(self) -> str:
-        """For people, and for the record of a run; empty if nothing was chosen."""
+        """A text for the user and the record of a run; empty if no precision was chosen."""
         if self.name is None and not self.modules:
             return ""
         own = "".join(f", {pattern} {kind}" for pattern, kind in self.modules)
         return f"{self.name or 'as the model is'}{own}"
 
-    def apply(self, model: nn.Module, caches: bool = True) -> Named:
-        """Takes the place of ``forward`` where that is to be done in a precision.
+    def apply(self, model: nn.Module, caches: bool = True) -> ModulePrecision:
+        """Replaces ``forward`` of the model and of the named modules by versions that compute in their precision.
 
         Args:
-            caches: Whether weights that were cast may be kept until the model's forward ends: not where a rank never
-                has room for all of them.
+            caches: True if autocast may cache cast weights until the model's forward ends. False if a rank never has
+                memory for all of them.
 
         Returns:
-            What of ``modules`` was found, to be told whether it was ever called.
+            The modules found for the patterns, to check later that they were called.
 
         Raises:
-            ConfigurationError: For a pattern that fits no module, or one without a ``forward``, and for weights that
-                autocast would leave alone.
+            ConfigurationError: If a pattern matches no module, or only lists without ``forward``, or if weights have a
+                type that autocast would not cast.
         """
         if (self.name and not self.weights) or self.modules:
             self._check_weights(model)
@@ -115,17 +115,17 @@ class Precision:
             put.setdefault(pattern, []).append(_put(module, Within(_COMPUTES.get(kind), None, caches)))
         if self.name in _COMPUTES or self.weights:
             _put(model, self._whole(caches))
-        return Named(put)
+        return ModulePrecision(put)
 
     def around(self, forward: Forward, caches: bool = True) -> Forward:
-        """``Task.forward``, which need not call the model as one, in the precision of the whole model."""
+        """Wraps ``Task.forward`` in the precision of the whole model, because it need not call the model as a whole."""
         return _Around(self._whole(caches), forward) if self.name in _COMPUTES or self.weights else forward
 
     def _whole(self, caches: bool) -> Within:
         return Within(_COMPUTES.get(self.name or ""), self.weights, caches, outermost=True)
 
     def _found(self, model: nn.Module) -> list[tuple[nn.Module, Rule]]:
-        """Modules with another precision than what calls them."""
+        """Returns the modules whose precision differs from that of their caller."""
         known = {clean_name(name): module for name, module in model.named_modules() if name}
         for pattern, _ in self.modules:
             fitting = fnmatch.filter(known, pattern)
@@ -139,7 +139,7 @@ class Precision:
         ]
 
     def _rule_of(self, name: str) -> Rule | None:
-        """Pattern and precision for a module of that name; None for those of the model."""
+        """Returns the rule for a module of that name. Returns None if the model's precision applies."""
         parts = name.split(".")
         with_parents = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return next((rule for rule in reversed(self.modules) if fnmatch.filter(with_parents, rule[0])), None)
@@ -161,16 +161,16 @@ class Within:
     """Runs a function in a precision.
 
     Raises:
-        ConfigurationError: For inputs that are complex where there are no complex numbers of the type.
+        ConfigurationError: If inputs are complex and there is no complex type of this precision.
     """
 
     computes: torch.dtype | None
-    """By autocast; None for float32."""
+    """The type for autocast. None means float32."""
     takes: torch.dtype | None
-    """The type of floating inputs, where the weights are of it; None leaves them to autocast."""
+    """The type to which floating-point inputs are converted, if the weights have it. None leaves them to autocast."""
     caches: bool = True
     outermost: bool = False
-    """Whether what it returns is the model's, and of float32."""
+    """True for the whole model, whose outputs are converted to float32."""
 
     def __call__(self, function: Callable[..., Any], home: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kinds = _devices_of(home)
@@ -205,7 +205,7 @@ class _Around:
 
 
 class _Forward:
-    """In the place of the ``forward`` of a module."""
+    """Replaces the ``forward`` of a module."""
 
     def __init__(self, within: Within, module: nn.Module) -> None:
         self.within, self.module, self.inner, self.called = within, module, module.forward, False
@@ -216,32 +216,32 @@ class _Forward:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The ``forward`` of a module without what is around it."""
+    """Returns the original ``forward`` of a module, without the wrappers for precision and offload."""
     found = module.forward
     while isinstance(found, _Forward | SavingForward):
         found = found.inner
     return found
 
 
-class Named:
-    """Modules that have a precision of their own, by the pattern that fits them."""
+class ModulePrecision:
+    """The modules that have a precision of their own, by pattern."""
 
     def __init__(self, forwards: Mapping[str, Sequence[_Forward]]) -> None:
-        self._unchecked = dict(forwards)
+        self._forwards = forwards
 
     def check(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """After the first whole step: a pattern of modules that no rank has called would do nothing, in silence.
+        """Checks after the first step that each pattern's modules were called. Otherwise their precision would have no
+        effect, without an error.
 
         Args:
-            gather: Brings together what all ranks tell; a collective call.
+            gather: Gathers a list of every rank; a collective call.
 
         Raises:
-            ConfigurationError: Names it.
+            ConfigurationError: If no rank has called any module of a pattern. Names the pattern.
         """
-        if not self._unchecked:
+        if not self._forwards:
             return
-        idle = [pattern for pattern, each in self._unchecked.items() if not any(one.called for one in each)]
-        self._unchecked.clear()
+        idle = [pattern for pattern, each in self._forwards.items() if not any(one.called for one in each)]
         never = set.intersection(*map(set, gather(idle)))
         if never:
             raise ConfigurationError(
@@ -257,13 +257,13 @@ def _put(module: nn.Module, within: Within) -> _Forward:
 
 
 def _devices_of(module: nn.Module) -> list[str]:
-    """Kinds of devices on which it computes, of those for which there is autocast."""
+    """Returns the types of devices that hold the module's parameters, as far as they support autocast."""
     kinds = {parameter.device.type for parameter in module.parameters()} or {"cpu"}
     return sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
 def _caller(name: str, known: Mapping[str, nn.Module]) -> str:
-    """The module that calls the one of that name, which no list does."""
+    """Returns the name of the module that calls the given one. Skips lists of modules, which call nothing."""
     parent = name.rpartition(".")[0]
     return _caller(parent, known) if parent and _is_list(known[parent]) else parent
 
@@ -284,10 +284,11 @@ def _no_module(pattern: str, lists: list[str], known: list[str]) -> str:
 
 @contextmanager
 def products_of(name: str | None) -> Iterator[None]:
-    """What a GPU makes of products of float32: all digits with ``fp32``, 10 bits of the factors with ``tf32``.
+    """Sets the precision of float32 products on a GPU within the block: full precision for ``fp32``, 10 mantissa bits
+    of the factors for ``tf32``.
 
-    PyTorch's own default is all digits in matrix products and 10 bits in convolutions. The setting is the process's,
-    and put back at the end.
+    By default, PyTorch uses full precision in matrix products and 10 bits in convolutions. The setting applies to the
+    whole process, and is restored at the end.
     """
     if name not in ("fp32", "tf32"):
         yield
@@ -306,7 +307,7 @@ def _set_products(matrices: str, convolutions: bool) -> None:
 
 
 def able(device: torch.device) -> tuple[str, ...]:
-    """The precisions that a device computes fast in, the first of which is what ``auto`` takes."""
+    """Returns the precisions that a device supports. The first is the one that ``auto`` chooses."""
     if device.type == "cpu":
         return _able_cpu()
     return _able_gpu(device) if device.type == "cuda" else _able_other()
@@ -320,12 +321,13 @@ def _able_gpu(device: torch.device) -> tuple[str, ...]:
 
 
 def _able_other() -> tuple[str, ...]:
-    """No speed of theirs is known: float32 unless something else is asked for."""
+    """Returns the precisions of other devices. Their speeds are unknown, so that float32 comes first."""
     return ("fp32", "bf16", "bf16-true", "fp16", "fp16-true")
 
 
 def _able_cpu() -> tuple[str, ...]:
-    """With matrix units for bfloat16 (AMX) it is several times as fast as float32; without, no faster."""
+    """Returns the precisions of a CPU. With AMX matrix units bfloat16 is several times as fast as float32, and comes
+    first; without, it is no faster."""
     both = ("fp32", "bf16") if "amx_bf16" not in _cpu_flags() else ("bf16", "fp32")
     return (*both, "bf16-true", "fp16", "fp16-true")
 
@@ -339,13 +341,13 @@ def _cpu_flags() -> set[str]:
 
 
 def agreed(precision: Precision, of_ranks: list[tuple[str, ...]]) -> Precision:
-    """The policy of all ranks.
+    """Returns the precision for all ranks.
 
     Args:
-        of_ranks: What :func:`able` gives on each.
+        of_ranks: The result of :func:`able` on each rank.
 
     Raises:
-        ConfigurationError: For a precision that the device of a rank does not have.
+        ConfigurationError: If the device of a rank does not support the precision.
     """
     if precision.name == "auto":
         return dataclasses.replace(precision, name=_best(of_ranks))
@@ -360,7 +362,8 @@ def agreed(precision: Precision, of_ranks: list[tuple[str, ...]]) -> Precision:
 
 
 def _best(of_ranks: list[tuple[str, ...]]) -> str:
-    """The first choice of all; of GPUs some of which lack bfloat16, float16; else float32."""
+    """Returns the first choice if it is the same on all ranks; float16 if only some GPUs lack bfloat16; else
+    float32."""
     wanted = {able_[0] for able_ in of_ranks}
     if len(wanted) == 1:
         return wanted.pop()

@@ -1,4 +1,4 @@
-"""Embeddings that look at all ids of a batch, of which a rank sees those of its own samples."""
+"""Refuses embeddings that depend on all ids of a batch, when ranks see only the ids of their own samples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def looks_at_the_batch(layer: nn.Module) -> bool:
-    """Whether what it computes for a sample depends on the ids of others, or writes to its weight by them."""
+    """Returns True if the layer's output for a sample depends on the ids of others, or if it changes its weight by
+    them."""
     return isinstance(layer, EMBEDDINGS) and (layer.max_norm is not None or layer.scale_grad_by_freq)
 
 
 def refuse_lookups(model: nn.Module, mesh: Mesh, devices: int = 1) -> None:
-    """
+    """Refuses embeddings that need all samples of a batch, if ranks or devices divide these.
+
     Args:
-        devices: Of one process, which divide the samples of a rank.
+        devices: The number of devices of this process that divide the samples of a rank.
 
     Raises:
-        TaskError: If ranks or devices divide samples of which an embedding would have to see all.
+        TaskError: If the model has such an embedding, and the samples are divided.
     """
     group = mesh.group(*DIVIDING_TERMS)
     if devices == 1 and (group is None or group.size() == 1):

@@ -1,4 +1,4 @@
-"""Hooks that a model's constructor has registered on its parameters, where pieces take the place of these."""
+"""Refuses hooks that a model's constructor has registered on parameters, if shards replace these parameters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from torch import nn
 from torch.utils.hooks import warn_if_has_hooks
 
 from evener.errors import TaskError
-from evener.torch_internals.gradient_hooks import has_accumulation_hooks
+from evener.torch_internals.autograd import has_accumulation_hooks
 
 
 def refuse_hooks(model: nn.Module, strategy: str) -> None:
-    """Raises:
-    TaskError: If somebody waits for the gradient of a whole weight, who would wait in vain.
-    """
+    """Raises TaskError if a hook is registered on a whole parameter: it would never be called."""
     hooked = [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]
     if hooked:
         raise TaskError(
@@ -25,7 +23,7 @@ def refuse_hooks(model: nn.Module, strategy: str) -> None:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """By the warning that PyTorch has for those that cannot go where the parameter goes."""
+    """Returns True if a parameter has hooks. Uses PyTorch's warning for hooks that are not serialized."""
     if has_accumulation_hooks(parameter):
         return True
     with warnings.catch_warnings(record=True) as told:

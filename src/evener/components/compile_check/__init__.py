@@ -1,1 +1,1 @@
-"""Compiled code beside the code that it was made of: what is computed by both, and whether it is the same."""
+"""Compares compiled code with the code that it was made of."""

@@ -1,23 +1,23 @@
-"""Whether what a compiled graph computed is what the plain graph computes, as far as rounding lets it.
+"""Decides whether a compiled graph computes the same as the plain graph, apart from rounding.
 
-Each output, each input that was written to and each gradient is compared by three measures: the 2-norm of the
-difference, its largest element, and how much of the plain result lies in it. The first finds what is wrong all over,
-the second what is wrong in a few places, the third a wrong scale, also in few bits. All are parts of the plain result,
-and of them the graph's own *floor* is asked: how far disturbed trials lie apart from the plain one.
+Each output, each input that was written to and each gradient is compared by three measures of the difference: its
+2-norm, its largest element, and its projection on the plain result. The first finds errors everywhere, the second
+errors in a few places, the third a wrong scale, also in low precision. All are relative to the plain result. They are
+compared with the graph's *floor*: the differences between the plain trial and trials disturbed by rounding.
 
 ::
 
-    plain, compiled      apart by no more than some floors?             ── yes ──▶ the same
-    plain, disturbed     (the floors, when they are first needed)
-    all of it again, twice, with inputs that are a little different     ── yes, once ──▶ the same
-                                                                        ── never ─────▶ something else
+    plain, compiled      differ by no more than some floors?            ── yes ──▶ the same
+    plain, disturbed     (measures the floors, when they are first needed)
+    all of it again, twice, with slightly different inputs              ── yes, once ──▶ the same
+                                                                        ── never ─────▶ wrong
 
-A number at the edge of a ReLU, or a choice between experts at a tie, falls to one side in one order of sums and to the
-other in another. With other inputs it does not, so that only what is wrong with all of them is called wrong.
+A number at the edge of a ReLU, or a tie between experts, may fall to either side, depending on the order of sums. With
+other inputs it does not. So a result is called wrong only if it differs for all inputs that are tried.
 
-Where a graph draws random numbers, both begin with the same state of the generators. A backend may draw others all the
-same, or some of them. If the forward pass differs, both are therefore computed with several seeds: other random numbers
-make differences that go anywhere, and wrong code makes some that go the same way with each.
+If a graph draws random numbers, both trials begin with the same generator state. A backend may still draw different
+numbers. So if the forward pass differs, both graphs are run with several seeds: different random numbers cause
+differences in random directions, and wrong code causes differences in the same direction with each seed.
 """
 
 from __future__ import annotations
@@ -35,83 +35,87 @@ from evener.components.compile_check.trial import Computed, Inputs, disturbed, t
 from evener.hardware import accelerators
 
 FACTOR = 8.0
-"""So many floors apart is the same: other algorithms for a product or a convolution lie up to four apart."""
+"""Results that differ by up to this many floors are the same: other algorithms for a product or a convolution differ by
+up to four."""
 COARSE = 4.0, 1e-2
-"""Beyond this part of the plain result it is so many floors: where results have few bits, both round in most places
-alike, and eight floors may be more than the whole result."""
+"""A factor and a fraction: above this fraction of the plain result, the limit is ``factor`` floors. In low precision
+both graphs round alike in most places, and eight floors may exceed the whole result."""
 _DISTURBED = 3
-"""Disturbed trials that measure a floor."""
+"""The number of disturbed trials that measure a floor."""
 _AGAIN = 2
-"""Repetitions with other inputs before something is called wrong."""
+"""The number of repetitions with other inputs before a result is called wrong."""
 _DRAWS = range(100, 112)
-"""Seeds with which both are computed where their random numbers may not be the same."""
+"""Seeds for running both graphs if they may draw different random numbers."""
 _LEANS = len(_DRAWS) / 2
-"""Above so many times the sum of the squared norms of differences, the squared norm of their sum is no chance."""
+"""If the squared norm of the sum of differences exceeds the sum of their squared norms by this factor, it is not
+chance."""
 _LEANING = 1 / 16
-"""So much of a difference by rounding may go along with the plain result, as far as few trials can tell."""
+"""The fraction of a rounding difference that may be parallel to the plain result, as far as a few trials can tell."""
 _SPREAD = 1e-2
-"""How far other inputs lie from those that were given."""
+"""The relative standard deviation by which other inputs differ from the given ones."""
 
 
-class Apart(NamedTuple):
-    """How far two results lie apart, as parts of the first."""
+class Distance(NamedTuple):
+    """The differences between two results, relative to the first."""
 
     norm: float = 0.0
     largest: float = 0.0
     scale: float = 0.0
     least: float = 0.0
-    """The floor that each of these has at least: a unit in the last place."""
+    """The minimum floor of all three measures: a unit in the last place."""
 
 
-_WHOLLY = Apart(math.inf, math.inf, math.inf)
-"""Of another shape or type, not there, or not finite where the first is."""
+_WHOLLY = Distance(math.inf, math.inf, math.inf)
+"""The distance between results if shape or type differ, if one is missing, or if the second is not finite where the
+first is."""
 
 
-class Place(NamedTuple):
-    """What is compared."""
+class GraphPlace(NamedTuple):
+    """The result that is compared."""
 
     kind: str
-    """``output``, ``gradient`` or ``left``: an input as it is afterwards."""
+    """``output``, ``gradient``, or ``left``: an input after the call."""
     at: int
-    """Of the outputs, or of the graph's inputs."""
+    """The index among the outputs, or among the graph's inputs."""
 
 
-Differences = dict[Place, Apart]
+Differences = dict[GraphPlace, Distance]
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A result that is not that of the plain graph."""
+    """A result that differs from that of the plain graph."""
 
-    place: Place
+    place: GraphPlace
     apart: float
-    """By which part of it, by the measure that finds it most."""
+    """The relative difference, by the measure with the clearest result."""
     floor: float
-    """How far rounding moves it by that measure."""
+    """The floor of that measure."""
 
     @property
     def floors(self) -> float:
-        """How many floors apart."""
+        """The difference in floors."""
         return self.apart / self.floor if self.floor else math.inf
 
 
 @dataclass
-class Comparison:
-    """Compares two graphs, and knows from the first time how far rounding goes.
+class GraphComparison:
+    """Compares two graphs, and remembers the floors that it has measured.
 
     Args:
-        plain: As it was captured.
-        compiled: What a backend made of it.
+        plain: The captured graph.
+        compiled: The backend's code for it.
+        by_chance: True if the two draw different random numbers, so that some results could not be compared.
     """
 
     plain: fx.GraphModule
     compiled: Callable[..., Any]
     by_chance: bool = False
-    """Whether the two draw random numbers that are not the same, and so were not compared."""
     _floors: Differences = field(default_factory=dict)
 
     def wrong(self, given: Sequence[Any]) -> list[Wrong]:
-        """What differs for these inputs, the worst first."""
+        """Returns the results that differ for these inputs, the worst first. Returns none if the graphs agree for some
+        repetition."""
         first: list[Wrong] = []
         for number in range(1 + _AGAIN):
             found = self._differing(Inputs(given, _SPREAD if number else 0.0, number))
@@ -127,9 +131,7 @@ class Comparison:
             return []
         self._floors = floors(plain, [disturbed(self.plain, inputs, n) for n in range(_DISTURBED)], inputs)
         found = beyond(apart, self._floors)
-        drew_alike = all(
-            each.place.kind == "gradient" for each in found
-        )  # nothing of the forward pass differs
+        drew_alike = all(each.place.kind == "gradient" for each in found)  # the forward pass agrees
         if not found or not plain.drew or drew_alike:
             return found
         others = [trial(self.plain, inputs, draw) for draw in range(_DISTURBED)]
@@ -141,18 +143,20 @@ class Comparison:
 
 
 def leaning(
-    draws: Iterable[tuple[Computed, Computed]], places: Sequence[Place], inputs: Inputs
-) -> set[Place]:
-    """The places at which two graphs differ however they draw: the differences of several draws go the same way.
+    draws: Iterable[tuple[Computed, Computed]], places: Sequence[GraphPlace], inputs: Inputs
+) -> set[GraphPlace]:
+    """Returns the places at which two graphs differ whatever random numbers they draw: there, the differences of
+    several draws point in the same direction.
 
-    Where both compute the same of other random numbers, each difference is as likely as its opposite. Of so many of
-    them the squared norm of the sum is then about the sum of the squared norms, and at most that times their number.
+    If both compute the same with different random numbers, a difference is as likely as its opposite. The squared norm
+    of the sum of ``n`` differences is then about the sum of their squared norms. For equal differences it is ``n``
+    times that.
     """
-    sums: dict[Place, Tensor] = {}
-    squares: dict[Place, float] = {}
+    sums: dict[GraphPlace, Tensor] = {}
+    squares: dict[GraphPlace, float] = {}
     for plain, other in draws:
         found = {
-            Place(kind, at): pair
+            GraphPlace(kind, at): pair
             for kind, pairs in _pairs(plain, other, inputs).items()
             for at, pair in pairs.items()
         }
@@ -167,25 +171,25 @@ def leaning(
 
 
 def differences(plain: Computed, other: Computed, inputs: Inputs) -> Differences:
-    """How far every result of ``other`` lies apart from that of ``plain``."""
+    """Returns the distance of every result of ``other`` from that of ``plain``."""
     found: Differences = {}
     for kind, pairs in _pairs(plain, other, inputs).items():
         usual = _usual([own for own, _ in pairs.values()])
         for index, (own, its) in pairs.items():
-            found[Place(kind, index)] = _apart(own, its, usual)
+            found[GraphPlace(kind, index)] = _apart(own, its, usual)
     return found
 
 
 def floors(plain: Computed, others: Sequence[Computed], inputs: Inputs) -> Differences:
-    """The largest differences between a plain trial and disturbed ones."""
+    """Returns the largest differences between a plain trial and disturbed ones."""
     found: Differences = {}
     for other in others:
         for place, apart in differences(plain, other, inputs).items():
-            before = found.get(place, Apart())
-            found[place] = Apart(*map(max, before, apart))
-    sizes = {Place("output", at): max(1, each.numel()) for at, each in enumerate(plain.outputs)}
+            before = found.get(place, Distance())
+            found[place] = Distance(*map(max, before, apart))
+    sizes = {GraphPlace("output", at): max(1, each.numel()) for at, each in enumerate(plain.outputs)}
     wanting = zip(inputs.wanting, plain.gradients, strict=True)
-    sizes |= {Place("gradient", at): max(1, each.numel()) for at, each in wanting if each is not None}
+    sizes |= {GraphPlace("gradient", at): max(1, each.numel()) for at, each in wanting if each is not None}
     return {
         place: each._replace(scale=max(each.scale, each.norm * max(_LEANING, sizes.get(place, 1) ** -0.5)))
         for place, each in found.items()
@@ -193,10 +197,10 @@ def floors(plain: Computed, others: Sequence[Computed], inputs: Inputs) -> Diffe
 
 
 def beyond(apart: Differences, floors: Differences) -> list[Wrong]:
-    """What lies further apart than rounding can explain, the worst first."""
+    """Returns the results that differ by more than rounding can explain, the worst first."""
     found = []
     for place, each in apart.items():
-        floor = floors.get(place, Apart())
+        floor = floors.get(place, Distance())
         measures = zip(each[:3], floor[:3], strict=True)
         worst = max(
             (Wrong(place, value, max(least, each.least)) for value, least in measures), key=_floors_of
@@ -207,7 +211,7 @@ def beyond(apart: Differences, floors: Differences) -> list[Wrong]:
 
 
 def limit(floor: float) -> float:
-    """The most that two results of this floor may lie apart."""
+    """Returns the largest difference at which two results with this floor count as the same."""
     factor, part = COARSE
     return max(factor * floor, min(FACTOR * floor, part))
 
@@ -230,34 +234,35 @@ def _pairs(plain: Computed, other: Computed, inputs: Inputs) -> dict[str, Pairs]
 
 
 def _usual(tensors: Sequence[Tensor | None]) -> float:
-    """The root of the mean square of all their numbers, by which is measured where rounding alone is left."""
+    """Returns the root mean square of all tensors together. Results that consist only of rounding errors are measured
+    by it."""
     numbers = [_numbers(each) for each in tensors if each is not None and _is_floating(each)]
     squares = sum(_norm(torch.where(each.isfinite(), each, 0.0)) ** 2 for each in numbers)
     return math.sqrt(squares / max(1, sum(each.numel() for each in numbers)))
 
 
-def _apart(own: Tensor | None, its: Tensor | None, usual: float) -> Apart:
+def _apart(own: Tensor | None, its: Tensor | None, usual: float) -> Distance:
     if own is None or its is None:
         there = own if its is None else its
-        return _WHOLLY if there is not None and bool((there != 0).any()) else Apart()
+        return _WHOLLY if there is not None and bool((there != 0).any()) else Distance()
     if own.shape != its.shape or own.dtype != its.dtype:
         return _WHOLLY
     if not own.numel() or not _is_floating(own):
-        return Apart(float((own != its).double().mean())) if own.numel() else Apart()
+        return Distance(float((own != its).double().mean())) if own.numel() else Distance()
     a, b, eps = _numbers(own), _numbers(its), torch.finfo(own.dtype).eps
     finite = a.isfinite()
     if not bool(b.isfinite()[finite].all()):
         return _WHOLLY
     a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
-    # A result of which rounding alone is left is measured by the others of its kind.
+    # A result that consists only of rounding errors is measured by the others of its kind.
     usual_norm = usual * math.sqrt(a.numel())
     norm, largest = max(_norm(a), eps * usual_norm), max(float(a.abs().max()), eps * usual)
     if not norm:
-        return _WHOLLY if bool(b.any()) else Apart()
+        return _WHOLLY if bool(b.any()) else Distance()
     difference = b - a
     scale = float((difference / norm * (a / norm)).sum())
     least = eps * max(1.0, usual_norm / norm)
-    return Apart(_norm(difference) / norm, float(difference.abs().max()) / largest, abs(scale), least)
+    return Distance(_norm(difference) / norm, float(difference.abs().max()) / largest, abs(scale), least)
 
 
 def _is_floating(tensor: Tensor) -> bool:
@@ -265,7 +270,7 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """As real numbers of a type with which can be reckoned: float64 where the device has it."""
+    """Returns the values as dense real numbers: in float64 if the device supports it, else in float32."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return real.to(torch.float64 if accelerators.has_float64(real.device) else torch.float32)

@@ -1,12 +1,11 @@
-"""The graph that ``torch.compile`` has captured, so that to run it node by node computes what the model computes.
+"""The plain graph: a graph captured by ``torch.compile``, changed so that running it node by node is correct.
 
-Two operators of such graphs are no functions of what they are given. Where the model calls
-``torch.utils.checkpoint``, the graph has ``tag_activation_checkpoint``: a tag for a compiler, which sees to it that
-random numbers are the same when the forward pass is computed again. Run as it is, it draws others in backward, and the
-gradients are wrong. In the plain graph ``torch.utils.checkpoint`` itself stands there again. A graph with another
-operator that contains graphs, such as ``flex_attention`` or ``cond``, is not compared: what a compiler makes of it may
-be another algorithm, and how far rounding moves it cannot be seen from outside. That of ``torch.autograd.Function`` is
-the same when it is run.
+Some operators in captured graphs need care. If the model calls ``torch.utils.checkpoint``, the graph has
+``tag_activation_checkpoint``: a tag for the compiler, which makes recomputation use the same random numbers. Run node
+by node, it would draw different numbers in backward, and gradients would be wrong. The plain graph calls
+``torch.utils.checkpoint`` itself instead. A graph with any other operator that contains graphs, such as
+``flex_attention`` or ``cond``, is not compared: compilers may use another algorithm for it, whose rounding cannot be
+estimated from outside. The operator of ``torch.autograd.Function`` is correct as it is.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _THE_SAME = ("autograd_function_apply",)
 
 
 def recomputed(body: fx.GraphModule, *args: Any, **_: Any) -> Any:
-    """What ``body`` computes; it is computed again in backward, from the same random numbers."""
+    """Runs ``body`` with activation checkpointing: it is recomputed in backward with the same random numbers."""
     return checkpoint(body, *args, use_reentrant=False)
 
 
 def plain_graph(captured: fx.GraphModule) -> fx.GraphModule:
-    """A copy that computes what the model computes."""
+    """Returns a copy of the graph that computes what the model computes when it is run node by node."""
     made = fx.GraphModule(captured, copy.deepcopy(captured.graph))
     for node in made.graph.nodes:
         if node.op == "call_function" and str(node.target) in _RECOMPUTED:
@@ -39,7 +38,7 @@ def plain_graph(captured: fx.GraphModule) -> fx.GraphModule:
 
 
 def unlike(plain: fx.GraphModule) -> str | None:
-    """An operator with which the graph, run node by node, is not to be compared; None if there is none."""
+    """Returns an operator because of which the graph cannot be compared. Returns None if there is none."""
     for node in plain.graph.nodes:
         bodies = [each.target for each in node.all_input_nodes if _is_graph(plain, each)]
         if node.target is recomputed:

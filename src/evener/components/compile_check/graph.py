@@ -1,15 +1,15 @@
-"""Graphs of ``torch.compile`` that are compared with the code they were made of, and run uncompiled if they differ.
+"""Compares the compiled graphs of ``torch.compile`` with the original code, and runs wrong ones uncompiled.
 
-A backend gets the graph that was captured, and returns compiled code. :class:`Compared` is a backend around another:
-what it returns runs the compiled code, and compares it, before it is used, in the call for which it was made and in
-calls with sizes that it has not had yet. One graph may be asked for any sizes, and be wrong for some of them. ::
+A backend gets the captured graph and returns compiled code. :class:`Compared` is a backend that wraps another. Its code
+runs the compiled code, and compares it before use: in the first call, and in calls with new input sizes, because a
+graph for any size may be wrong for some sizes only. ::
 
     call 1    64 samples    compared ── the same ──▶ compiled
     call 2    64 samples                             compiled
-    call 3    37 samples    compared ── differs ──▶  plain, from here on: the graph as it was captured
+    call 3    37 samples    compared ── differs ──▶  plain, from now on: the captured graph
 
-A graph has no layer in it that waits for other ranks, as these end graphs, so that each rank may compare when it has
-to. What it finds is told to the others later, at a point to which all come: see :class:`Findings`.
+Layers that wait for other ranks are in no graph, because they cause graph breaks. So each rank can compare on its own.
+It reports its findings to the other ranks later, at a point that all ranks reach: see :class:`Findings`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from evener.components.compile_check.difference import Comparison, Place, Wrong
+from evener.components.compile_check.difference import GraphComparison, GraphPlace, Wrong
 from evener.components.compile_check.eager_graph import plain_graph, unlike
 from evener.nn.fqn import clean_name
 from evener.torch_internals.compiling import (
@@ -37,44 +37,44 @@ from evener.torch_internals.compiling import (
     name_of,
     without_cuda_graphs,
 )
-from evener.torch_internals.fake_tensors import active_fake_mode
+from evener.torch_internals.dispatch import active_fake_mode
 
 SIZES = 16
-"""So many sizes of its inputs a graph is compared with, as soon as they come."""
+"""The number of input sizes with which a graph is compared when they first occur."""
 CALLS = 50
-"""Then with one new size in so many calls."""
+"""After these, one new size is compared in this many calls."""
 ITSELF = "what the task itself compiles"
 _SHOWN = 3
 _OFTEN = f"its inputs come in more than {SIZES} sizes, and one more in {CALLS} calls is compared"
 _SENDING = ("c10d", "torch.distributed")
-"""In the names of functions that send something."""
+"""Parts of the names of functions that communicate."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What was found of the code of a block."""
+class GraphFinding:
+    """A finding about the compiled code of a block."""
 
     block: str
-    """Its name in the model; empty for the whole model."""
+    """The block's name in the model; empty for the whole model."""
     words: str
     is_wrong: bool
-    """Whether it computes something else; if not, that is not known."""
+    """True if the code computes wrong results. False if it could not be compared."""
 
 
 class Findings:
-    """What this rank has found, and which blocks are computed uncompiled because some rank has found them wrong.
+    """This rank's findings, and the blocks that run uncompiled because some rank has found them wrong.
 
-    Copies of a model, which are computed by the same process, have it in common.
+    Copies of a model in the same process share this object.
     """
 
     def __init__(self) -> None:
-        self.untold: list[Finding] = []
-        """Not yet known to other ranks."""
+        self.untold: list[GraphFinding] = []
+        """Findings that other ranks do not know yet."""
         self.uncompiled: set[str] = set()
-        self._known: set[Finding] = set()
+        self._known: set[GraphFinding] = set()
 
-    def add(self, finding: Finding) -> None:
-        """Once, whatever the number of calls that come to it."""
+    def add(self, finding: GraphFinding) -> None:
+        """Records a finding, once even if it occurs in many calls."""
         if finding not in self._known:
             self._known.add(finding)
             self.untold.append(finding)
@@ -86,8 +86,9 @@ class Findings:
         return Findings, ()
 
 
-def in_words(of_ranks: Sequence[Sequence[Finding]], is_wrong: bool) -> str:
-    """What all ranks have found: each block once, by what the first rank says of it; empty if there is nothing."""
+def in_words(of_ranks: Sequence[Sequence[GraphFinding]], is_wrong: bool) -> str:
+    """Returns the findings of all ranks as a text: each block once, in the words of the first rank that reports it.
+    Returns "" if there are none."""
     said: dict[str, list[str]] = {}
     ranks: dict[str, list[str]] = {}
     for rank, findings in enumerate(of_ranks):
@@ -110,18 +111,18 @@ def _listed(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Caller:
-    """The block that is computed."""
+    """The block that is being computed."""
 
     name: str
     block: nn.Module
     findings: Findings
 
     def name_of(self, held: Tensor, written: str) -> str:
-        """In the block, for one of its parameters and buffers; else what stands in the graph.
+        """Returns the name of a parameter or buffer in the block. Returns ``written`` if it is neither.
 
         Args:
-            written: What TorchDynamo calls it there, ``L_fn_self_modules_0_parameters_weight_``; by that it is found if
-                the block is called with other tensors than it has, as it is where a strategy puts its own in.
+            written: TorchDynamo's name for it in the graph, such as ``L_fn_self_modules_0_parameters_weight_``. It
+                identifies the tensor if a strategy has replaced the block's own tensors.
         """
         tensors = {"parameters": self.block.named_parameters, "buffers": self.block.named_buffers}
         paths: dict[str, str] = {}
@@ -141,22 +142,23 @@ def _letters(name: str) -> str:
 
 
 class _Callers(threading.local):
-    """Blocks that are being computed, the innermost last; a process may compute on several devices at once."""
+    """The blocks that a thread is computing, the innermost last. A process may compute on several devices in several
+    threads."""
 
     def __init__(self) -> None:
         self.open: list[Caller] = []
         self.asking = False
-        """Whether a backend is asked for code that is compared already."""
+        """True while a backend is compiling code that is already being compared."""
 
 
 _callers = _Callers()
 _watching: list[Caller] = []
-"""In whose name code is compared that others compile, the last first."""
+"""The callers to which code compiled by the task itself is attributed; the last one is used."""
 
 
 @contextmanager
 def called(caller: Caller) -> Iterator[None]:
-    """Graphs that run in the block are those of ``caller``."""
+    """Attributes graphs that run in the block to ``caller``."""
     _callers.open.append(caller)
     try:
         yield
@@ -166,7 +168,7 @@ def called(caller: Caller) -> Iterator[None]:
 
 @contextmanager
 def watched(model: nn.Module, findings: Findings) -> Iterator[None]:
-    """Graphs that are made in the block are compared whoever asks for them: a task may compile its model itself."""
+    """Compares all graphs that are compiled in the block, also those of a task that compiles its model itself."""
     caller = Caller(ITSELF, model, findings)
     with nullcontext() if _watching else asked_through(_ask):
         _watching.append(caller)
@@ -185,14 +187,15 @@ def _ask(backend: Backend, graph: fx.GraphModule, examples: Sequence[Any]) -> Ca
 
 @dataclass(frozen=True)
 class Compared:
-    """A backend for ``torch.compile``: another one, whose code is compared. Equal ones share their code."""
+    """A backend for ``torch.compile`` that wraps another one and compares its code. Equal instances share compiled
+    code."""
 
     backend: str
     mode: str | None
 
     @cached_property
     def _backend(self) -> Backend:
-        # Compiled code then draws what the plain code draws.
+        # With fallback_random, compiled code draws the same random numbers as the plain code.
         return backend_called(self.backend, self.mode, fallback_random=True)
 
     def __call__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -200,14 +203,14 @@ class Compared:
 
 
 def _compared(backend: Backend, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """The graph's compiled code, to be compared. With CUDA graphs the same code is tried without: a recording would
-    take a trial for a pass of the model."""
+    """Returns the compiled code of a graph, with comparison. With CUDA graphs, the same code is compared without them,
+    because recording would mistake a trial for a pass of the model."""
     plain, other = plain_graph(graph), fx.GraphModule(graph, copy.deepcopy(graph.graph))
     unrecorded = without_cuda_graphs(backend)
     before, _callers.asking = _callers.asking, True
     try:
         tried = None if unrecorded is None else unrecorded(other, examples)
-        compiled = backend(graph, examples)  # it may change the graph
+        compiled = backend(graph, examples)  # may change the graph
     finally:
         _callers.asking = before
     made = Graph(name_of(backend), plain, compiled, tried or compiled, examples)
@@ -215,10 +218,10 @@ def _compared(backend: Backend, graph: fx.GraphModule, examples: Sequence[Any]) 
 
 
 class Graph:
-    """One graph, as it is called.
+    """One compiled graph, as a callable.
 
     Args:
-        tried: The compiled code, as it is compared.
+        tried: The compiled code that is used in comparisons.
     """
 
     def __init__(
@@ -230,18 +233,18 @@ class Graph:
         examples: Sequence[Any],
     ) -> None:
         self._backend, self._plain, self._run = backend, plain, compiled
-        self._comparison: Comparison | None = Comparison(plain, tried)
+        self._comparison: GraphComparison | None = GraphComparison(plain, tried)
         self._changing = [at for at, each in enumerate(examples) if not isinstance(each, nn.Parameter)]
         self._sizes: set[Any] = set()
         self._calls = 0
         self._notes: list[tuple[str, bool]] = []
-        """Words, and whether they are of something wrong."""
+        """Texts of findings, and whether each is about wrong results."""
         self._give_up(_why_not(plain))
 
     def __call__(self, *args: Any) -> Any:
         caller = next(iter([*_callers.open[-1:], *_watching[-1:]]), None)
         if caller is None or active_fake_mode() is not None or _has_symbols(args):
-            return self._run(*args)  # DDP has its pieces of a graph called without numbers first
+            return self._run(*args)  # DDP first calls its pieces of a graph with fake tensors
         self._calls += 1
         if self._comparison is not None:
             sizes = tuple(_size(args[at]) for at in self._changing)
@@ -249,7 +252,7 @@ class Graph:
                 self._sizes.add(sizes)
                 self._compare(self._comparison, caller, args)
         for words, is_wrong in self._notes:
-            caller.findings.add(Finding(caller.name, words, is_wrong))
+            caller.findings.add(GraphFinding(caller.name, words, is_wrong))
         return self._run(*args)
 
     def _is_time(self) -> bool:
@@ -263,7 +266,7 @@ class Graph:
             self._comparison = None
             self._notes.append((why, False))
 
-    def _compare(self, comparison: Comparison, caller: Caller, args: Sequence[Any]) -> None:
+    def _compare(self, comparison: GraphComparison, caller: Caller, args: Sequence[Any]) -> None:
         try:
             wrong = comparison.wrong(args)
         except torch.OutOfMemoryError:
@@ -285,7 +288,7 @@ class Graph:
         sizes = ", ".join("x".join(map(str, args[at].shape)) for at in self._changing if _counts(args[at]))
         return f"{'; '.join(shown)}; with inputs of {sizes or 'no size'}"
 
-    def _named(self, place: Place, caller: Caller, args: Sequence[Any]) -> str:
+    def _named(self, place: GraphPlace, caller: Caller, args: Sequence[Any]) -> str:
         if place.kind == "output":
             return f"output {place.at}"
         written = str(self._plain.graph.find_nodes(op="placeholder")[place.at].target)
@@ -294,7 +297,7 @@ class Graph:
 
 
 def _off(wrong: Wrong) -> str:
-    """How far off, and how far rounding goes."""
+    """Describes the size of a difference, and of rounding."""
     if math.isinf(wrong.apart):
         return "is of another shape or type, or not finite"
     return f"is {100 * wrong.apart:.3g} % off (rounding: {100 * wrong.floor:.0e} %)"
@@ -305,7 +308,7 @@ def _has_symbols(args: Sequence[Any]) -> bool:
 
 
 def _size(given: Any) -> Any:
-    """What code may be compiled for, or may have been meant for."""
+    """Returns the properties of an input for which code may be specialized: a tensor's shape, or the value itself."""
     return tuple(given.shape) if isinstance(given, Tensor) else given
 
 
@@ -314,7 +317,7 @@ def _counts(given: Any) -> bool:
 
 
 def _why_not(graph: fx.GraphModule) -> str | None:
-    """Why no rank may compute it a second time by itself and compare, if that is so."""
+    """Returns why the graph cannot be compared by one rank alone. Returns None if it can."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and any(word in _home(node.target) for word in _SENDING):
             return f"it waits for other ranks in {node.target}"

@@ -1,12 +1,11 @@
-"""One forward and backward pass of a graph for comparison, of which nothing stays behind.
+"""A trial: one forward and backward pass of a graph for comparison, without side effects.
 
-A graph that ``torch.compile`` has captured is a function of tensors: what the model passes on, its weights, and its
-buffers. A trial calls such a function with copies of these, draws what comes back to its outputs in backward, and
-returns all that was computed. So neither the model's buffers nor gradients that are there change, no hook on a weight
-runs, and generators are where they were.
+A graph captured by ``torch.compile`` is a function of tensors: activations, weights and buffers. A trial calls it with
+copies of these and with random gradients of the outputs, and returns everything that was computed. So the model's
+buffers and gradients do not change, no hooks on weights run, and random number generators keep their state.
 
-A *disturbed* trial is the plain graph, node by node, with every result multiplied by 1 + eps or 1 - eps of its own
-type at random, and every gradient likewise. It shows how far rounding may move each number that the graph computes.
+A *disturbed* trial runs the plain graph node by node. It multiplies every result and every gradient at random by 1 +
+eps or 1 - eps of its type. It shows how much rounding may change each result of the graph.
 """
 
 from __future__ import annotations
@@ -27,34 +26,35 @@ from evener.data.batch import map_leaves
 from evener.hardware import accelerators
 from evener.hardware.timers import waiting
 from evener.nn.context import current
-from evener.torch_internals.dispatch_mode import wraps
-from evener.torch_internals.version import version
+from evener.torch_internals.autograd import version
+from evener.torch_internals.dispatch import wraps
 
 _SEED = 0x5EED
 
 
 @dataclass
 class Computed:
-    """All that a trial computed."""
+    """All results of a trial."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
-    """Of the inputs that want one, in their order; None where no output depends on it."""
+    """The gradients of the inputs that require one, in order. None if no output depends on the input."""
     left: dict[int, Tensor]
-    """Inputs as they are afterwards, by their place: buffers and what else is no weight, for some operators write to
-    these and do not say so, and weights that were written to."""
+    """Inputs after the call, by index: weights that were written to, and all other inputs, because some operators write
+    to inputs without marking it."""
     drew: bool
-    """Whether a generator of PyTorch has moved."""
+    """True if the graph drew random numbers from a PyTorch generator."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a graph, of which each trial has copies.
+    """The inputs of a graph. Each trial gets copies.
 
     Args:
-        given: As the graph is called with them: tensors, and numbers for sizes that may change.
-        spread: Floating inputs are multiplied by 1 + spread times normally distributed numbers, drawn by ``seed``.
-        rounding: Seeds a last unit by which each number is moved besides; None moves none.
+        given: The arguments of the graph: tensors, and numbers for variable sizes.
+        spread: Floating-point inputs are multiplied by 1 + spread times normally distributed numbers.
+        seed: Seed of these numbers.
+        rounding: If given, each number is also changed by a unit in the last place, with this seed.
     """
 
     given: Sequence[Any]
@@ -64,13 +64,13 @@ class Inputs:
 
     @property
     def wanting(self) -> list[int]:
-        """Places of the inputs that want a gradient."""
+        """The indices of the inputs that require a gradient."""
         wants = torch.is_grad_enabled()
         return [at for at, each in enumerate(self.given) if wants and _is_tensor(each) and each.requires_grad]
 
     @property
     def device(self) -> torch.device:
-        """On which the graph computes: that of the first input on an accelerator, or the CPU."""
+        """The device on which the graph computes: that of the first input on an accelerator, or the CPU."""
         found = [
             each.device
             for each in self.given
@@ -79,7 +79,7 @@ class Inputs:
         return found[0] if found else torch.device("cpu")
 
     def copies(self) -> tuple[list[Any], list[Tensor]]:
-        """What to call the graph with, and those of which gradients are asked."""
+        """Returns copies of the inputs for a call of the graph, and the tensors whose gradients are requested."""
         made, asked = _copied(self.given), list[Tensor]()
         movable = [each for each in made if _shakes(each) and not _overlaps(each)]
         if self.spread:
@@ -96,14 +96,14 @@ class Inputs:
         for at in self.wanting:
             if self.given[at].is_leaf or _overlaps(made[at]):
                 asked.append(made[at].requires_grad_())
-            else:  # what another graph has computed may be written in place, and no leaf may
+            else:  # the graph may write to a non-leaf input in place, but never to a leaf
                 asked.append(made[at].clone().requires_grad_())
                 made[at].copy_(asked[-1])
         return made, asked
 
 
 class Noise:
-    """Random numbers that are the same on every rank and in every run, and move no generator of others."""
+    """Random numbers that are the same on every rank and in every run. They do not affect other generators."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._made = seed, dict[torch.device, torch.Generator]()
@@ -114,33 +114,34 @@ class Noise:
         return self._made[device]
 
     def normal(self, like: Tensor) -> Tensor:
-        """Normally distributed numbers in the shape and type of ``like``."""
+        """Returns normally distributed numbers in the shape and type of ``like``."""
         drawn = torch.randn(like.shape, generator=self._on(like.device), device=like.device)
         return drawn.to(like.dtype)
 
     def shaken(self, tensor: Tensor) -> Tensor:
-        """``tensor`` with each number moved by about a unit in its last place, up or down; zeros stay."""
+        """Returns ``tensor`` with each number changed by about a unit in its last place, up or down. Zeros stay."""
         drawn = torch.randint(2, tensor.shape, generator=self._on(tensor.device), device=tensor.device)
         kind = tensor.real.dtype
-        signs = (drawn * 2 - 1).to(torch.promote_types(kind, torch.float32))  # in which 1 + eps is not 1
+        signs = (drawn * 2 - 1).to(torch.promote_types(kind, torch.float32))  # there, 1 + eps differs from 1
         return tensor * (1 + signs * torch.finfo(kind).eps).to(kind)
 
 
 class Disturbed(fx.Interpreter):
-    """A plain graph that runs node by node, each result disturbed by rounding; its inputs are disturbed already."""
+    """Runs a plain graph node by node, and disturbs each result. Its inputs must be disturbed already."""
 
     def __init__(self, graph: fx.GraphModule, noise: Noise) -> None:
         super().__init__(graph)
         self._noise = noise
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A part that is computed again in backward is disturbed node by node, too, and computed once."""
+        """Runs a checkpointed part node by node too, with disturbance, and does not recompute it."""
         if target is recomputed:
             return Disturbed(args[0], self._noise).run(*args[1:])
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The result of a node. One that lies in the memory of an input is a view, or the input written in place."""
+        """Runs a node and disturbs its result, unless the result shares memory with an input: then it is a view, or the
+        input written in place."""
         found = super().run_node(n)
         if n.op not in ("call_function", "call_method", "call_module"):
             return found
@@ -160,15 +161,16 @@ class Disturbed(fx.Interpreter):
 
 
 def disturbed(graph: fx.GraphModule, inputs: Inputs, seed: int) -> Computed:
-    """A disturbed trial of a plain graph."""
+    """Runs a disturbed trial of a plain graph."""
     return trial(Disturbed(graph, Noise(seed)).run, replace(inputs, rounding=seed))
 
 
 def trial(function: Callable[..., Any], inputs: Inputs, draw: int | None = None) -> Computed:
-    """Calls ``function`` and goes backward through it, in the caller's autocast, and with gradients if he has them.
+    """Runs forward and backward of ``function`` under the caller's autocast. Runs no backward if the caller has
+    disabled gradients.
 
     Args:
-        draw: Seeds the generators; None leaves them as the graph will find them.
+        draw: Seeds the generators. None keeps their state.
     """
     device = inputs.device
     with _leaving_nothing(device):
@@ -192,7 +194,7 @@ def trial(function: Callable[..., Any], inputs: Inputs, draw: int | None = None)
 
 
 def _gradients(outputs: list[Tensor], asked: list[Tensor]) -> list[Tensor | None]:
-    """What drawn gradients of the outputs come to, outside of autocast, where backward passes run."""
+    """Runs backward with random gradients of the outputs. Autocast is disabled, as usual in backward."""
     lead = [each for each in outputs if each.requires_grad]
     if not lead or not asked:
         return [None] * len(asked)
@@ -206,9 +208,9 @@ def _gradients(outputs: list[Tensor], asked: list[Tensor]) -> list[Tensor | None
 
 @contextmanager
 def _leaving_nothing(device: torch.device) -> Iterator[None]:
-    """Generators are afterwards where they were, no call of a layer with masks by sample is counted, what others do
-    with saved tensors is not done in the block, autocast keeps no copies of it, and its time is no part of the rank's
-    own."""
+    """Prevents side effects of the block: restores the generators, does not count calls of layers with masks per
+    sample, ignores others' hooks on saved tensors, disables autocast's cache, and does not count the time as the rank's
+    work."""
     states, caches = accelerators.generator_states(device), torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -226,18 +228,18 @@ def _is_tensor(value: Any) -> TypeGuard[Tensor]:
 
 
 def _version(value: Any) -> int:
-    """Rises with every write to a tensor, but not in inference mode."""
+    """Returns a tensor's version counter, which grows with every write. Returns 0 in inference mode."""
     return version(value) if _is_tensor(value) and not value.is_inference() else 0
 
 
 def _shakes(value: Any) -> TypeGuard[Tensor]:
-    """Whether rounding moves it."""
+    """Returns True if rounding affects the value: a dense floating-point or complex tensor."""
     is_floating = _is_tensor(value) and (value.is_floating_point() or value.is_complex())
     return is_floating and value.layout is torch.strided
 
 
 def _memory(value: Any) -> tuple[int, ...]:
-    """Where it lies; nowhere if it is no plain tensor."""
+    """Returns the address of the tensor's storage. Returns nothing if it is no plain tensor."""
     return (value.untyped_storage().data_ptr(),) if _is_plain(value) else ()
 
 
@@ -248,13 +250,13 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether several of its numbers lie in one place."""
+    """Returns True if several elements share one memory location."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     return any(size > 1 and not stride for size, stride in sizes)
 
 
 def _copied(given: Sequence[Any]) -> list[Any]:
-    """Copies in the same strides; those that lie in one memory still do."""
+    """Returns copies with the same strides. Tensors that share storage still do."""
     users = Counter(chain.from_iterable(map(_memory, given)))
     memories: dict[int, UntypedStorage] = {}
     return [_copy(each, users, memories) if _is_tensor(each) else each for each in given]

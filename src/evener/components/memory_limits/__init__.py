@@ -1,1 +1,1 @@
-"""Limits of memory, and whether a model fits."""
+"""Memory limits, and a check that a model fits into memory."""

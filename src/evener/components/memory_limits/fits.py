@@ -1,4 +1,4 @@
-"""Whether a model fits where each rank holds all of it."""
+"""Checks that a model fits into memory if each rank holds all of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GIB = 2**30
 
 
 def check_room(model: nn.Module, session: Session) -> None:
-    """Compares what a replica needs at the very least, weights and gradients, with the memory of every rank.
+    """Compares the minimum need of a replica, weights and gradients, with the memory of every rank.
 
-    A collective call.
+    All ranks must call this together.
 
     Raises:
-        ConfigurationError: On all ranks alike, if one has less.
+        ConfigurationError: On all ranks, if one has too little memory.
     """
     need = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
     have = memory_nbytes(session.device, session.environment.local_world_size)

@@ -1,8 +1,8 @@
-"""How much memory each rank may use, which may change in mid-run: a rehearsal of smaller devices, also on a CPU.
+"""Limits the memory that each rank may use, to emulate smaller devices, also on a CPU. Limits may change in mid-run.
 
-On a GPU PyTorch's allocator holds a process to its part of the card. On a CPU nothing does, so that there each operator
-is counted (:class:`evener.hardware.memory.Accounting`), which takes a few per cent of its time; what PyTorch
-allocates besides tensors is not.
+On a GPU, PyTorch's allocator enforces the limit. On a CPU nothing does, so that the tensors of each operator are
+counted (:class:`evener.hardware.memory.MemoryTracker`), which takes a few per cent of the time. Memory that PyTorch
+allocates for other things than tensors is not counted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from evener.core.config.sizes import parse_limits, parse_size, size_words
 from evener.errors import ConfigurationError
 from evener.hardware import accelerators
 from evener.hardware.cgroups import memory_limit
-from evener.hardware.memory import Accounting
+from evener.hardware.memory import MemoryTracker
 from evener.hardware.memory_size import free_nbytes
 
 
 class LimitChange(NamedTuple):
-    """From ``step`` on, ``rank`` may use ``nbytes``."""
+    """A change of a limit: from ``step`` on, ``rank`` may use ``nbytes``."""
 
     step: int
     rank: int
@@ -32,36 +32,37 @@ class LimitChange(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What the ranks may use."""
+    """The memory limits of all ranks."""
 
     nbytes: tuple[int | None, ...]
-    """By rank; None for all that there is."""
+    """The first limit of each rank in bytes. None means no limit."""
     changes: tuple[LimitChange, ...] = ()
 
     @classmethod
     def parse(cls, text: str | None, changes: Sequence[str], ranks: int) -> MemoryLimits | None:
-        """From ``24GB`` or ``24GB,12GB,-`` and changes, each ``STEP:RANK:SIZE``; None for no limit at all.
+        """Parses ``24GB`` or ``24GB,12GB,-``, and changes of the form ``STEP:RANK:SIZE``. Returns None if both are
+        missing.
 
         Raises:
-            ConfigurationError: If one is no size, or of a rank or step that there is not.
+            ConfigurationError: If a size is malformed, or a rank does not exist.
         """
         if text is None and not changes:
             return None
         parsed = tuple(_parse_change(change, ranks) for change in changes)
         return cls(tuple(parse_limits(text, ranks)), tuple(sorted(parsed, key=lambda change: change.step)))
 
-    def of(self, rank: int, step: int) -> int | None:
-        """What ``rank`` may use in ``step``."""
+    def limit_for(self, rank: int, step: int) -> int | None:
+        """Returns the limit of ``rank`` in ``step`` in bytes. Returns None if there is none."""
         own = [change.nbytes for change in self.changes if change.rank == rank and change.step <= step]
         return own[-1] if own else self.nbytes[rank]
 
     def can_bind(self, rank: int) -> bool:
-        """Whether there is a limit for ``rank`` at any time."""
+        """Returns True if ``rank`` has a limit in any step."""
         return self.nbytes[rank] is not None or any(change.rank == rank for change in self.changes)
 
     @property
     def words(self) -> str:
-        """What the user must know of such a run."""
+        """A text about the limits, for the user."""
         limits = ", ".join("-" if each is None else size_words(each) for each in self.nbytes)
         changes = "".join(
             f"; rank {r} {size_words(nbytes)} from step {step}" for step, r, nbytes in self.changes
@@ -83,17 +84,17 @@ class Room(Protocol):
     """The memory of a rank's device."""
 
     def allow(self, nbytes: int | None) -> None:
-        """A step begins, in which so much may be used; None for all that there is."""
+        """Called at the start of a step. Sets the limit in bytes; None means no limit."""
 
     def over(self) -> None:
-        """The step is over: what loads samples or copies state may use a host's memory."""
+        """Called at the end of a step. On a CPU, loading samples and copying state are not limited."""
 
     def left(self) -> float:
-        """Bytes that may be taken besides what is held now; infinite if that is not known."""
+        """Returns how many more bytes may be allocated; infinite if unknown."""
 
 
 class _Unlimited:
-    """All that a device has."""
+    """The memory of a device without limit."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._device, self._ranks, self._container = device, ranks, memory_limit()
@@ -109,9 +110,9 @@ class _Unlimited:
 
 
 class _Counted(_Unlimited):
-    """A CPU's."""
+    """The limited memory of a CPU, counted by a memory tracker."""
 
-    def __init__(self, device: torch.device, ranks: int, account: Accounting) -> None:
+    def __init__(self, device: torch.device, ranks: int, account: MemoryTracker) -> None:
         super().__init__(device, ranks)
         self._account = account
 
@@ -127,10 +128,10 @@ class _Counted(_Unlimited):
 
 
 class _OfCard:
-    """A GPU's, as PyTorch's allocator sees it.
+    """The limited memory of a GPU. PyTorch's allocator enforces the limit.
 
     Raises:
-        ConfigurationError: If that of its kind holds nobody to a limit.
+        ConfigurationError: If the allocator for this kind of device enforces no limits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -158,11 +159,13 @@ class _OfCard:
 
 
 @contextmanager
-def room_on(device: torch.device, limited: bool, ranks: int) -> Iterator[tuple[Room, Accounting | None]]:
-    """The memory of ``device``, and on a CPU with limits what counts it; all of it may be used again afterwards.
+def room_on(device: torch.device, limited: bool, ranks: int) -> Iterator[tuple[Room, MemoryTracker | None]]:
+    """Yields the memory of ``device``, and, on a CPU with limits, the tracker that counts it (else None). Removes the
+    limit at the end.
 
     Args:
-        ranks: So many share the host's memory.
+        limited: True if the rank has a limit in any step.
+        ranks: The number of ranks that share the host's memory.
     """
     if not limited:
         yield _Unlimited(device, ranks), None
@@ -173,5 +176,5 @@ def room_on(device: torch.device, limited: bool, ranks: int) -> Iterator[tuple[R
         finally:
             card.allow(None)
     else:
-        with Accounting() as account:
+        with MemoryTracker() as account:
             yield _Counted(device, ranks, account), account

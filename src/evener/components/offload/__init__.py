@@ -1,15 +1,15 @@
-"""What a rank keeps outside of its device's memory: in the host's, or in files, until it is needed.
+"""Offload: keeps tensors in host memory or in files until they are needed.
 
-============  ===============================================================================
-``pool``      rooms that are used again: which one for what, and which are let go
-``outside``   the memory outside: pinned, or files that are mapped into it
-``beside``    copies beside the computing: a stream of its own, and a stand-in for the host
-``saved``     what forward passes save for backward
-``updates``   the state of the optimizer, which updates one portion of the parameters at a time
-``forms``     which tensors can go
-``offloaded`` all of it, for a learner
-============  ===============================================================================
+================  ===========================================================================
+``pool``          reuses buffers: chooses one for each request, and frees unused ones
+``host_storage``  the buffers: pinned host memory, or memory-mapped files
+``copy_stream``   copies that overlap with computation: on a CUDA stream, or at once on a CPU
+``activations``   offloads the tensors that forward passes save for backward
+``optimizer``     offloads optimizer state, and updates one portion of parameters at a time
+``layout``        which tensors can be offloaded, and how they are restored from bytes
+``offload``       all of this for a learner
+================  ===========================================================================
 
-Of ranks on a GPU everything outside is a copy, and computed with on the device. Ranks on a CPU compute with the mapped
-files themselves, which the operating system writes to the disk and reads again as memory is short.
+A rank on a GPU copies offloaded tensors back and computes with them on the GPU. A rank on a CPU computes with the
+mapped files directly; the operating system writes them to disk when memory is short, and reads them again.
 """

@@ -1,17 +1,18 @@
-"""What forward passes save for backward, outside until backward asks for it.
+"""Offloads the tensors that forward passes save for backward.
 
 ::
 
-    forward     save a ─ save b ─ save c        out: as soon as it is saved
+    forward     save a ─ save b ─ save c        out: as soon as a tensor is saved
     outside         a       b       c
-    backward    c ─ b ─ a                       back: each while the one saved after it is used
+    backward    c ─ b ─ a                       back: each while the tensor saved after it is used
 
-Autograd asks what to do with each tensor that it saves (``torch.autograd.graph.saved_tensors_hooks``). Memory is what
-goes, and not tensors: what is saved twice, or as two views of one memory, goes once, and comes back as such. Weights,
-buffers and the model's inputs stay, as somebody else holds them; so does what is small.
+Autograd calls hooks for each tensor that it saves (``torch.autograd.graph.saved_tensors_hooks``). Whole storages are
+offloaded, not tensors: a tensor that is saved twice, or two views of one storage, are copied once, and share memory
+again when they return. Weights, buffers and the model's inputs are not offloaded, because others keep them alive. Small
+storages are not offloaded either.
 
-Autograd does not compare versions of what hooks have saved, so that it is done here: a tensor that was written in place
-since is the same error as without.
+Autograd does not check the versions of tensors that hooks have saved, so that this module does. Changing a saved tensor
+in place raises an error, as it does without offload.
 """
 
 from __future__ import annotations
@@ -29,29 +30,28 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from evener.components.offload.copy_stream import Beside
 from evener.components.offload.host_storage import Outside
-from evener.components.offload.layout import Form, bytes_of, is_plain
+from evener.components.offload.layout import TensorLayout, bytes_of, is_plain
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, TaskError
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import ACTIVATIONS
-from evener.torch_internals.fake_tensors import active_fake_mode
+from evener.torch_internals.autograd import base_of, version
+from evener.torch_internals.dispatch import active_fake_mode
 from evener.torch_internals.storages import address
-from evener.torch_internals.version import version
-from evener.torch_internals.views import base_of
 
 T = TypeVar("T")
 
 SMALLEST = 2**20
-"""Bytes of memory that is worth the way."""
+"""Minimum size in bytes of a storage that is offloaded."""
 AHEAD = 2
-"""How many come back before they are asked for, and how many may be on their way out."""
+"""How many storages are loaded ahead of use, and how many may be in transit to the host."""
 
 
-class Stays:
-    """A saved tensor that is kept as it is."""
+class KeptTensor:
+    """A saved tensor that stays on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # An output that is saved by what made it would keep itself alive.
+        # An output that its own operation saves would be a reference cycle.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = version(tensor)
 
@@ -60,8 +60,8 @@ class Stays:
         return self._tensor
 
 
-class Coming:
-    """Memory on its way back to the device."""
+class PendingLoad:
+    """A copy from the host to the device in progress."""
 
     def __init__(self, room: Tensor, device: torch.device, beside: Beside) -> None:
         with made_as(ACTIVATIONS):
@@ -72,31 +72,31 @@ class Coming:
             self._mark = beside.mark()
 
     def arrived(self) -> Tensor:
-        """It, for what is queued from now on."""
+        """Returns the copy, for computation that is queued from now on."""
         if not self._arrived:
             self._beside.wait(self._mark)
             self._arrived = True
         return self._there
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # where there was no memory for it
-            self.arrived()  # else what is made in its place could be overwritten by what comes
+        with suppress(AttributeError):  # if the allocation failed
+            self.arrived()  # otherwise the copy could overwrite a new tensor in this memory
 
 
 class Memory:
-    """Memory that has gone outside.
+    """A storage that has been offloaded.
 
     Args:
-        tensor: Which lies in it.
-        earlier: What went before, and is asked for after this.
+        tensor: A tensor in the storage.
+        earlier: The storage that was offloaded before this one. Backward needs it after this one.
     """
 
     def __init__(self, tensor: Tensor, outside: Outside, earlier: Memory | None) -> None:
         numbers = bytes_of(tensor)
         self._outside, self._device = outside, tensor.device
-        self._room = outside.take(numbers.numel())[: numbers.numel()]
+        self._room = outside.allocate(numbers.numel())[: numbers.numel()]
         self._earlier = None if earlier is None else weakref.ref(earlier)
-        self._coming: Coming | None = None
+        self._coming: PendingLoad | None = None
         self._back: Tensor | None = None
         self._wanted = 0
         if outside.apart:
@@ -107,36 +107,39 @@ class Memory:
             self._room.copy_(numbers)
         outside.rest(self._room)
 
-    def come(self, ahead: int) -> None:
-        """So many set out for the device, if there is memory for them: this one, and those that went before."""
+    def start_loading(self, ahead: int) -> None:
+        """Starts to load up to ``ahead`` storages, if the device has memory for them: this one, and those offloaded
+        before it."""
         if not ahead or not self._outside.apart:
             return
         if self._coming is None and self._back is None:
             try:
-                self._coming = Coming(self._room, self._device, self._outside.beside)
+                self._coming = PendingLoad(self._room, self._device, self._outside.beside)
             except torch.OutOfMemoryError:
                 return
         earlier = _alive(self._earlier)
         if earlier is not None:
-            earlier.come(ahead - 1)
+            earlier.start_loading(ahead - 1)
 
     def wanted(self, times: int) -> None:
-        """So many tensors more, or fewer, that lie in it will be asked for: until the last it stays when it is back."""
+        """Changes the number of tensors in this storage that backward still needs. A loaded storage stays on the device
+        until the number is 0."""
         self._wanted += times
         if not self._wanted:
             self._back = None
 
     def numbers(self) -> Tensor:
-        """Its bytes, where the device computes."""
+        """Returns the bytes of the storage where the device can compute with them, and starts to load the storages that
+        are needed next."""
         if not self._outside.apart:
             return self._room
         found, coming = self._back, self._coming
         if found is None:
-            found = (coming or Coming(self._room, self._device, self._outside.beside)).arrived()
+            found = (coming or PendingLoad(self._room, self._device, self._outside.beside)).arrived()
         self._coming, self._back = None, found if self._wanted else None
         earlier = _alive(self._earlier)
         if earlier is not None:
-            earlier.come(AHEAD)
+            earlier.start_loading(AHEAD)
         return found
 
 
@@ -144,11 +147,11 @@ def _alive(reference: weakref.ref[T] | None) -> T | None:
     return None if reference is None else reference()
 
 
-class Went:
-    """A saved tensor whose memory has gone outside."""
+class OffloadedTensor:
+    """A saved tensor whose storage has been offloaded."""
 
     def __init__(self, tensor: Tensor, memory: Memory) -> None:
-        self._memory, self._form = memory, Form(tensor)
+        self._memory, self._form = memory, TensorLayout(tensor)
         self._version, self._tensor = version(tensor), weakref.ref(tensor)
         self._unasked = True
         memory.wanted(1)
@@ -158,7 +161,7 @@ class Went:
         if tensor is not None:
             _compare(tensor, self._version)
         self._asked()
-        return self._form.of(self._memory.numbers())
+        return self._form.view_on(self._memory.numbers())
 
     def _asked(self) -> None:
         if self._unasked:
@@ -179,52 +182,52 @@ def _compare(tensor: Tensor, saved: int) -> None:
         )
 
 
-class Leaving:
-    """Tensors whose memory is on its way out, and cannot be made anew before it has arrived."""
+class PendingStores:
+    """Tensors whose storages are being copied to the host. Their memory must not be reused before the copies end."""
 
     def __init__(self, outside: Outside) -> None:
         self._outside, self._tensors = outside, deque[tuple[Tensor, int, Any]]()
 
     def add(self, tensor: Tensor, memory: Memory) -> None:
-        """One more; for the oldest the device waits."""
+        """Adds a tensor. With more than ``AHEAD`` copies in progress, the device waits for the oldest."""
         if self._outside.apart:
             self._tensors.append((tensor, version(tensor), memory.mark))
             self.settle(AHEAD)
 
     def settle(self, left: int = 0) -> None:
-        """The device waits until no more than ``left`` are on their way."""
+        """Makes the device wait until at most ``left`` copies are in progress."""
         while len(self._tensors) > left:
             tensor, saved, mark = self._tensors.popleft()
             self._outside.beside.wait(mark)
-            _compare(tensor, saved)  # else half of it might have gone before the write
+            _compare(tensor, saved)  # a write during the copy would be copied in part
 
 
 Known = tuple["weakref.ref[UntypedStorage]", int, "weakref.ref[Memory]"]
-"""A memory that went outside: itself, its version then, and what became of it."""
+"""An offloaded storage: a weak reference to it, its version when it was offloaded, and its host copy."""
 
 
 class SavedOutside:
-    """Takes what forward passes save outside.
+    """Offloads the tensors that forward passes save.
 
     Args:
-        device_type: Of the tensors that go.
+        device_type: The type of device whose tensors are offloaded.
     """
 
     def __init__(self, outside: Outside, device_type: str) -> None:
         self.nbytes = 0
-        """That went outside, in all passes."""
+        """Bytes that were offloaded in all passes."""
         self._outside, self._type = outside, device_type
-        self._leaving = Leaving(outside)
+        self._leaving = PendingStores(outside)
         self._known: dict[int, Known] = {}
         self._last: weakref.ref[Memory] | None = None
         self._fake: Any = None
 
     @contextmanager
     def passing(self, kept: Iterable[Tensor | None]) -> Iterator[None]:
-        """Around a forward pass.
+        """Context for a forward pass.
 
         Args:
-            kept: What somebody else holds.
+            kept: Tensors that others keep alive, and that are not offloaded.
         """
         stays = {
             address(tensor.untyped_storage()) for tensor in kept if tensor is not None and is_plain(tensor)
@@ -233,11 +236,11 @@ class SavedOutside:
         with saved_tensors_hooks(partial(self._pack, stays), self._unpack):
             yield
 
-    def _pack(self, stays: set[int], tensor: Tensor) -> Stays | Went:
+    def _pack(self, stays: set[int], tensor: Tensor) -> KeptTensor | OffloadedTensor:
         if not self._goes(tensor, stays):
-            return Stays(tensor)
+            return KeptTensor(tensor)
         memory = self._gone(tensor)
-        return Went(tensor, memory)
+        return OffloadedTensor(tensor, memory)
 
     def _goes(self, tensor: Tensor, stays: set[int]) -> bool:
         return (
@@ -250,7 +253,7 @@ class SavedOutside:
         )
 
     def _gone(self, tensor: Tensor) -> Memory:
-        """The memory of a tensor, which may have gone before."""
+        """Returns the offloaded storage of a tensor. Offloads it if that has not happened yet."""
         storage = tensor.untyped_storage()
         known = self._known.get(address(storage))
         if known is not None and known[0]() is storage and known[1] == version(tensor):
@@ -264,24 +267,23 @@ class SavedOutside:
         self._leaving.add(tensor.detach(), memory)
         return memory
 
-    def _unpack(self, packed: Stays | Went) -> Tensor:
+    def _unpack(self, packed: KeptTensor | OffloadedTensor) -> Tensor:
         self._leaving.settle()
         return packed.unpacked()
 
 
 def _is_weight(tensor: Tensor | None) -> bool:
-    """A parameter, or whatever else has come from outside of the graph and gets a gradient."""
+    """Returns True for a parameter, or any other leaf tensor that gets a gradient."""
     return tensor is not None and (
         isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
     )
 
 
-class Forward:
-    """In the place of the ``forward`` of a model."""
+class OffloadedForward:
+    """Replaces the ``forward`` of a model. Offloads saved activations in training."""
 
     def __init__(self, saved: SavedOutside, model: nn.Module) -> None:
         self._saved, self._model, self.inner = saved, model, model.forward
-        self._unchecked = True
         self.called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,24 +297,23 @@ class Forward:
             return self.inner(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """A copy of the model saves as any model does."""
+        """Makes a copy of the model use the plain ``forward``."""
         return _same, (self.inner,)
 
     def check(self, gather: Callable[[bool], list[bool]]) -> None:
-        """After the first step: that nothing goes outside would be said by nobody.
+        """Checks after the first step that the model was called: otherwise nothing is offloaded, without an error.
 
         Args:
-            gather: Brings together what all ranks tell; a collective call.
+            gather: Gathers a value of every rank; a collective call.
 
         Raises:
             ConfigurationError: If no rank has called the model.
         """
-        if self._unchecked and not any(gather(self.called)):
+        if not any(gather(self.called)):
             raise ConfigurationError(
                 "offload activations: no rank has called the model in a step, so that nothing is kept outside: "
                 "Task.forward uses its parts. Let it call the model, or leave activations out"
             )
-        self._unchecked = False
 
 
 def _same(forward: Any) -> Any:

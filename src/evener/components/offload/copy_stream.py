@@ -1,4 +1,4 @@
-"""Copies that travel beside the computing, and what waits for them: the device, and never the host.
+"""Copies that overlap with computation. The device waits for them, and the host never does.
 
 ::
 
@@ -18,20 +18,21 @@ import torch
 
 
 class Beside(Protocol):
-    """A lane beside the computing."""
+    """A queue of copies beside the queue of computation."""
 
     def lane(self) -> AbstractContextManager[Any]:
-        """What is queued in the block runs beside, after all that was queued before the block."""
+        """Context for copies: they begin after everything that was queued before the block, and overlap with later
+        computation."""
 
     def mark(self) -> Any:
-        """Behind all that was queued beside so far."""
+        """Returns a mark behind all copies queued so far."""
 
     def wait(self, mark: Any) -> None:
-        """What is queued from now on begins after the mark was passed."""
+        """Makes computation that is queued from now on wait until the copies before the mark are done."""
 
 
 class AtOnce:
-    """The stand-in for devices whose copies are done when the call returns."""
+    """Copies at once, on devices where a copy is finished when the call returns."""
 
     def lane(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -40,12 +41,12 @@ class AtOnce:
         return None
 
     def wait(self, mark: Any) -> None:
-        """Nothing is on its way."""
+        """Does nothing, because all copies are finished."""
 
 
 class OnStream:
-    """A CUDA stream of its own. Copies out and back share it, so that a room that is given back may be written again at
-    once: what reads it is queued before."""
+    """Copies on a separate CUDA stream. Copies in both directions share the stream, so that a returned buffer can be
+    overwritten at once: copies that read it were queued earlier."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

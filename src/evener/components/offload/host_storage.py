@@ -1,13 +1,12 @@
-"""The memory outside: pinned memory of the host, or files that are mapped into memory.
+"""Memory for offloaded tensors: pinned host memory, or memory-mapped files.
 
-A file is nobody's but this process's: it has no name from the moment when it is made, so that a process that is killed
-leaves nothing, and its room on the disk is reserved at once, so that a full disk is an error here and not a signal in
-the midst of a computation. What was written and is not needed at the moment is taken out of the process's own memory
-(``MADV_DONTNEED`` of a shared mapping, which loses nothing); the operating system writes it to the disk when it wants
-the memory.
+A file has no name from the moment it is created, so that a killed process leaves nothing behind. Its disk space is
+reserved at once, so that a full disk raises an error here instead of a signal in the middle of a computation. Data that
+is not needed for a while is removed from the process's memory (``MADV_DONTNEED`` on a shared mapping, which loses
+nothing). The operating system writes it to disk when it needs the memory.
 
-A room goes back to the pool when the last tensor in it has gone, whoever had it, so that an error in the midst of a
-step leaves no room behind.
+A buffer returns to the pool when the last tensor in it is gone, whoever held it. So an error in the middle of a step
+leaks no buffers.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ _PAGE = mmap.PAGESIZE
 _ZEROS = 2**20
 
 
-class Rooms(Protocol):
-    """A kind of memory."""
+class HostBuffers(Protocol):
+    """A kind of memory that provides buffers."""
 
     words: str
-    """Where it is, for people."""
+    """A description of the memory for users."""
 
     def make(self, nbytes: int) -> Any:
-        """A room of so many bytes."""
+        """Allocates a buffer of ``nbytes`` bytes."""
 
     def tensor(self, room: Any) -> Tensor:
-        """Its bytes, as a tensor with a storage of its own."""
+        """Returns the bytes of a buffer as a tensor with a storage of its own."""
 
     def rest(self, room: Any) -> None:
-        """What was written there will not be needed for a while."""
+        """Tells that the buffer's content will not be needed for a while."""
 
 
 class Files:
-    """Mapped files without names in a directory.
+    """Memory-mapped files without names in a directory.
 
     Raises:
-        StorageError: From :meth:`make`, if there is no room, or no file can be made.
+        StorageError: From :meth:`make`, if the disk is full, or no file can be created.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -81,7 +80,7 @@ class Files:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """A file of so many bytes, all of which there are."""
+    """Gives the file ``nbytes`` bytes and reserves disk space for all of them."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
         return
@@ -90,7 +89,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 class Pinned:
-    """Memory of the host from which a GPU reads by itself. PyTorch takes the next power of two for each room."""
+    """Pinned host memory, which a GPU can access directly. PyTorch rounds each buffer up to a power of two."""
 
     words = "the host's memory"
 
@@ -101,11 +100,11 @@ class Pinned:
         return torch.frombuffer(room, dtype=torch.uint8)
 
     def rest(self, room: Any) -> None:
-        """It stays where it is."""
+        """Does nothing: pinned memory stays in memory."""
 
 
 class Pretended:
-    """Rooms that nobody has, for an estimate."""
+    """Fake storage for a memory estimate: counts bytes, and its tensors are fake."""
 
     words = "nowhere"
 
@@ -117,39 +116,42 @@ class Pretended:
             return torch.empty(room, dtype=torch.uint8, device="cpu")
 
     def rest(self, room: int) -> None:
-        """It is not there."""
+        """Does nothing: the storage is fake."""
 
 
 class Outside:
-    """Memory outside of a device.
+    """Memory for offloaded tensors of one device.
 
     Args:
-        apart: Whether the device cannot compute with it, so that what is outside has to come back.
+        rooms: Provides the buffers.
+        beside: Runs the copies.
+        apart: True if the device cannot compute with this memory, so that offloaded tensors must be copied back.
     """
 
-    def __init__(self, rooms: Rooms, beside: Beside, apart: bool) -> None:
+    def __init__(self, rooms: HostBuffers, beside: Beside, apart: bool) -> None:
         self.beside, self.apart = beside, apart
         self._rooms = rooms
         self._pool = Pool[Any](rooms.make)
-        self._there: dict[int, Any] = {}  # rooms, by the addresses of the storages of tensors in them
+        self._there: dict[int, Any] = {}  # buffers, by the addresses of the storages in them
 
     @property
     def words(self) -> str:
-        """Where it is, for people."""
+        """A description of the memory for users."""
         return self._rooms.words
 
     @property
     def peak(self) -> int:
-        """The most bytes that were taken at once."""
+        """The peak number of bytes of all buffers together."""
         return self._pool.peak
 
-    def take(self, nbytes: int) -> Tensor:
-        """At least so many bytes, until the last tensor that shares their memory has gone.
+    def allocate(self, nbytes: int) -> Tensor:
+        """Returns a tensor of at least ``nbytes`` bytes. Its buffer stays in use until the last tensor that shares its
+        storage is gone.
 
         Raises:
-            StorageError: If there is no room for them.
+            StorageError: If there is no space.
         """
-        room, size = self._pool.take(-(-nbytes // _PAGE) * _PAGE)
+        room, size = self._pool.take_buffer(-(-nbytes // _PAGE) * _PAGE)
         tensor = self._rooms.tensor(room)
         storage = tensor.untyped_storage()
         place = address(storage)
@@ -163,23 +165,23 @@ class Outside:
         self._pool.give_back(room, size)
 
     def close(self) -> None:
-        """Keeps no room that nobody uses; what is in others stays there."""
+        """Frees all unused buffers. Buffers in use are freed when their last tensor is gone."""
         self._pool.close()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies outside."""
+        """Returns True if the tensor is in this memory."""
         return address(tensor.untyped_storage()) in self._there
 
     def rest(self, tensor: Tensor) -> None:
-        """What was written to the room of a tensor will not be needed for a while."""
+        """Tells that the tensor's content will not be needed for a while."""
         self._rooms.rest(self._there[address(tensor.untyped_storage())])
 
 
 def check_outside(kind: str, asked: Offload) -> None:
-    """Whether there is an outside for ranks on a kind of device of this machine.
+    """Checks that ranks on this kind of device can offload as requested.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If they cannot.
     """
     directory = asked.directory
     if directory is None and kind == "cpu" and asked.kinds:
@@ -204,16 +206,17 @@ def _of_card(device: torch.device, asked: Offload) -> Outside:
 
 
 OUTSIDES: dict[str, Callable[[torch.device, Offload], Outside]] = {"cpu": _of_host, "cuda": _of_card}
-"""By type of device."""
+"""Creates the memory for offloaded tensors, by type of device."""
 
 
 def outside_of(device: torch.device, asked: Offload) -> Outside:
-    """The memory outside of a device, as the settings want it."""
+    """Returns the memory for offloaded tensors of a device, as the settings request."""
     return OUTSIDES[device.type](device, asked)
 
 
 def pretended(kind: str) -> Callable[[torch.device, Offload], Outside]:
-    """For an estimate of ranks on a kind of device, in place of what is real."""
+    """Returns a replacement of an ``OUTSIDES`` entry with fake storage, to estimate the memory of ranks on this kind of
+    device."""
 
     def made(device: torch.device, asked: Offload) -> Outside:
         if asked.directory is None:

@@ -1,4 +1,4 @@
-"""What of a learner is outside of its device's memory."""
+"""Offload for a learner: optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -8,94 +8,95 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.components.offload.activations import SMALLEST, Forward, SavedOutside
+from evener.components.offload.activations import SMALLEST, OffloadedForward, SavedOutside
 from evener.components.offload.host_storage import outside_of
-from evener.components.offload.optimizer import Updates
+from evener.components.offload.optimizer import OffloadedUpdates
 from evener.components.sharded_tensor.local import local
 from evener.core.config.offload import ACTIVATIONS, KINDS, OPTIMIZER, Offload
 from evener.core.config.sizes import size_words
 from evener.errors import ConfigurationError
 
 
-class Offloaded:
-    """Nothing, or what the settings ask for.
+class OffloadState:
+    """The offloaded state of a learner; empty if the settings request no offload.
 
     Args:
-        asked: What is to be outside.
-        device: Of the rank.
+        asked: The settings.
+        device: The rank's device.
 
     Raises:
-        ConfigurationError: If there is no outside.
+        ConfigurationError: If this device cannot offload as requested.
     """
 
     def __init__(self, asked: Offload, device: torch.device) -> None:
         self._asked = asked
         self._device = device
-        # One for each: what is free of one in an update would be taken by the other for good.
+        # Separate pools: otherwise one kind would permanently take buffers that the other frees for a moment.
         self._outsides = {kind: outside_of(device, asked) for kind in KINDS if kind in asked.kinds}
-        self._forward: Forward | None = None
+        self._forward: OffloadedForward | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._updates: Updates | None = None
+        self._updates: OffloadedUpdates | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Takes the place of the ``forward`` of a model, if what it saves is to go outside."""
+        """Replaces the ``forward`` of the model if activations are to be offloaded."""
         outside = self._outsides.get(ACTIVATIONS)
         if outside is not None:
             saved = SavedOutside(outside, self._device.type)
-            model.forward = self._forward = Forward(saved, model)
+            model.forward = self._forward = OffloadedForward(saved, model)
 
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Updates are those of an optimizer from now on.
+    def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the optimizer, and offloads its state if requested.
 
         Raises:
-            ConfigurationError: If its state cannot go outside.
+            ConfigurationError: If its state cannot be offloaded.
         """
         self._optimizer, outside = optimizer, self._outsides.get(OPTIMIZER)
         if outside is not None:
             _check_devices(optimizer, self._device)
-            self._updates = Updates(optimizer, outside)
+            self._updates = OffloadedUpdates(optimizer, outside)
 
-    def update(self) -> None:
-        """An update of all parameters that have a gradient."""
-        assert self._optimizer is not None
-        (self._updates or self._optimizer).step()
+    @property
+    def updates(self) -> OffloadedUpdates | None:
+        """Steps the optimizer if its state is offloaded. None if the optimizer is stepped directly."""
+        return self._updates
 
     def load(self, found: dict[str, Any]) -> None:
-        """``load_state_dict`` of the optimizer."""
+        """Loads the optimizer's state, as ``load_state_dict`` does."""
         assert self._optimizer is not None
         load = self._optimizer.load_state_dict if self._updates is None else self._updates.load
         load(found)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is outside."""
+        """Returns True if a tensor is offloaded."""
         return any(outside.holds(tensor) for outside in self._outsides.values())
 
     def close(self) -> None:
-        """Gives back all rooms that nothing lies in, now or later."""
+        """Frees all unused buffers, and the others when they are returned."""
         for outside in self._outsides.values():
             outside.close()
 
     def check(self, gather: Callable[[bool], list[bool]]) -> None:
-        """After the first step: see :meth:`Forward.check`. A collective call."""
+        """Checks after the first step that activations are offloaded; see :meth:`OffloadedForward.check`. All ranks
+        must call this together."""
         if self._forward is not None:
             self._forward.check(gather)
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most bytes outside at once, of each kind."""
+        """The peak number of offloaded bytes, by kind."""
         return {kind: outside.peak for kind, outside in self._outsides.items()}
 
     @property
     def words(self) -> str:
-        """For people, before a run; empty if nothing is outside."""
+        """A text for the user before a run; empty if nothing is offloaded."""
         where = next((outside.words for outside in self._outsides.values()), "")
         return f"{' and '.join(self._outsides)} kept in {where}" if where else ""
 
     def said(self, peaks: list[dict[str, int]]) -> str:
-        """For people, after a run.
+        """Returns a text for the user after a run.
 
         Args:
-            peaks: Those of all ranks.
+            peaks: The peaks of all ranks.
         """
         if not self._outsides:
             return ""

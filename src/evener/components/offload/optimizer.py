@@ -1,16 +1,17 @@
-"""Updates of an optimizer whose state is outside: one portion of the parameters after the other.
+"""Offloads optimizer state: updates one portion of the parameters after the other.
 
 ::
 
-    computing   ─ wait ─ step of portion 0 ─ wait ─ step of portion 1 ─ ...          of other parameters the optimizer
-    beside      state 1 comes ── state 0 goes ── state 2 comes ── state 1 goes       sees no gradient, and lets them be
+    computing   ─ wait ─ step of portion 0 ─ wait ─ step of portion 1 ─ ...          the optimizer skips all other
+    beside      state 1 comes ── state 0 goes ── state 2 comes ── state 1 goes       parameters: no gradient
 
-So no more state is on the device than that of a few portions, in a run's first update too, which makes it. Each
-parameter is updated as ever, and the numbers are the same to the bit: for optimizers that update each parameter by
-itself. Gradients go with their portion.
+So the device holds the state of only a few portions at a time, also in a run's first update, which creates the state.
+For optimizers that update each parameter independently, results are bitwise equal to those without offload. Gradients
+are freed with their portion.
 
-Ranks that can compute with what is outside do so, and nothing travels but what an optimizer has made anew. Between
-updates ``optimizer.state`` holds what is outside, of which checkpoints and all others read as of any state.
+Ranks that can compute with offloaded memory directly (on a CPU) do so, and copy only state that the optimizer has newly
+created. Between updates ``optimizer.state`` holds the offloaded tensors. Checkpoints and other code read them like any
+state.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from evener.components.sharded_tensor.local import local
 from evener.errors import ConfigurationError
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import OPTIMIZER
-from evener.torch_internals.optimizer_hooks import has_step_hooks
+from evener.torch_internals.optimizers import has_step_hooks
 
 WINDOW = 2**25
-"""Bytes of the parameters of a portion, whose state is mostly twice as large."""
+"""Maximum bytes of the parameters of a portion. Their state is usually twice as large."""
 SMALLEST = 2**12
-"""Bytes of a state that is worth the way."""
+"""Minimum size in bytes of a state tensor that is offloaded."""
 _LINE = 64
-"""Bytes: where the states in a room begin."""
+"""Alignment in bytes of the state tensors in a buffer."""
 ALONE = (
     *(
         "Adadelta",
@@ -54,11 +55,12 @@ ALONE = (
     ),
     *("Rprop", "SGD", "SparseAdam"),
 )
-"""Those of ``torch.optim`` that update each parameter by itself."""
+"""Optimizers of ``torch.optim`` that update each parameter independently."""
 
 
 def portions(sizes: Sequence[int], most: int) -> list[range]:
-    """Neighbours that are together no larger than ``most``, or alone."""
+    """Divides items into consecutive ranges of at most ``most`` bytes together. A larger item gets a range of its
+    own."""
     found, start, total = list[range](), 0, 0
     for place, size in enumerate(sizes):
         if total and total + size > most:
@@ -69,10 +71,8 @@ def portions(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def check_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Raises:
-    ConfigurationError: For an optimizer that cannot update one portion of its parameters after the other.
-    """
-    # PyTorch wraps the step of a class when it makes the first optimizer of it, and writes it into that class.
+    """Raises ConfigurationError if the optimizer cannot update one portion of its parameters after the other."""
+    # PyTorch replaces the step of a class by a wrapper when its first optimizer is created.
     known = {inspect.unwrap(getattr(torch.optim, name).step) for name in ALONE}
     if inspect.unwrap(type(optimizer).step) not in known:
         raise ConfigurationError(
@@ -89,7 +89,7 @@ def check_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 Key = tuple[Tensor, str]
-"""A parameter, and the name of a state of it."""
+"""A parameter, and the name of one of its states."""
 
 
 @dataclass
@@ -98,16 +98,20 @@ class Portion:
 
     parameters: list[Tensor]
     homes: dict[Key, Tensor] = field(default_factory=dict)
-    """Where their state is outside."""
+    """Their offloaded state."""
     mark: Any = None
-    """Behind what comes."""
+    """A mark behind the copies of their state to the device."""
 
 
-class Updates:
-    """The updates of an optimizer.
+class OffloadedUpdates:
+    """Steps an optimizer whose state is offloaded.
 
     Args:
-        optimizer: With state outside, if there is an outside.
+        optimizer: The optimizer. Its state is created at its first step, and then offloaded.
+        outside: The memory for offloaded state.
+
+    Raises:
+        ConfigurationError: If the optimizer cannot update one portion of its parameters after the other.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, outside: Outside) -> None:
@@ -116,7 +120,7 @@ class Updates:
         self._leaving = deque[tuple[list[Tensor], Any]]()
 
     def step(self) -> None:
-        """An update of all parameters that have a gradient, of which none is left."""
+        """Updates all parameters that have a gradient. Frees their gradients."""
         gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
         sizes = [local(parameter).nbytes for parameter in gradients]
         found = [[*gradients][each.start : each.stop] for each in portions(sizes, WINDOW)]
@@ -136,7 +140,7 @@ class Updates:
         self._settle()
 
     def load(self, found: dict[str, Any]) -> None:
-        """``load_state_dict`` of the optimizer, which makes all state on the device, for a portion at a time."""
+        """Loads the optimizer's state one portion at a time, because ``load_state_dict`` creates it on the device."""
         optimizer, groups, state = self._optimizer, found["param_groups"], dict[Tensor, Any]()
         numbers = [number for group in groups for number in group["params"]]
         parameters = list(self._parameters())
@@ -159,7 +163,7 @@ class Updates:
     # Coming
 
     def _come(self, portion: Portion) -> Portion:
-        """Its state sets out for the device."""
+        """Starts to copy the portion's state to the device."""
         state, outside = self._optimizer.state, self._outside
         for parameter in portion.parameters:
             for key, value in state[parameter].items() if parameter in state else ():
@@ -183,7 +187,7 @@ class Updates:
     # Going
 
     def _go(self, portion: Portion) -> None:
-        """Its state leaves the device, to where it was or to a new room."""
+        """Starts to copy the portion's state from the device, to its former place or to a new buffer."""
         outside, found = self._outside, dict(self._of(portion.parameters))
         homes = {
             key: home for key, value in found.items() if (home := self._home(portion, key, value)) is not None
@@ -201,7 +205,7 @@ class Updates:
         self._settle(1)
 
     def _of(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Tensor]]:
-        """What of the state of parameters is to be outside: this rank's numbers."""
+        """Yields the state tensors of the parameters that are to be offloaded: this rank's shards."""
         for parameter in parameters:
             entries = self._optimizer.state.get(parameter, {})
             for key, value in entries.items():
@@ -214,7 +218,8 @@ class Updates:
         return is_plain(numbers) and (self._outside.holds(numbers) or on_device)
 
     def _home(self, portion: Portion, key: Key, value: Tensor) -> Tensor | None:
-        """Where it is outside, or was before, if that is still right for it."""
+        """Returns the state's present or former place in offloaded memory. Returns None if it has none of its shape and
+        type."""
         if self._outside.holds(value):
             return value
         home = portion.homes.get(key)
@@ -222,18 +227,18 @@ class Updates:
         return home if alike else None
 
     def _settle(self, left: int = 0) -> None:
-        """The device waits until no more than ``left`` portions are on their way out."""
+        """Makes the device wait until at most ``left`` portions are being copied to the host."""
         while len(self._leaving) > left:
-            _left, mark = self._leaving.popleft()  # which are there until the device has waited
+            _left, mark = self._leaving.popleft()  # keeps the tensors alive until the device has waited
             self._outside.beside.wait(mark)
 
 
 def _rooms_in(outside: Outside, states: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """Rooms for states, side by side."""
+    """Allocates one buffer for all states, side by side."""
     sizes = [-(-value.nbytes // _LINE) * _LINE for value in states.values()]
     if not sizes:
         return {}
-    pieces = outside.take(sum(sizes))[: sum(sizes)].split_with_sizes(sizes)
+    pieces = outside.allocate(sum(sizes))[: sum(sizes)].split_with_sizes(sizes)
     return {
         key: piece[: value.nbytes].view(value.dtype).view(value.shape)
         for (key, value), piece in zip(states.items(), pieces, strict=True)

@@ -1,8 +1,9 @@
-"""Rooms outside that are used again, so that a step asks for no new ones: which is given for what, which are let go.
+"""A pool of buffers for offloaded tensors. Buffers are reused, so that a step usually allocates none.
 
-A request gets the smallest free room that holds it, if that is no more than twice as large. Where there is none, a new
-one is made, and those that nobody has wanted for a while are let go first: shares of a batch change, and with them all
-sizes. A while is :data:`PATIENCE` times as many requests as rooms were ever used at once, about so many steps.
+A request gets the smallest free buffer that is large enough, and at most twice as large. If there is none, buffers that
+have been free for long are dropped, and a new one is allocated: shares of a batch change, and all sizes with them. "For
+long" means :data:`PATIENCE` times as many requests as buffers were ever used at once, which is about :data:`PATIENCE`
+steps.
 """
 
 from __future__ import annotations
@@ -14,41 +15,41 @@ from typing import Generic, TypeVar
 
 PATIENCE = 4
 LOOSEST = 2
-"""How many times as large as a request its room may be."""
+"""Maximum size of a buffer relative to the request."""
 
 R = TypeVar("R")
 
 
 @dataclass
 class Free(Generic[R]):
-    """A room that nobody uses."""
+    """A free buffer."""
 
     room: R
     nbytes: int
     since: int
-    """The number of requests before it was given back."""
+    """The number of requests before it was returned."""
 
 
 class Pool(Generic[R]):
-    """Gives rooms, and takes them back.
+    """Gives out buffers and takes them back.
 
     Args:
-        make: Makes a room of so many bytes.
+        make: Allocates a buffer of the given number of bytes.
     """
 
     def __init__(self, make: Callable[[int], R]) -> None:
         self._make = make
         self._free: list[Free[R]] = []
-        self._returned = deque[tuple[R, int]]()  # from any thread, and while the others are looked through
+        self._returned = deque[tuple[R, int]]()  # filled by any thread, also during take_buffer
         self._used = self._most = self._requests = 0
         self._closed = False
         self.nbytes = 0
-        """Of all rooms."""
+        """Bytes of all buffers."""
         self.peak = 0
-        """The most that they ever were together."""
+        """The maximum of ``nbytes`` so far."""
 
-    def take(self, nbytes: int) -> tuple[R, int]:
-        """A room for so many bytes, and how many it has."""
+    def take_buffer(self, nbytes: int) -> tuple[R, int]:
+        """Returns a buffer of at least ``nbytes`` bytes, and its size."""
         self._requests += 1
         self._come_back()
         fitting = [each for each in self._free if nbytes <= each.nbytes <= LOOSEST * nbytes]
@@ -68,12 +69,12 @@ class Pool(Generic[R]):
         return room, nbytes
 
     def give_back(self, room: R, nbytes: int) -> None:
-        """Nobody uses the room any more. May be called from any thread, and in the midst of :meth:`take`."""
+        """Returns a buffer to the pool. May be called from any thread, also during :meth:`take_buffer`."""
         if not self._closed:
             self._returned.append((room, nbytes))
 
     def close(self) -> None:
-        """Lets go of all that is free, and of the others as they are given back."""
+        """Drops all free buffers, and the others when they are returned."""
         self._closed = True
         self._free.clear()
         self._returned.clear()

@@ -1,1 +1,1 @@
-"""Optimizers that are fused, or keep their state in 8 bits."""
+"""Optimizers with fused updates or with state in 8 bits."""

@@ -1,16 +1,16 @@
-"""Optimizer state in 8 bits: what it is on disk, and how a task's optimizer gets it.
+"""Optimizer state in 8 bits: converts a task's optimizer, and saves and loads its state.
 
-Adam's two averages are kept as codes of 8 bits with a scale for every 256 numbers (Dettmers and others, ICLR 2022,
-https://arxiv.org/abs/2110.02861), by torchao: 2 bytes a parameter in place of 8. A checkpoint holds the numbers that
-the codes stand for, as any strategy and the plain optimizer take them. Codes are made of them again when it is read::
+torchao stores Adam's two averages as 8-bit codes with a scale for every 256 numbers (Dettmers and others, ICLR 2022,
+https://arxiv.org/abs/2110.02861): 2 bytes per parameter instead of 8. A checkpoint holds the dequantized numbers, which
+any strategy and the plain optimizer can load. Loading quantizes them again::
 
     codes, scales ─ dequantize ─▶ numbers, in float32 ─▶ checkpoint ─▶ this rank's piece ─ quantize ─▶ codes, scales
 
-The way back has to come to the same bits, or a run that goes on would not be the run that was stopped. A scale is the
-largest magnitude of its block, and the largest number of the table is 1, so that it is found again; but not where that
-magnitude was a negative number's. The lowest of the table is -0.993, what comes back is a little less than the scale,
-and all codes of the block would come out otherwise. There the scale is worked out from that lowest number, up to an
-ulp, which is found by trying.
+Loading must restore the same bits, or a resumed run would differ from an uninterrupted one. A scale is the largest
+magnitude of its block. The largest code stands for 1, so that dequantized numbers contain the scale, and it is found
+again. This fails if the largest magnitude belongs to a negative number: the lowest code stands for -0.993, the
+dequantized number is slightly smaller than the scale, and all codes of the block would change. In this case the scale
+is computed from that lowest number, up to an ulp, which is found by trying.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.sharded_tensor.local import is_divided, local
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.errors import ConfigurationError
-from evener.torch_internals.fake_tensors import active_fake_mode, without_fakes
-from evener.torch_internals.optimizer_hooks import has_step_hooks
+from evener.torch_internals.dispatch import active_fake_mode, without_fakes
+from evener.torch_internals.optimizers import has_step_hooks
 from evener.torch_internals.quantized_state import (
     block_size,
     is_quantized,
@@ -41,20 +41,21 @@ from evener.torch_internals.quantized_state import (
 
 EIGHT_BITS = "8bit"
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-"""What an optimizer keeps of a parameter in codes, and whether it may be negative."""
+"""The states that an optimizer keeps as codes, and whether they may be negative."""
 _FIRST = "exp_avg"
 _STANDS_FOR = "evener_stands_for"
 _KEPT = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-"""Options of a group that the optimizer with fewer bits has too."""
+"""Options of a group that the 8-bit optimizer has too."""
 
 
 def plain(value: Any) -> Any:
-    """The numbers that ``value`` stands for, as a tensor without codes; anything else as it is."""
+    """Returns a quantized tensor dequantized, and anything else unchanged."""
     return value.dequantize() if is_quantized(value) else value
 
 
 def kept_as(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str, value: Any) -> Any:
-    """``value``, numbers of the shape of ``parameter``, in the form in which the optimizer keeps its state ``key``."""
+    """Returns ``value``, a tensor of the same shape as ``parameter``, in the form in which the optimizer keeps state
+    ``key``."""
     if not makes_quantized(optimizer) or key not in _SIGNED or value.shape != parameter.shape:
         return value
     kept = new_state(optimizer, parameter, _SIGNED[key])
@@ -64,7 +65,7 @@ def kept_as(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str, value
 
 
 def write(kept: Tensor, numbers: Tensor) -> None:
-    """Writes numbers into ``kept``; those that some codes stood for become these codes again."""
+    """Writes ``numbers`` into ``kept``. Numbers that were dequantized from codes become the same codes again."""
     kept.copy_(numbers)
     lowest = lowest_code(kept) if is_quantized(kept) else None
     if lowest is None:
@@ -76,10 +77,10 @@ def write(kept: Tensor, numbers: Tensor) -> None:
         wrong = _differ(kept, blocks)
         if not wrong.any():
             return
-        # The lowest number as it was before it was rounded to the table's, so that it gives the scale.
+        # Restores the lowest number from before quantization, which gives the scale.
         given = torch.where(wrong, torch.where(blocks == least, -tried, blocks), given)
         kept.copy_(given.view_as(numbers))
-    # What is left was never codes, or those of other blocks.
+    # The remaining blocks were never quantized, or in other blocks.
     kept.copy_(torch.where(_differ(kept, blocks), blocks, given).view_as(numbers))
 
 
@@ -89,13 +90,13 @@ def _differ(kept: Tensor, blocks: Tensor) -> Tensor:
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's class, or the one whose place it has taken."""
+    """Returns the name of the optimizer's class, or of the class that it has replaced."""
     return str(getattr(optimizer, _STANDS_FOR, type(optimizer).__name__))
 
 
 def stepping(optimizer: torch.optim.Optimizer, device: torch.device) -> AbstractContextManager[Any]:
-    """Around its step. torchao compiles the update for each shape: on a CPU, where that takes seconds and a compiler,
-    and where memory is estimated, its operators run one by one."""
+    """Context for the optimizer's step. torchao compiles its update for each shape. Compilation is disabled on a CPU,
+    where it takes seconds and needs a compiler, and in a memory estimate."""
     if not makes_quantized(optimizer) or _compiles(device):
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -107,7 +108,8 @@ def _compiles(device: torch.device) -> bool:
 
 
 def words_of(optimizer: torch.optim.Optimizer) -> str:
-    """What keeps the state, for the record; empty for an optimizer that keeps numbers as they are."""
+    """Returns a text for the record that tells which optimizer keeps quantized state; "" if the state is not
+    quantized."""
     if not makes_quantized(optimizer):
         return ""
     instead = getattr(optimizer, _STANDS_FOR, "")
@@ -118,15 +120,15 @@ def words_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def has_other_blocks(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether numbers share a scale with others than they would on one device."""
-    return makes_quantized(optimizer) and any(slice_of(p) is not None for p in model.parameters())
+    """Returns True if quantization blocks differ from those on one device, because parameters are divided."""
+    return makes_quantized(optimizer) and any(shard_spec(p) is not None for p in model.parameters())
 
 
 def in_eight_bits(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer with state in 8 bits.
+    """Returns the same optimizer with state in 8 bits.
 
     Raises:
-        ConfigurationError: If there is none, or torchao is not installed.
+        ConfigurationError: If there is no such optimizer, or torchao is not installed.
     """
     _check_can_be(optimizer)
     decays = {bool(group["decoupled_weight_decay"]) for group in optimizer.param_groups}
@@ -139,7 +141,7 @@ def in_eight_bits(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise ConfigurationError(
             f"optimizer_state={EIGHT_BITS} needs torchao, which is not installed: pip install torchao"
         )
-    with warnings.catch_warnings(action="ignore"):  # of torchao's own, and nothing that a user can do
+    with warnings.catch_warnings(action="ignore"):  # torchao's import warnings, which a user cannot fix
         optim = importlib.import_module("torchao.optim")
     groups = [
         {"params": group["params"], **{key: group[key] for key in _KEPT}} for group in optimizer.param_groups
@@ -177,15 +179,16 @@ def _check_can_be(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_state(optimizer: torch.optim.Optimizer, device: torch.device, divides: bool, ranks: int) -> None:
-    """Looks at optimizers that keep their state in few bits, whoever made them, and has the tables of their codes made:
-    by tensors without numbers, as those of an estimate are, they would be wrong in all that follows in the process.
+    """Checks optimizers with quantized state, whoever made them, and creates torchao's code tables. A memory estimate
+    would create the tables as fake tensors, which would be wrong for the rest of the process.
 
     Args:
-        device: Of the rank.
-        divides: Whether ranks hold pieces of parameters.
+        device: The rank's device.
+        divides: True if ranks hold shards of parameters.
+        ranks: The number of ranks.
 
     Raises:
-        ConfigurationError: If the ranks would come apart, or the state could not be saved as one.
+        ConfigurationError: If replicas would drift apart, or the state could not be saved as a whole.
     """
     if divides and any(base.__module__.startswith("bitsandbytes") for base in type(optimizer).__mro__):
         raise ConfigurationError(

@@ -1,15 +1,15 @@
-"""Fused updates: one kernel for an update of Adam's, where PyTorch has it and nobody has chosen otherwise.
+"""Fused updates: uses PyTorch's fused kernel for Adam, if it is available and the task has chosen nothing else.
 
-By itself PyTorch updates parameters on a CPU one after the other, by a dozen operators each, and every one of them goes
-through memory. Its fused kernel goes once. It rounds elsewhere, so that a run with it has other bits than one without,
-and the same whatever number of threads computes it.
+By default PyTorch updates parameters on a CPU one after the other with a dozen operators each, and each operator reads
+and writes memory. The fused kernel does so once. It rounds differently, so that the bits of a run differ from those of
+a run without it. They do not depend on the number of threads.
 
-The kernel takes parameter, gradient and state as rows of numbers and does not look at strides: what is laid out in
-another way than its parameter would be added to the wrong weights, and no error says so. So only contiguous parameters
-are updated by it, and a gradient that is not contiguous, as a hook may leave it, is copied first.
+The kernel treats parameter, gradient and state as flat arrays and ignores strides. A gradient with other strides than
+its parameter would be added to the wrong weights, without an error. So only contiguous parameters are fused, and a
+gradient that is not contiguous (hooks may return one) is copied first.
 
-SGD and Adagrad are left as they are made: their update is one or two operators, and their kernels refuse sparse
-gradients, which nobody can see before they come.
+SGD and Adagrad are not changed: their update takes one or two operators, and their kernels refuse sparse gradients,
+which cannot be foreseen.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.torch_internals.fake_tensors import is_fake
+from evener.torch_internals.dispatch import is_fake
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
-"""These classes themselves: one that derives from them may step in its own way."""
+"""Exactly these classes are fused: a subclass may step in its own way."""
 _TYPES = (torch.float32, torch.float64)
-"""In half precision the kernel's numbers are not those of the operators up to an ulp."""
+"""Types that are fused. In half precision, the kernel's results differ from the operators' by more than an ulp."""
 _CHOICES = ("fused", "foreach", "differentiable", "capturable")
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Has the groups of ``optimizer`` fused that can be, and of which its maker has said nothing."""
+    """Sets ``fused`` for those groups of ``optimizer`` that can be fused and whose task has chosen no
+    implementation."""
     if type(optimizer) not in _KINDS:
         return
     offered: dict[tuple[torch.device, torch.dtype], bool] = {}
@@ -41,7 +42,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_open(group: dict[str, Any]) -> bool:
-    """A rate or another option that is a tensor is left to what its maker has tried."""
+    """Returns True if the task has chosen no implementation for the group, and none of its options is a tensor."""
     return not any(group.get(name) for name in _CHOICES) and not (
         group.get("foreach") is False
         or group.get("fused") is False
@@ -55,7 +56,7 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _is_offered(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:
-    """Whether PyTorch has the kernel for the device: asked by a step of one number."""
+    """Returns True if PyTorch has the kernel for this device and type. Tries a step of one number."""
     number = like.detach().new_zeros(1).requires_grad_()
     number.grad = torch.zeros_like(number)
     try:
@@ -67,7 +68,7 @@ def _is_offered(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:
 
 
 def lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Before a step: the gradients of what is fused are made contiguous where their parameters are."""
+    """Makes the gradients of fused parameters contiguous before a step."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             gradient = parameter.grad
@@ -78,7 +79,7 @@ def lay_out(optimizer: torch.optim.Optimizer) -> None:
 
 
 def words_of(optimizer: torch.optim.Optimizer) -> str:
-    """For the record; empty for an optimizer of which nothing is fused."""
+    """Returns a text for the record that tells which groups are fused; "" if none are."""
     groups = [group for group in optimizer.param_groups if group["params"]]
     fused = sum(bool(group.get("fused")) for group in groups)
     if not fused:

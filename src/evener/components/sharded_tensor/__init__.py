@@ -1,1 +1,1 @@
-"""Tensors of which each rank holds a part."""
+"""Tensors that are divided into shards over the ranks."""

@@ -1,8 +1,8 @@
-"""A rank's own numbers of a tensor that PyTorch divides over the ranks, a ``DTensor``, in one place.
+"""Access to the local shard of a ``DTensor``, PyTorch's divided tensor.
 
-A DTensor says the shape of the whole and refuses to meet plain tensors in one operation. What Evener does to a divided
-parameter (norms, checkpoints, first weights) it does to the numbers that the rank holds, whose place in the whole the
-parameter's :class:`~evener.components.sharded_tensor.shard_spec.Slice` says.
+A DTensor has the shape of the whole tensor, and cannot be mixed with plain tensors in an operation. So Evener computes
+norms, checkpoints and first weights with the local shard. The parameter's
+:class:`~evener.components.sharded_tensor.shard_spec.ShardSpec` tells the shard's place in the whole tensor.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from evener.distributed.mesh import Mesh
 
 
 def is_divided(value: object) -> bool:
-    """Whether it is a DTensor."""
+    """Returns True if the value is a DTensor."""
     return isinstance(value, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The numbers of ``tensor`` that this rank holds, in the same memory; itself where it is no DTensor."""
+    """Returns the local shard of a DTensor, which shares its memory. Returns any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -30,24 +30,25 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def changeable(parameter: nn.Parameter, stack: ExitStack) -> Tensor:
-    """This rank's numbers of ``parameter``, to be changed until ``stack`` ends, which brings back those of before.
+    """Returns this rank's shard of ``parameter``, which may be changed. The old values are restored when ``stack``
+    closes.
 
-    What is no DTensor gets memory of its own for that time: other ranks may compute with what it had (weights in
-    common, :mod:`evener.strategies.sharded.full_weights`).
+    A parameter that is no DTensor gets new memory for that time, because other ranks may compute with its usual memory
+    (shared weights, :mod:`evener.strategies.sharded.full_weights`).
     """
     held = parameter.detach()
     if isinstance(held, DTensor):
         numbers = local(held)
         stack.callback(numbers.copy_, numbers.clone())
         return numbers
-    numbers = held.clone()  # of which autograd does not count the writes as those to the parameter
+    numbers = held.clone()  # writes to it do not change the parameter's version counter
     stack.callback(setattr, parameter, "data", parameter.data)
     parameter.data = numbers
     return numbers
 
 
 def as_held(numbers: Tensor, like: Tensor) -> Tensor:
-    """This rank's ``numbers`` in the form of ``like``: a DTensor where that is one."""
+    """Returns this rank's ``numbers`` in the form of ``like``: as a DTensor if ``like`` is one."""
     if not isinstance(like, DTensor):
         return numbers
     held = torch.empty_like(like, dtype=numbers.dtype, requires_grad=False)
@@ -56,5 +57,6 @@ def as_held(numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def off_host(numbers: Tensor, mesh: Mesh) -> Tensor:
-    """``numbers`` where the groups of the mesh exchange: on a GPU, what a rank has put into the memory of its host."""
+    """Returns ``numbers`` on the kind of device that the mesh's process groups use. On a GPU, moves what a rank has in
+    host memory."""
     return numbers.to(mesh.device_type) if numbers.device.type == "cpu" else numbers

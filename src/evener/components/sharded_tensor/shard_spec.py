@@ -1,8 +1,8 @@
-"""What a rank holds of a tensor that is divided over the ranks of a mesh.
+"""Describes the shard that a rank holds of a tensor divided over the ranks of a mesh.
 
-A strategy that divides the model marks each divided parameter with its :class:`Slice`. All that follows from it is done
-once, for any strategy: gradients are clipped by the norm of the whole, a penalty sees whole weights, and the state of a
-run is saved and taken up by ranks that divide it otherwise.
+A strategy that divides the model marks each divided parameter with its :class:`ShardSpec`. Common code for all
+strategies uses these marks: to clip gradients by the norm of the whole, to compute a penalty of whole weights, and to
+save state that ranks can load under another division.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ from evener.components.sharded_tensor.local import local, off_host
 from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 _MARK = "evener_slice"
 
 T = TypeVar("T", bound=Tensor)
 
 
-class Box(NamedTuple):
-    """Elements that lie side by side both in a whole tensor and in what a rank holds of it."""
+class ShardBounds(NamedTuple):
+    """A box of elements that is contiguous both in the whole tensor and in the shard."""
 
     whole: tuple[int, ...]
-    """Where it begins in the whole."""
+    """Its start in the whole tensor."""
     held: tuple[int, ...]
-    """Where it begins in what is held."""
+    """Its start in the shard."""
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A piece of a tensor along one dimension, as the ranks of an axis hold one each.
+class ShardSpec:
+    """A shard of a tensor along one dimension. Each rank of an axis holds one.
 
     Raises:
-        ConfigurationError: For pieces with gaps or in another order, or an index beyond them.
+        ConfigurationError: If the pieces have gaps or are not in order, if the index is invalid, or if an axis divides
+            the tensor twice.
     """
 
     axis: str
-    """Of the mesh."""
+    """The mesh axis."""
     dim: int
-    """Of the tensor."""
+    """The tensor's dimension."""
     pieces: tuple[range, ...]
-    """What each rank of the axis holds, in order and without gaps; they may be of unequal length."""
+    """The range of each rank of the axis, in order and without gaps. Ranges may have different lengths."""
     index: int
-    """This rank's place on the axis."""
-    within: Slice | None = None
-    """Of another axis, if what is cut here is itself a piece of the whole."""
+    """This rank's index on the axis."""
+    within: ShardSpec | None = None
+    """The shard over another axis, if this is a shard of a shard."""
     blocks: int = 1
-    """The dimension is so many blocks of one length side by side, and the pieces are those of each block: as the rows
-    of a projection to queries, keys and values are, of which a rank holds those of its heads."""
+    """The number of equal blocks of the dimension; the pieces apply to each block. For example, a rank holds the rows
+    of its heads in a joint projection to queries, keys and values, which has 3 blocks."""
 
     def __post_init__(self) -> None:
         edges = [0, *(piece.stop for piece in self.pieces)]
@@ -75,46 +76,48 @@ class Slice:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes over which the whole is divided, the outer ones last."""
+        """The axes over which the whole tensor is divided; the outer ones come last."""
         return (self.axis, *(self.within.axes if self.within else ()))
 
     @property
-    def own(self) -> range:
-        """What this rank holds."""
+    def local_bounds(self) -> range:
+        """The range that this rank holds, in each block."""
         return self.pieces[self.index]
 
     @property
     def length(self) -> int:
-        """Of what this rank holds, along the dimension."""
-        return self.blocks * len(self.own)
+        """The length of the shard along the dimension."""
+        return self.blocks * len(self.local_bounds)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's piece of ``whole``, as a copy."""
+        """Returns this rank's shard of ``whole``, as a copy."""
         given = self.within.part(whole) if self.within else whole
-        own = self._in_blocks(given).narrow(self.dim + 1, self.own.start, len(self.own))
+        own = self._in_blocks(given).narrow(self.dim + 1, self.local_bounds.start, len(self.local_bounds))
         return own.flatten(self.dim, self.dim + 1).clone()
 
     def _in_blocks(self, tensor: Tensor) -> Tensor:
-        """With the blocks on a dimension of their own, before that of the pieces."""
+        """Returns the tensor with the blocks as an additional dimension before that of the pieces."""
         shape = tensor.shape
         blocks = (self.blocks, shape[self.dim] // self.blocks)
         return tensor.reshape(*shape[: self.dim], *blocks, *shape[self.dim + 1 :])
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor, from that of a piece."""
+        """Returns the shape of the whole tensor, given the shape of a shard."""
         shape = self._given_shape(part)
         return self.within.whole_shape(shape) if self.within else tuple(shape)
 
     def _given_shape(self, part: Sequence[int]) -> list[int]:
-        """Of what is cut here."""
+        """Returns the shape of the tensor that this axis divides."""
         return [*part[: self.dim], self.blocks * self.pieces[-1].stop, *part[self.dim + 1 :]]
 
-    def boxes(self, part: Sequence[int]) -> list[Box]:
-        """How a piece of the shape ``part`` lies in the whole tensor: in one box, or one for each block."""
-        block, own = self.pieces[-1].stop, len(self.own)
+    def boxes(self, part: Sequence[int]) -> list[ShardBounds]:
+        """Returns where a shard of shape ``part`` is in the whole tensor: one box, or more with several blocks."""
+        block, own = self.pieces[-1].stop, len(self.local_bounds)
         shape = (*part[: self.dim], own, *part[self.dim + 1 :])
         found = [
-            Box(self._at(number * block + self.own.start, part), self._at(number * own, part), shape)
+            ShardBounds(
+                self._at(number * block + self.local_bounds.start, part), self._at(number * own, part), shape
+            )
             for number in range(self.blocks)
         ]
         if self.within is None:
@@ -126,7 +129,7 @@ class Slice:
         return tuple(place if dim == self.dim else 0 for dim in range(len(part)))
 
     def gather(self, part: Tensor, mesh: Mesh) -> Tensor:
-        """The pieces of all ranks side by side. A collective call."""
+        """Returns the whole tensor, gathered from the shards of all ranks. All ranks must call this together."""
         found = self._side_by_side(off_host(local(part.detach()), mesh), mesh)
         return self.within.gather(found, mesh) if self.within else found
 
@@ -144,8 +147,9 @@ class Slice:
         return torch.cat(pieces, self.dim + 1).flatten(self.dim, self.dim + 1)
 
 
-def _overlap(piece: Box, outer: Box) -> Box | None:
-    """Of a piece that lies in what ``outer`` holds: the part that is in that box, where it is in the whole."""
+def _overlap(piece: ShardBounds, outer: ShardBounds) -> ShardBounds | None:
+    """Returns the part of box ``piece`` that is in box ``outer``, as a box in the whole tensor. Returns None if there
+    is none."""
     starts = [max(a, b) for a, b in zip(piece.whole, outer.held, strict=True)]
     stops = [
         min(a + n, b + m)
@@ -156,51 +160,54 @@ def _overlap(piece: Box, outer: Box) -> Box | None:
         return None
     in_piece = tuple(h + s - w for h, s, w in zip(piece.held, starts, piece.whole, strict=True))
     in_whole = tuple(w + s - h for w, s, h in zip(outer.whole, starts, outer.held, strict=True))
-    return Box(in_whole, in_piece, shape)
+    return ShardBounds(in_whole, in_piece, shape)
 
 
-def mark(parameter: T, piece: Slice) -> T:
-    """Says that ``parameter``, or a buffer, is a piece of a divided one.
+def set_shard_spec(parameter: T, piece: ShardSpec) -> T:
+    """Marks ``parameter``, or a buffer, as a shard. Returns it.
 
     Raises:
-        ConfigurationError: If it is not as long as the piece along its dimension.
+        ConfigurationError: If its length along the dimension is not that of the shard.
     """
     shape = tuple(local(parameter).shape)
     if not 0 <= piece.dim < len(shape) or shape[piece.dim] != piece.length:
         raise ConfigurationError(
-            f"a parameter of shape {shape} is not {piece.own}, {piece.length} long, of dimension {piece.dim}"
+            f"a parameter of shape {shape} is not {piece.local_bounds}, {piece.length} long, of dimension {piece.dim}"
         )
     setattr(parameter, _MARK, piece)
     return parameter
 
 
-def slice_of(tensor: Tensor) -> Slice | None:
-    """Which piece a parameter is; None if the rank holds it whole."""
-    found: Slice | None = getattr(tensor, _MARK, None)
+def shard_spec(tensor: Tensor) -> ShardSpec | None:
+    """Returns the shard that a parameter is. Returns None if the rank holds it whole."""
+    found: ShardSpec | None = getattr(tensor, _MARK, None)
     return found
 
 
-def slice_over(tensor: Tensor, axis: str) -> Slice | None:
-    """Which piece over ``axis`` a parameter is, or is a piece of; None if it is not divided over that."""
-    piece = slice_of(tensor)
+def slice_over(tensor: Tensor, axis: str) -> ShardSpec | None:
+    """Returns the parameter's shard over ``axis``, which may itself be divided further. Returns None if it is not
+    divided over ``axis``."""
+    piece = shard_spec(tensor)
     while piece is not None and piece.axis != axis:
         piece = piece.within
     return piece
 
 
 def by_axes(parameters: Iterable[nn.Parameter]) -> dict[tuple[str, ...], list[nn.Parameter]]:
-    """The parameters by the axes that they are divided over; those that are whole under no axis, always there."""
+    """Groups the parameters by the axes over which they are divided. The group of whole parameters, under ``()``,
+    always exists."""
     found: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
     for parameter in parameters:
-        piece = slice_of(parameter)
+        piece = shard_spec(parameter)
         found.setdefault(tuple(sorted(piece.axes)) if piece else (), []).append(parameter)
     return found
 
 
-def divided(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, Slice]]:
-    """Every divided parameter of the model: the module that holds it, its name there, itself and its slice."""
+def divided(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, ShardSpec]]:
+    """Yields every divided parameter of the model: the module that holds it, its name there, the parameter and its
+    shard."""
     for module in model.modules():
         for name, parameter in own_parameters(module).items():
-            piece = slice_of(parameter) if parameter is not None else None
+            piece = shard_spec(parameter) if parameter is not None else None
             if parameter is not None and piece is not None:
                 yield module, name, parameter, piece

@@ -1,5 +1,4 @@
-"""A model of which ranks hold parts, with its whole weights for a while: a penalty may be any function of them, and not
-only a sum over elements."""
+"""Gathers the whole weights of a divided model for a while. A penalty may be any function of them, not only a sum."""
 
 from __future__ import annotations
 
@@ -11,16 +10,17 @@ from torch import Tensor, nn
 from evener.components.sharded_tensor.local import as_held
 from evener.components.sharded_tensor.shard_spec import divided
 from evener.distributed.mesh import Mesh
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 
 @contextmanager
 def undivided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """In the block ``model`` holds its whole weights; afterwards the slices again, and their part of the gradients that
-    were added in it. A collective call where something is divided."""
+    """Replaces the shards of ``model`` by whole weights within the block. Afterwards restores the shards, and adds to
+    them their part of the gradients that came in the block. If something is divided, all ranks must call this
+    together."""
     held, wholes = list(divided(model)), dict[nn.Parameter, nn.Parameter]()
     for module, name, part, piece in held:
-        if part not in wholes:  # else one weight under several names
+        if part not in wholes:  # otherwise a tied weight
             wholes[part] = nn.Parameter(piece.gather(part, mesh), part.requires_grad)
         own_parameters(module)[name] = wholes[part]
     try:

@@ -55,7 +55,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "update_in_backward": "update in backward, freeing gradients as they come",
     },
     "data": {
-        "workers": "processes that load data, for each rank; or auto",
+        "workers": "processes that load data, for each rank",
         "check_data": "read samples twice first: exact or augmented",
         "on_bad_sample": "samples that cannot be read: stop or skip",
     },

@@ -30,7 +30,7 @@ class Interval:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, text: str | int) -> Interval:
+    def parse(cls, text: str | int) -> Interval:
         """Parses a number and its unit; a number alone counts steps.
 
         Raises:

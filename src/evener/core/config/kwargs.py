@@ -11,8 +11,26 @@ from typing import TypedDict
 from evener.core.config.run_config import Recipe
 
 
-class Settings(TypedDict, total=False):
-    """Single settings of a run; ``evener train --help-full`` explains each."""
+class LoopSettings(TypedDict, total=False):
+    """Settings that go with a loop of one's own, for ``evener.prepare``."""
+
+    allreduce: str | None
+    balance: str | None
+    batch_norm: str
+    bucket_mb: float | None
+    caps: str | None
+    check_data: str | None
+    compress: str | None
+    device: str | None
+    quantum: int
+    seed: int
+    throttle: str | None
+    throttle_at: tuple[str, ...]
+    timeout_seconds: float
+
+
+class Settings(LoopSettings, total=False):
+    """Settings of a run; ``evener train --help-full`` explains each."""
 
     batch_size: int | None
     epochs: int | None
@@ -20,26 +38,16 @@ class Settings(TypedDict, total=False):
     micro_batch: str | int | None
     memory_limit: str | None
     memory_limit_at: tuple[str, ...]
-    seed: int
     strategy: str | Recipe | tuple[Recipe, ...]
     strategy_option: tuple[str, ...]
     mesh: str | None
     devices: str | None
     processes: str | int | None
-    device: str | None
-    balance: str | None
-    caps: str | None
-    quantum: int
-    throttle: str | None
-    throttle_at: tuple[str, ...]
     clip_norm: float | None
-    allreduce: str | None
     non_finite: str
     check_replicas: int | None
     heal: str | None
-    compress: str | None
-    bucket_mb: float | None
-    workers: str | int
+    workers: int
     dtype: str | None
     precision: str | None
     precision_of: tuple[str, ...]
@@ -47,7 +55,6 @@ class Settings(TypedDict, total=False):
     compile_mode: str | None
     compile_backend: str
     compile_check: str
-    batch_norm: str
     recompute: str | None
     offload: str | None
     offload_to: str | Path | None
@@ -55,7 +62,6 @@ class Settings(TypedDict, total=False):
     fused_optimizer: str
     update_in_backward: bool
     evaluate_every: int
-    timeout_seconds: float
     run_dir: str | Path | None
     resume: str | Path | None
     override: tuple[str, ...]
@@ -64,27 +70,8 @@ class Settings(TypedDict, total=False):
     keep_best: str | None
     save_mode: str
     recover: str
-    check_data: str | None
     on_bad_sample: str
     on_full_disk: str
     grace_seconds: float
     overwrite: bool
     weights: str | Path | None
-
-
-class LoopSettings(TypedDict, total=False):
-    """Those that go with a loop of one's own, for ``evener.prepare``."""
-
-    allreduce: str | None
-    balance: str | None
-    batch_norm: str
-    bucket_mb: float | None
-    caps: str | None
-    check_data: str | None
-    compress: str | None
-    device: str | None
-    quantum: int
-    seed: int
-    throttle: str | None
-    throttle_at: tuple[str, ...]
-    timeout_seconds: float

@@ -21,7 +21,7 @@ class Offload:
     """Where files are; None for the memory of the host."""
 
     @classmethod
-    def of(cls, kinds: str | None, directory: Path | None) -> Offload:
+    def from_settings(cls, kinds: str | None, directory: Path | None) -> Offload:
         """From the settings.
 
         Raises:

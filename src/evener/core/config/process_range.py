@@ -8,14 +8,14 @@ from evener.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Range:
+class ProcessRange:
     """From ``least`` to ``most``, both included."""
 
     least: int
     most: int
 
     @classmethod
-    def of(cls, text: str) -> Range:
+    def parse(cls, text: str) -> ProcessRange:
         """What ``text`` says.
 
         Raises:
@@ -38,7 +38,7 @@ def processes_of(text: str) -> int | str:
     """
     if text.isdecimal():
         return int(text)
-    found = Range.of(text)
+    found = ProcessRange.parse(text)
     return found.most if found.least == found.most else text
 
 

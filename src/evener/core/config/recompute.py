@@ -26,7 +26,7 @@ class Recompute:
     """The budget as a part of the peak that a step would have, between 0 and 1."""
 
     @classmethod
-    def of(cls, text: str) -> Recompute:
+    def parse(cls, text: str) -> Recompute:
         """From the setting.
 
         Raises:

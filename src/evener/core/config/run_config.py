@@ -175,11 +175,7 @@ class RunConfig:
         "size of the buckets in which gradients are sent, in MiB (default: 25, or with --allreduce auto as measured)",
         metavar="X",
     )
-    workers: str | int = option(
-        0,
-        "processes that load data, for each rank; auto: as many as its times ask for, where cores are free",
-        metavar="N",
-    )
+    workers: int = option(0, "processes that load data, for each rank; 0: the rank reads itself", metavar="N")
     dtype: str | None = option(
         None, "type of weights and floating inputs (default: as the task makes them)", choices=DTYPES
     )
@@ -331,15 +327,15 @@ class RunConfig:
             object.__setattr__(self, "processes", processes_of(self.processes))
         if not isinstance(self.processes, str):
             at_least("processes", self.processes, 1)
-        for name, what, least in (("micro_batch", "samples", 1), ("workers", "processes", 0)):
-            object.__setattr__(self, name, number_or_auto(name, getattr(self, name), what, least))
+        micro_batch = number_or_auto("micro_batch", self.micro_batch, "samples", 1)
+        object.__setattr__(self, "micro_batch", micro_batch)
         for name in ("batch_size", "epochs", "steps", "quantum", "keep"):
             at_least(name, getattr(self, name), 1)
-        for name in ("evaluate_every", "seed", "check_replicas"):
+        for name in ("evaluate_every", "seed", "check_replicas", "workers"):
             at_least(name, getattr(self, name), 0)
         for name in ("clip_norm", "bucket_mb", "timeout_seconds", "grace_seconds"):
             positive(name, getattr(self, name))
-        Interval.of(self.save_every)
+        Interval.parse(self.save_every)
         check_best(self.keep_best)
         if str(self.resume) == AUTO and self.run_dir is None:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
@@ -350,7 +346,7 @@ class RunConfig:
         one_of("compile_check", self.compile_check, COMPILE_CHECK)
         check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
         check_recompute(self.recompute, self.compile)
-        offload = Offload.of(self.offload, self.offload_to)
+        offload = Offload.from_settings(self.offload, self.offload_to)
         check_offload(offload, self.recompute, self.compile_mode)
         one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         one_of("batch_norm", self.batch_norm, BATCH_NORMS)

@@ -120,7 +120,7 @@ def check_device(kind: str | None) -> None:
 
 def check_recompute(recompute: str | None, compile: str | None) -> None:
     """Raises ConfigurationError for a budget that cannot be measured."""
-    if recompute is not None and Recompute.of(recompute).is_budget and compile is not None:
+    if recompute is not None and Recompute.parse(recompute).is_budget and compile is not None:
         raise ConfigurationError(
             f"recompute={recompute} is a budget, which is measured operator by operator, and compile hides these: "
             "compute all blocks again with recompute=blocks, or leave compile out"
@@ -135,7 +135,7 @@ def check_offload(offload: Offload, recompute: str | None, compile_mode: str | N
             f"compile_mode {compile_mode} makes CUDA graphs, which know activations by their place: leave activations "
             "out of offload, or leave compile_mode out"
         )
-    if offload.activations and recompute is not None and Recompute.of(recompute).is_budget:
+    if offload.activations and recompute is not None and Recompute.parse(recompute).is_budget:
         raise ConfigurationError(
             f"recompute={recompute} is a budget, for which each block's memory is measured as if nothing were kept "
             "outside: compute all blocks again with recompute=blocks, or leave activations out of offload"

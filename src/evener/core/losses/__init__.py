@@ -1,16 +1,16 @@
-"""Losses and metrics as sums: the one form in which a batch may be divided among ranks in any way.
+"""Losses and metrics as sums, so that a batch can be divided among ranks in any way.
 
-A mean over a batch is not the mean of the means over its parts, so no value here is a mean until the end.
-What is passed around is the sum of the terms and their number (:class:`Sum`), both of which add up over
-micro-batches and ranks.
+The mean over a batch is not the mean of the means over its parts if these differ in size. Losses and metrics are
+therefore kept as the sum of the terms and their number (:class:`Sum`). Both add up over micro-batches and ranks; the
+mean is taken at the end.
 
 ::
 
-    sums          Sum, Loss, SumLoss: the words
-    torch_losses  PyTorch's own losses, made exact
-    own           loss(): one of your own, said in a line
-    kinds         what is told of outputs and targets that are no tensors
-    metrics       metrics, ours and torchmetrics', behind one interface
+    sums          Sum, Loss, SumLoss: the base classes
+    torch_losses  exact(): PyTorch's own losses as sums
+    user_loss     loss(): a user-defined loss in one line
+    type_checks   error messages for outputs and targets that are not tensors
+    metrics       one interface for metrics of Evener and of torchmetrics
 """
 
 from __future__ import annotations

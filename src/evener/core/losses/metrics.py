@@ -1,9 +1,9 @@
-"""Metrics: evaluated where the samples are, merged as sums, the same number on any division of the evaluation
-set.
+"""Metrics: each rank evaluates its own samples, and the results are merged as sums.
 
-Three kinds of objects serve as a metric, and :func:`metric` gives them one interface: a function
-``(outputs, targets) -> Sum``; a loss; a torchmetrics object, recognised by its methods so that torchmetrics
-stays optional.
+The value is the same for any division of the evaluation set.
+
+:func:`metric` gives three kinds of objects one interface: a function ``(outputs, targets) -> Sum``; a loss; a
+torchmetrics object, recognised by its methods so that torchmetrics stays optional.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Metric: TypeAlias = Callable[[Any, Any], Sum]
 
 
 def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int | None = None) -> Sum:
-    """How many outputs have their largest value at the target class, as a sum.
+    """Counts the outputs whose largest score is at the target class, as a :class:`Sum`.
 
     Args:
         outputs: (N, C, ...) scores; classes on dimension 1, as for cross entropy.
@@ -54,11 +54,10 @@ def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int | None = None) 
 
 
 class Accumulator(ABC):
-    """A metric over an evaluation: updated on every rank with that rank's batches, then merged over the
-    ranks.
+    """Accumulates a metric over an evaluation: each rank updates it with its own batches, then the ranks merge.
 
-    Every rank calls ``update`` any number of times (also never), hands ``state()`` to all others, and
-    ``merge``s the states of all ranks, in order of rank. ``compute`` then gives the same value everywhere.
+    Every rank calls ``update`` any number of times (also never), sends ``state()`` to all other ranks, and calls
+    ``merge`` with the states of all ranks, in order of rank. ``compute`` then returns the same value on all ranks.
     """
 
     @abstractmethod
@@ -67,32 +66,30 @@ class Accumulator(ABC):
 
     @abstractmethod
     def state(self) -> Any:
-        """What this rank has seen, as plain data on the CPU that can be pickled."""
+        """Returns what this rank has accumulated, as plain data on the CPU that can be pickled."""
 
     @abstractmethod
     def merge(self, states: Sequence[Any]) -> None:
-        """Replaces what was seen by the union of the states of all ranks, this one's among them."""
+        """Replaces the state by the merged ``states`` of all ranks, which include this rank's."""
 
     @abstractmethod
     def compute(self) -> Any:
-        """A number, or for a metric with several values a dict or list of them; nan if there was nothing to
-        see.
-        """
+        """Returns a number, or a dict or list for a metric with several values; nan if there were no samples."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets everything seen."""
+        """Resets the metric to its empty state."""
 
 
 def metric(source: Any) -> Accumulator:
-    """The accumulator of a metric, empty.
+    """Creates an empty accumulator for a metric.
 
     Args:
         source: A function ``(outputs, targets) -> Sum``, a loss in any form that :func:`exact` takes, or a
-            torchmetrics ``Metric`` or ``MetricCollection`` (which is copied, and left alone).
+            torchmetrics ``Metric`` or ``MetricCollection`` (which is copied, not changed).
 
     Raises:
-        ConfigurationError: If it is none of these.
+        ConfigurationError: If ``source`` is none of these.
     """
     if all(callable(getattr(source, name, None)) for name in ("update", "compute", "reset")):
         return _TorchMetric(source)
@@ -111,7 +108,7 @@ def _loss_sum(loss: Loss, outputs: Any, targets: Any) -> Sum:
 
 
 class _SumMetric(Accumulator):
-    """Sums accumulate in double precision where they arise, without waiting for the device."""
+    """Accumulates sums in float64 on the device of the outputs, without synchronizing with it."""
 
     def __init__(self, function: Metric, divisor: Callable[[float], float] = float) -> None:
         self._function = function
@@ -148,25 +145,25 @@ def _double(value: Any) -> Any:
 
 
 class _TorchMetric(Accumulator):
-    """A torchmetrics object, and the metrics inside it if it wraps or collects others.
+    """A torchmetrics object, including the metrics inside it if it wraps or collects others.
 
-    Its own exchange between ranks is switched off: it gathers at moments of its own, hangs when a rank has no
-    data, and takes a mean of means. Each state is merged by the reduction that the metric declares for it,
-    over the ranks that saw data.
+    Its own synchronization between ranks is switched off: it gathers at times of its own choice, hangs if a rank has no
+    data, and takes a mean of means. Instead, each state is merged over the ranks that saw data, by the reduction that
+    the metric declares for it.
     """
 
     def __init__(self, source: Any) -> None:
         self._metric = copy.deepcopy(source)
         for collection in filter(torchmetrics.is_collection, self._inside()):
-            # Metrics whose states are equal after a rank's first batch would share one state from then on: which
-            # these are depends on that batch, and a rank without data never sees any.
+            # torchmetrics lets metrics share one state if their states are equal after the first batch. Which metrics
+            # these are depends on that batch, so it would differ among ranks, and a rank may have no batch.
             torchmetrics.keep_apart(collection)
         for part in self._parts():
             torchmetrics.keep_to_rank(part)
         self.reset()
 
     def _parts(self) -> Iterator[Any]:
-        """The metrics that hold states, in a fixed order."""
+        """Iterates over the metrics that hold states, in a fixed order."""
         return filter(torchmetrics.has_states, self._inside())
 
     def _inside(self) -> Iterator[Any]:
@@ -196,7 +193,7 @@ class _TorchMetric(Accumulator):
             for name, reduction in torchmetrics.reductions(part).items() if seen else ():
                 counts, values = zip(*((count, state[name]) for count, state in seen), strict=True)
                 merged[name] = _to(_merged(reduction, values, counts), part.device)
-            torchmetrics.put(part, merged, sum(count for count, _ in seen))
+            torchmetrics.set_states(part, merged, sum(count for count, _ in seen))
 
     def compute(self) -> Any:
         if not all(torchmetrics.updates(part) for part in self._parts() if torchmetrics.states(part)):
@@ -211,7 +208,7 @@ def _to(value: Any, device: torch.device | str) -> Any:
 
 
 def _merged(reduction: Any, values: Sequence[Any], counts: Sequence[int]) -> Any:
-    """One state over the ranks that saw data, by the reduction that torchmetrics' ``add_state`` was given."""
+    """Merges one state over the ranks that saw data, by the reduction given to torchmetrics' ``add_state``."""
     if isinstance(values[0], list):
         return [item for value in values for item in value]
     if len(values) == 1:
@@ -227,7 +224,7 @@ def _merged(reduction: Any, values: Sequence[Any], counts: Sequence[int]) -> Any
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as numbers or lists of them, inside dicts as well."""
+    """Converts tensors to numbers or lists of numbers, also inside dicts."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Tensor):

@@ -1,13 +1,13 @@
-"""PyTorch's own losses, taken as they are and made exact.
+"""Converts PyTorch's own losses to sums with a count.
 
-A loss of ``torch.nn`` returns a mean, and with it forgets over how many terms. Each can return the sum
-instead, and for each the divisor of its mean is a function of the targets and the options alone. The table
-below states that function, once a loss; everything else follows:
+A loss of ``torch.nn`` returns a mean, from which the number of terms is not known. Each loss can return the sum
+instead, and the divisor of its mean is a function of the targets and the options only. The table ``_FORMS`` states
+this function for each loss; the rest follows from it:
 
 =============  ===========================  =================================================
 reduction      what is back-propagated      divided by
 =============  ===========================  =================================================
-``mean``       sum of the terms             the table's divisor, over the global batch
+``mean``       sum of the terms             the divisor in ``_FORMS``, over the global batch
 ``batchmean``  sum of the terms             the number of samples
 ``none``       sum of the terms             the number of elements, as by a ``.mean()`` after
 ``sum``        sum of the terms             1
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from evener.core.losses.sums import Loss, Number
 from evener.core.losses.type_checks import check_outputs, check_targets
 from evener.errors import LossError
-from evener.torch_internals.version import version
+from evener.torch_internals.autograd import version
 
 Options = Mapping[str, Any]
 
@@ -42,13 +42,13 @@ def _elements(targets: Tensor, options: Options) -> Number:
 
 
 def _rows(targets: Tensor, options: Options) -> Number:
-    """Losses that sum over the last dimension: one term for each index of the others."""
+    """Returns the number of terms of losses that reduce the last dimension: one for each index of the others."""
     return math.prod(targets.shape[:-1])
 
 
 def _positions(targets: Tensor, options: Options) -> Number:
-    """Elements of cross entropy's unreduced loss: targets are indices (N, ...) or probabilities (N, C,
-    ...).
+    """Returns the number of elements of the unreduced cross entropy. Targets are indices (N, ...) or probabilities
+    (N, C, ...).
     """
     if not targets.is_floating_point():
         return targets.numel()
@@ -56,8 +56,8 @@ def _positions(targets: Tensor, options: Options) -> Number:
 
 
 def _class_weights(targets: Tensor, options: Options) -> Number:
-    """The weights of the targets that are not ignored; for probabilities, as PyTorch has it, their plain
-    number.
+    """Returns the sum of the class weights of the targets that are not ignored. For probabilities it returns their
+    number, as PyTorch does.
     """
     if targets.is_floating_point():
         return _positions(targets, options)
@@ -70,7 +70,9 @@ def _class_weights(targets: Tensor, options: Options) -> Number:
 
 
 def _has_all(targets: Tensor) -> bool:
-    """Whether none is negative, where the host can see that: in a quarter of the time of a count."""
+    """Returns True if no target is negative. Looks at CPU tensors only (False for others): this takes a quarter of the
+    time of counting the targets that are not ignored.
+    """
     if type(targets) is not Tensor or targets.device.type != "cpu" or not targets.numel():
         return False
     return targets.min().item() >= 0
@@ -78,14 +80,14 @@ def _has_all(targets: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Form:
-    """In what way one of torch's functions is a sum.
+    """Describes how a loss function of PyTorch is a sum of terms.
 
     Attributes:
-        options: The keyword arguments that leave it one. Those in ``_TENSORS`` hold tensors.
+        options: The keyword arguments with which it remains a sum. Those in ``_TENSORS`` hold tensors.
         terms: The divisor of its mean.
         elements: The number of elements with ``reduction="none"``.
-        alike: Outputs and targets must be of one shape; PyTorch would broadcast them in silence or with a
-            warning.
+        alike: Outputs and targets must have the same shape; PyTorch would broadcast them silently or with a warning.
+        reductions: The supported values of ``reduction``.
     """
 
     options: tuple[str, ...] = ()
@@ -137,7 +139,7 @@ _FUNCTIONS: dict[type, Callable[..., Tensor]] = {
 
 
 def exact(loss: Any) -> Loss:
-    """The loss as a sum with a count, whatever way it was given.
+    """Converts a loss to a :class:`Loss`, a sum with a count.
 
     Args:
         loss: A :class:`Loss` or an object with its ``count`` and ``total``; a loss module of ``torch.nn``, a
@@ -145,7 +147,7 @@ def exact(loss: Any) -> Loss:
             options by name.
 
     Raises:
-        LossError: For anything else, with the lines that turn it into one.
+        LossError: For anything else. The message shows how to write the loss with ``evener.loss``.
     """
     if isinstance(loss, Loss):
         return loss
@@ -160,17 +162,17 @@ def exact(loss: Any) -> Loss:
 
 
 def is_sum(loss: Any) -> bool:
-    """Whether the object has the two methods of a :class:`Loss`."""
+    """Returns True if the object has the methods ``count`` and ``total`` of a :class:`Loss`."""
     return callable(getattr(loss, "count", None)) and callable(getattr(loss, "total", None))
 
 
 def is_torch_loss(loss: Any) -> bool:
-    """Whether the object is one of PyTorch's losses that can be made exact, or a partial of one."""
+    """Returns True if the object is a PyTorch loss that :func:`exact` can convert, or a partial of one."""
     return _parts(loss)[0] in _FORMS
 
 
 class TorchLoss(Loss):
-    """One of ``torch.nn.functional``'s losses with its options fixed."""
+    """A loss function of ``torch.nn.functional`` with fixed options."""
 
     def __init__(self, function: Callable[..., Tensor], options: Options) -> None:
         self._function = function
@@ -201,7 +203,7 @@ class TorchLoss(Loss):
                 " e.g. with outputs.squeeze(-1) or targets.unsqueeze(-1)"
             )
         self._refuse_weights_of_samples(targets)
-        # A sum over a batch overflows float16 and drowns in bfloat16 where the mean would not.
+        # The sum over a batch may overflow float16, and loses precision in bfloat16, where the mean would not.
         if outputs.dtype is not torch.float32:
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if targets.is_floating_point():
@@ -234,7 +236,9 @@ class TorchLoss(Loss):
         return {name: self._option(name, device, dtype) for name in self._options}
 
     def _option(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-        """The option; a tensor on that device and of at least that precision, copied there only once."""
+        """Returns the option. A tensor is converted to the device and to at least the given precision; the copy is
+        cached until the option is changed in place.
+        """
         value = self._options[name]
         if not isinstance(value, Tensor):
             return value
@@ -248,7 +252,7 @@ class TorchLoss(Loss):
         return moved
 
     def _refuse_weights_of_samples(self, targets: Tensor) -> None:
-        """A weight that broadcasts against the targets may not have an entry for each sample."""
+        """Raises LossError if a weight that broadcasts against the targets has an entry for each sample."""
         if not self._form.alike:
             return
         for name in _TENSORS:
@@ -262,7 +266,7 @@ class TorchLoss(Loss):
 
 
 class _Adapted(Loss):
-    """An object of the user's with ``count`` and ``total``, and perhaps ``divisor``."""
+    """Wraps a user-defined object that has ``count`` and ``total``, and optionally ``divisor``."""
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
@@ -281,7 +285,7 @@ class _Adapted(Loss):
 
 
 def _parts(loss: Any) -> tuple[Any, Options]:
-    """The function behind a loss and the options set; only exact types, as a subclass may compute something
+    """Returns the function behind a loss and its options. Knows exact types only: a subclass may compute something
     else.
     """
     if isinstance(loss, functools.partial) and not loss.args and inspect.isfunction(loss.func):

@@ -1,7 +1,8 @@
-"""What a loss or metric of tensors says when it gets something else: a tuple, an object with logits, strings.
+"""Error messages of losses and metrics for outputs and targets that are not tensors: tuples, objects with logits,
+strings.
 
-Models return such things rightly; it is ``Task.forward`` that chooses the tensor for the loss, and the error shows the
-line that does.
+A model may return such outputs; ``Task.forward`` then selects the tensor for the loss. The message shows the line that
+does this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _USUAL = ("logits", "out", "outputs", "output", "scores", "prediction", "predict
 
 def check_outputs(outputs: Any, who: str) -> None:
     """Raises:
-    LossError: If the outputs are no tensor, with the line for ``Task.forward`` that makes one of them.
+    LossError: If the outputs are not a tensor. The message shows a ``Task.forward`` that selects one.
     """
     if isinstance(outputs, Tensor):
         return
@@ -37,7 +38,7 @@ def check_outputs(outputs: Any, who: str) -> None:
 def check_targets(targets: Any, who: str) -> None:
     """Raises:
     DataError: If the targets are strings.
-    LossError: If they are another thing than a tensor.
+    LossError: If the targets are neither a tensor nor strings.
     """
     if isinstance(targets, Tensor):
         return
@@ -65,7 +66,7 @@ def _described(value: Any) -> str:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values, of a mapping, a named tuple or an object."""
+    """Iterates over the names and values in a mapping, a named tuple or an object."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif hasattr(value, "_fields"):
@@ -75,7 +76,9 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _accessor(outputs: Any) -> str | None:
-    """How the tensor is got that is most likely meant; None if there is no telling."""
+    """Returns the code suffix that selects the most likely tensor, such as ``.logits`` or ``[0]``. Returns None if
+    there is no tensor.
+    """
     if isinstance(outputs, tuple | list) and not hasattr(outputs, "_fields"):
         return next((f"[{i}]" for i, part in enumerate(outputs) if isinstance(part, Tensor)), None)
     tensors = [str(name) for name, part in _members(outputs) if isinstance(part, Tensor)]

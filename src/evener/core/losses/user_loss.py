@@ -1,4 +1,4 @@
-"""A loss of the user's own, said in a line: its sum, the number of its terms, and a factor.
+"""User-defined losses: the sum of the terms, their number, and a factor.
 
 ::
 
@@ -26,21 +26,21 @@ Count = Callable[[Any], Number] | Literal["sum"] | None
 
 
 def loss(total: Any, count: Count = None, scale: float = 1.0) -> Loss:
-    """A loss that is a sum over terms, from its parts.
+    """Creates a loss that is a sum over terms.
 
     Args:
-        total: A function of ``(outputs, targets)`` that gives the **sum** of the terms, one number; or a loss that is
-            known already, such as ``nn.MSELoss()``, to be scaled or given another count.
-        count: A function of the targets that gives the number of terms, by which the sum over the global batch is
-            divided; by default the number of samples (of rows of the first tensor among the targets). ``"sum"``
-            divides by nothing: the gradient then grows with the batch. A known loss brings its own count; one with
+        total: A function of ``(outputs, targets)`` that returns the **sum** of the terms, one number; or a loss that
+            Evener knows, such as ``nn.MSELoss()``, to be scaled or given another count.
+        count: A function of the targets that returns the number of terms. The sum over the global batch is divided by
+            the number of terms in it. Default: the number of samples (rows of the first tensor among the targets).
+            ``"sum"`` does not divide: the gradient then grows with the batch. A known loss has its own count; one with
             ``reduction="sum"`` may be given another.
         scale: A constant factor, such as the square of a temperature.
 
     >>> half_squared_error = loss(lambda outputs, targets: (outputs - targets).square().sum(), scale=0.5)
 
     Raises:
-        LossError: If a part is of the wrong kind, or a mean is given a count.
+        LossError: If an argument has the wrong type, or a loss that is a mean is given a count.
     """
     _check(total, count, scale)
     if not (is_sum(total) or is_torch_loss(total)):
@@ -61,12 +61,12 @@ def loss(total: Any, count: Count = None, scale: float = 1.0) -> Loss:
 
 @dataclasses.dataclass(frozen=True)
 class _Own(Loss):
-    """Three functions and a factor."""
+    """A loss made of three functions and a factor."""
 
     sum_of: Callable[[Any, Any], Tensor]
     number_of: Callable[[Any], Number]
     divide_by: Callable[[float], float]
-    """From the global count, what the sum over the global batch is divided by."""
+    """Maps the global count to the divisor of the sum over the global batch."""
     scale: float
 
     def count(self, targets: Any) -> Number:
@@ -102,7 +102,7 @@ def _check(total: Any, count: Any, scale: Any) -> None:
 
 
 def _rows(targets: Any) -> int:
-    """The number of samples: rows of the first tensor among the targets."""
+    """Returns the number of samples: rows of the first tensor among the targets."""
     tensor = _first_tensor(targets)
     if tensor is None or not tensor.dim():
         raise LossError(

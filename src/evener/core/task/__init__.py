@@ -1,1 +1,1 @@
-"""What is trained, and whether it can be."""
+"""Tasks: definition and validation."""

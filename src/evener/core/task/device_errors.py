@@ -1,7 +1,7 @@
-"""Code of the user's that asks for a GPU by itself, told from other errors.
+"""Detects user code that asks for a GPU by itself.
 
-Models and data are placed by Evener, so ``.cuda()`` is never needed in them. Where there is no GPU it ends in an error
-of PyTorch's that says nothing of that.
+Evener moves models and batches to the devices, so that user code never needs ``.cuda()``. Without a GPU such a call
+raises a PyTorch error that does not explain this.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _PHRASES = (
 
 
 def asks_for_device(error: BaseException) -> bool:
-    """Whether this is what PyTorch raises where a device is asked for that this process does not have."""
+    """Returns True if PyTorch raised this error because the process does not have the requested device."""
     return isinstance(error, AssertionError | RuntimeError) and any(
         phrase in str(error) for phrase in _PHRASES
     )
 
 
 def way_out(who: str, error: BaseException) -> str:
-    """What to tell the user whose ``who`` (a function, a dataset) asked for a device."""
+    """Returns the message for the user if ``who`` (a function, a dataset) asked for a device."""
     return (
         f"{who} asks for a device by itself, which this process does not have ({str(error).splitlines()[0]}); leave "
         "placement to Evener: remove .cuda() and .to(device) there, and the model and the batches are moved to each "
@@ -40,10 +40,10 @@ def way_out(who: str, error: BaseException) -> str:
 
 @contextmanager
 def explaining_placement(who: str) -> Iterator[None]:
-    """Turns such an error of the code inside into one that says so; all others pass as they are.
+    """Converts errors of code in the block that asks for a missing device; other errors pass unchanged.
 
     Raises:
-        TaskError: Chained to the error.
+        TaskError: If the block asked for a device that the process does not have. Chained to the original error.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""What to train, independent of where and how.
+"""Tasks: a definition of what to train, independent of devices and strategies.
 
-A task is built afresh on every rank by a function, so that nothing that lives on one device or in one process has to
-be sent to another. The function is named ``package.module:function`` or given as it is.
+Every rank builds the task anew by calling a function, so that no object that belongs to one device or process has to be
+sent to another. The function is passed directly, or by the name ``package.module:function``.
 """
 
 from __future__ import annotations
@@ -43,53 +43,55 @@ def call_model(model: nn.Module, inputs: Tree) -> Tree:
 @explaining_fields
 @dataclass(frozen=True)
 class Task:
-    """What to train.
+    """Definition of a training task: model, loss, optimizer and data.
 
-    An item of ``train`` and ``evaluate`` is a pair ``(inputs, targets)``, or a dict with ``labels``, which are the
-    targets. Inputs that are a tensor become the one argument of the model, a tuple its positional and a dict its
-    keyword arguments.
+    An item of ``train`` and ``evaluate`` is a pair ``(inputs, targets)``, or a dict whose ``labels`` are the targets. A
+    tensor as inputs is the only argument of the model; a tuple holds its positional, a dict its keyword arguments.
 
     Raises:
-        TaskError: For a field that there is not, and for values of a wrong kind.
+        TaskError: If a field is unknown or missing, or a value has the wrong type.
     """
 
     model: MakeModel
-    """Builds the model, on every rank alike."""
+    """Function without arguments that builds the model. It must build the same model on every rank."""
     loss: Any
-    """A :class:`~evener.core.losses.Loss`, or a loss of ``torch.nn`` as it is."""
+    """A :class:`~evener.core.losses.Loss`, or a loss of ``torch.nn``."""
     optimizer: MakeOptimizer
-    """From a list of the model's parameters to their optimizer. A function whose first parameter is called
-    ``named_parameters`` gets pairs ``(name, parameter)`` instead, and one whose first is called ``model`` the model."""
+    """Function that maps a list of the model's parameters to their optimizer. If its first parameter is called
+    ``named_parameters``, it gets pairs ``(name, parameter)`` instead; if it is called ``model``, it gets the model."""
     train: Dataset[Any]
     """The training set: map-style, or iterable."""
     evaluate: Dataset[Any] | None = None
-    """What metrics and the evaluation loss are computed on, each sample once; nothing where it is None."""
+    """The evaluation set, for the metrics and the evaluation loss; each sample counts once. None: no evaluation."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Each a function ``(outputs, targets) -> Sum``, or a torchmetrics object."""
+    """Metrics by name, each a function ``(outputs, targets) -> Sum``, a loss, or a torchmetrics object."""
     scheduler: MakeScheduler | None = None
-    """From the optimizer to a learning rate scheduler of torch."""
+    """Function that maps the optimizer to a learning rate scheduler of torch."""
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     """When the scheduler steps: after each epoch, or after each step."""
     order: Callable[[int], Any] | None = None
-    """From the number of an epoch, from 0, to the numbers of its samples in their order, as many in each epoch: by
-    length, with weights, or a part of ``train``. It depends on the epoch alone, and is the same on all ranks. None
-    shuffles all samples by the run's seed."""
+    """Function that maps an epoch's number (from 0) to the indices of its samples, in order: by length, with weights,
+    or a part of ``train``. Each epoch has the same number of indices. The result must depend on the epoch only, and be
+    the same on all ranks. None: all samples, shuffled by the run's seed."""
     partition: Literal["batch", "sample"] = "batch"
-    """``batch``: all ranks can read all of ``train`` and ``evaluate``. ``sample``: what these hold on a rank is the
-    part that it owns, as when hosts hold different files; the parts, of any size, are disjoint."""
+    """``batch``: all ranks can read all of ``train`` and ``evaluate``. ``sample``: on each rank these hold that rank's
+    own samples only, for example if hosts store different files. The ranks' parts are disjoint and may differ in
+    size."""
     collate: Callable[[list[Any]], tuple[Tree, Tree]] | None = None
-    """From a list of items to one pair ``(inputs, targets)``, as a DataLoader's ``collate_fn``; None stacks them."""
+    """Function that maps a list of items to one pair ``(inputs, targets)``, like a DataLoader's ``collate_fn``. None:
+    the items are stacked."""
     penalty: Callable[[nn.Module], torch.Tensor] | None = None
-    """A term of no sample, such as an L2 norm of weights: counted once a step, not once a rank."""
+    """Function that maps the model to a loss term that depends on no sample, such as an L2 norm of the weights. It
+    counts once per step, not once per rank."""
     forward: Forward = call_model
-    """From the model and inputs to the outputs that the loss gets; here a model that returns several things is told
-    which of them, as in ``lambda model, inputs: evener.call_model(model, inputs).logits``."""
+    """Function that maps the model and inputs to the outputs for the loss. If the model returns several values, select
+    one here, as in ``lambda model, inputs: evener.call_model(model, inputs).logits``."""
     batch_size: int = 64
-    """The global batch size where a run names none."""
+    """The global batch size, unless the run sets one."""
     epochs: int = 1
-    """The number of epochs where a run names none."""
+    """The number of epochs, unless the run sets one."""
     name: str = "task"
-    """For messages and the names of directories."""
+    """Name of the task in messages and directory names."""
 
     def __post_init__(self) -> None:
         for name in ("model", "optimizer"):
@@ -125,7 +127,7 @@ class Task:
             object.__setattr__(self, name, positive(name, getattr(self, name)))
 
     def exact_loss(self) -> Loss:
-        """The loss as a sum over terms.
+        """Returns the loss as a sum over terms.
 
         Raises:
             LossError: If the number of its terms cannot be known from the targets.
@@ -147,7 +149,7 @@ _FUNCTIONS = {
     "penalty": ("from the model to one number", True),
     "forward": ("from the model and inputs to outputs", False),
 }
-"""What these fields are, and whether they may be None."""
+"""For each of these fields, a description of its signature, and whether it may be None."""
 
 
 TaskLike = Task | Callable[..., Task] | str
@@ -157,16 +159,18 @@ TaskLike = Task | Callable[..., Task] | str
 def resolve(
     task: TaskLike, known: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[[], Task]:
-    """Finds what builds a task, without building it.
+    """Finds the function that builds a task, without calling it.
 
     Args:
         task: The task, its function, or its name.
-        known: Short names and the ``package.module:function`` that each stands for.
+        known: Maps short names to ``package.module:function``.
         options: Keyword arguments for the function.
 
+    Returns:
+        A function without arguments that builds the task. It raises TaskError if the result is not a :class:`Task`.
+
     Raises:
-        TaskError: If there is no such task, or its function does not take these options. The returned function raises
-            it if what it builds is no task.
+        TaskError: If there is no such task, or its function does not take these options.
     """
     options = options or {}
     if isinstance(task, Task):

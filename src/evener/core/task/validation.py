@@ -1,6 +1,6 @@
-"""What a task was given, checked when it is made: a thing of a wrong kind is named there, with what to give instead.
+"""Checks the fields of a task when it is created. Each message names the wrong value, and what to pass instead.
 
-Later it would end in an error of whatever first touches it, on every rank, and far from the line that is wrong.
+Without these checks a wrong value would cause an obscure error on every rank later, far from the line that is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ C = TypeVar("C")
 
 
 def explaining_fields(cls: type[C]) -> type[C]:
-    """The dataclass, with an error that names the nearest field where one is misspelt or missing."""
+    """Class decorator for dataclasses: raises TaskError for unknown or missing fields, and suggests a similar name."""
     construct: Callable[..., None] = cls.__init__
     names = [name for name in inspect.signature(construct).parameters if name != "self"]
 
@@ -47,10 +47,10 @@ def _no_field(owner: str, name: str, names: list[str]) -> str:
 
 
 def positive(name: str, value: Any) -> int:
-    """The value as Python's own integer.
+    """Converts the value to a Python int.
 
     Raises:
-        TaskError: Unless it is an integer above 0.
+        TaskError: If it is not an integer of at least 1.
     """
     if not hasattr(value, "__index__") or isinstance(value, bool | Tensor) or int(value) < 1:
         raise TaskError(f"Task.{name} is {value!r}; give an integer of at least 1")
@@ -59,7 +59,7 @@ def positive(name: str, value: Any) -> int:
 
 def check_function(name: str, value: object, signature: str, optional: bool) -> None:
     """Raises:
-    TaskError: Unless the value can be called, or is None where it may be left out.
+    TaskError: If the value is not callable. None is allowed if the field is ``optional``.
     """
     if not callable(value) and not (optional and value is None):
         raise TaskError(f"Task.{name} is {kind_of(value)}, not a function; give a function {signature}")
@@ -67,7 +67,7 @@ def check_function(name: str, value: object, signature: str, optional: bool) -> 
 
 def check_metrics(metrics: object) -> None:
     """Raises:
-    TaskError: Unless it is a mapping from names to metrics.
+    TaskError: If ``metrics`` is not a mapping from names to metrics.
     """
     if not isinstance(metrics, Mapping):
         raise TaskError(
@@ -83,7 +83,7 @@ def check_metrics(metrics: object) -> None:
 
 def check_dataset(dataset: object, name: str) -> None:
     """Raises:
-    TaskError: If it is no dataset: neither an ``IterableDataset`` nor something with ``__getitem__`` and ``__len__``.
+    TaskError: If it is neither an ``IterableDataset`` nor an object with ``__getitem__`` and ``__len__``.
     """
     wrong = _cure(dataset)
     if wrong is not None:
@@ -91,7 +91,7 @@ def check_dataset(dataset: object, name: str) -> None:
 
 
 def _cure(dataset: object) -> str | None:
-    """What to give instead; None for a dataset."""
+    """Returns advice on what to pass instead. Returns None if ``dataset`` is a valid dataset."""
     if isinstance(dataset, DataLoader):
         return (
             "give what it loads, loader.dataset: Evener divides the batches itself. Its batch size and collate "
@@ -129,5 +129,5 @@ def _cure_of_arrays(dataset: object) -> str | None:
 
 
 def _is_array(value: object) -> bool:
-    """A tensor, or an array of NumPy's, of which a row would be an item."""
+    """Returns True for a tensor or a NumPy array, whose rows would be the items."""
     return isinstance(value, Tensor) or (hasattr(value, "__array__") and hasattr(value, "dtype"))

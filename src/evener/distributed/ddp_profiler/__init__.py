@@ -1,1 +1,1 @@
-"""Observes a script of the user's own that trains with DDP."""
+"""Profiles a user's script that trains with DDP."""

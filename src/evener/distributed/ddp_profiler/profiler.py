@@ -1,16 +1,17 @@
-"""Looks on from inside while a script trains with DistributedDataParallel, and changes nothing that it computes.
+"""Profiles a script that trains with DistributedDataParallel, from inside its process, without changing its results.
 
-A step ends with each call of an optimizer's ``step``. What is seen of it, and where::
+A step ends with each call of an optimizer's ``step``. The parts of a step, and where they are observed::
 
     step        ├ input ┤ forward ─ backward ────────── last gradient ┤ exchange, waiting, update ┤
     seen at      DataLoader's iterator          hooks of the parameters               hook of the optimizers
 
-The work of a rank ends where it has nothing more to give to the others in this step: with the last gradient of a
-parameter of a DDP module, which a hook sees just before DDP's reducer does, or where it calls a collective of
-``torch.distributed`` itself. The time for which it waits for samples, or in a collective, is no work.
+The compute time of a step ends with the last gradient of a DDP module's parameter, which a hook sees just before DDP's
+reducer does, or with the rank's last own call of a collective of ``torch.distributed``. Time spent waiting for samples
+or in a collective does not count.
 
-Collectives are counted where Python calls ``torch.distributed``; those of DDP's reducer, which is C++, from what DDP
-tells about its buckets. Functional collectives (those of DTensor) and messages from rank to rank are not seen.
+Collectives are counted where Python calls ``torch.distributed``. Those of DDP's reducer, which is C++, are derived from
+DDP's logging data about its buckets. Functional collectives (those of DTensor) and point-to-point messages are not
+counted.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evener.hardware.timers import Stopwatch, stopwatch
-from evener.torch_internals.data_loader import LoaderIterator
 from evener.torch_internals.ddp import BROADCAST_BUFFERS, logged
+from evener.torch_internals.modules import LoaderIterator
 
 PAYLOADS = {
     "all_reduce": (0, "tensor"),
@@ -51,44 +52,44 @@ PAYLOADS = {
     "all_to_all_single": (1, "input"),
     "barrier": (3, "-"),
 }
-"""The collectives, and which argument holds what a rank sends."""
+"""The collectives, each with the position and name of the argument that a rank sends."""
 
 
 @dataclass
 class StepTimes:
-    """Of one step on one rank, or the mean over steps."""
+    """Times and counts of one step on one rank, or their sum or mean over steps."""
 
     seconds: float = 0.0
     compute_seconds: float = 0.0
-    """The rank's own work, before its last collective."""
+    """The rank's own work, up to its last gradient or collective."""
     input_seconds: float = 0.0
-    """Waiting for the DataLoader."""
+    """Time spent waiting for the DataLoader."""
     samples: float = 0.0
     """Size of the first dimension of the first tensor given to a DDP module, over all its calls."""
     collectives: float = 0.0
     nbytes: float = 0.0
-    """What the rank gave to collectives."""
+    """Bytes that the rank gave to collectives."""
 
     @property
     def rest_seconds(self) -> float:
-        """Exchange, waiting for others, and the update."""
+        """The rest of the step: gradient synchronization, waiting for others, and the update."""
         return max(0.0, self.seconds - self.compute_seconds - self.input_seconds)
 
     def add(self, other: StepTimes) -> None:
-        """Sums, field by field."""
+        """Adds ``other``, field by field."""
         for entry in fields(self):
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
     def mean(self, steps: int) -> StepTimes:
-        """The sum divided by the number of steps."""
+        """Returns the values divided by the number of steps."""
         return StepTimes(*(getattr(self, entry.name) / max(1, steps) for entry in fields(self)))
 
 
-class Onlooker:
-    """Counts and times the steps of the script that runs while it is entered.
+class DdpProfiler:
+    """Context manager that counts and times the steps of the script that runs in it.
 
-    The first step is left out: it starts with the script and not with the training. The work of a step is read off its
-    stopwatch when the next step is over, so that no device is waited for.
+    The first step is left out: it begins with the script and not with training. The stopwatch of a step is read only at
+    the end of the next step, so that the profiler never waits for the device.
     """
 
     def __init__(self) -> None:
@@ -103,10 +104,10 @@ class Onlooker:
 
     @property
     def mean(self) -> StepTimes:
-        """The mean over the steps but the first."""
+        """Mean over all steps except the first."""
         return self.total.mean(self.steps)
 
-    def __enter__(self) -> Onlooker:
+    def __enter__(self) -> DdpProfiler:
         with ExitStack() as stack:
             hook = register_optimizer_step_post_hook(lambda *_: self._end_step())
             stack.callback(hook.remove)
@@ -125,7 +126,7 @@ class Onlooker:
         self._read_off()
 
     def _wrap(self, stack: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """``owner.name(...)`` becomes ``around(original, ...)``."""
+        """Replaces ``owner.name(...)`` by ``around(original, ...)``."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -157,7 +158,7 @@ class Onlooker:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """The rank waits; of waits within waits the outer counts, and none of another thread."""
+        """Pauses the stopwatch while the rank waits. Ignores nested waits and waits of other threads."""
         if threading.current_thread() is not threading.main_thread() or self._depth:
             yield
             return
@@ -216,7 +217,7 @@ class Onlooker:
 
 
 class _Exchange:
-    """What the reducer of a DDP module sends for a backward pass, as DDP tells."""
+    """Counts the all-reduces of a DDP module's reducer in each backward pass, from DDP's logging data."""
 
     def __init__(self, model: Any, count: Callable[[int, int], None]) -> None:
         self._model = weakref.ref(model)
@@ -225,19 +226,19 @@ class _Exchange:
         self._known: tuple[int, int] | None = None
 
     def begin(self) -> None:
-        """A forward pass has ended, whose backward pass may exchange gradients."""
+        """Called at the end of a forward pass. Notes if its backward pass will synchronize gradients."""
         model = self._model()
         self._begun = bool(model is not None and model.require_backward_grad_sync and torch.is_grad_enabled())
 
     def first_gradient(self) -> None:
-        """The backward pass has come to a parameter."""
+        """Called for each gradient. Counts the all-reduces at the first gradient of a backward pass."""
         model = self._model()
         if self._begun and model is not None:
             self._begun = False
             self._count(*self._buckets(model))
 
     def _buckets(self, model: Any) -> tuple[int, int]:
-        """Number of all-reduces and their bytes; settled once DDP has arranged its buckets anew."""
+        """Returns the number of all-reduces and their bytes. They are final once DDP has rebuilt its buckets."""
         if self._known is None:
             data = logged(model)
             rebuilt = data.get("rebuilt_bucket_sizes")

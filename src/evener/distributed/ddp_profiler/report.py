@@ -1,4 +1,4 @@
-"""``evener run SCRIPT --observe``: which rank of an unchanged DDP script is slow, in a table at its end."""
+"""``evener run SCRIPT --observe``: prints at the end a table that shows which rank of a DDP script is slow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from evener.distributed.ddp_profiler.profiler import Onlooker, StepTimes
-from evener.distributed.launch.script import Observer
+from evener.distributed.ddp_profiler.profiler import DdpProfiler, StepTimes
+from evener.distributed.launch.script import ScriptHook
 from evener.files import write_json
 
 HEADER = "  rank    steps  samples    before the    input   exchange,  collectives       bytes"
@@ -22,15 +22,15 @@ UNITS = "                 a step    collective   waiting   wait, update      a s
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen of one rank."""
+    """Observations of one rank."""
 
     rank: int
     steps: int
     mean: StepTimes
-    """Of a step, the first left out."""
+    """Mean over all steps except the first."""
 
     def as_json(self) -> dict[str, Any]:
-        """The values as JSON can hold them."""
+        """Returns the values as a dict that JSON can hold."""
         times = dataclasses.asdict(self.mean) | {"rest_seconds": self.mean.rest_seconds}
         return {"rank": self.rank, "steps": self.steps, **times}
 
@@ -40,12 +40,12 @@ class Observation:
         return cls(values["rank"], values["steps"], StepTimes(**{name: values[name] for name in names}))
 
 
-class DdpObserver(Observer):
-    """Looks on at DDP training.
+class DdpObserver(ScriptHook):
+    """Profiles DDP training on every rank, and prints a table at the end.
 
     Args:
-        json_path: A file for what was seen; None for none.
-        stream: Where the table goes; None is standard error.
+        json_path: File for the observations; None for none.
+        stream: Where the table is printed; None is standard error.
     """
 
     def __init__(self, json_path: Path | None = None, stream: TextIO | None = None) -> None:
@@ -53,7 +53,7 @@ class DdpObserver(Observer):
 
     @contextmanager
     def watching(self, rank: int, directory: Path) -> Iterator[None]:
-        onlooker = Onlooker()
+        onlooker = DdpProfiler()
         try:
             with onlooker:
                 yield
@@ -70,7 +70,7 @@ class DdpObserver(Observer):
 
 
 def table(ranks: Sequence[Observation]) -> str:
-    """The table, one line a rank, and who is slowest."""
+    """Returns the table: one line per rank, and which rank is slowest."""
     stepped = [seen for seen in ranks if seen.steps]
     if not stepped:
         return "observed: no step to tell about (a step ends with optimizer.step(); the first is left out)"
@@ -98,9 +98,10 @@ def _slowest(ranks: Sequence[Observation]) -> str:
 
 
 def _waiting_share(mean: StepTimes, slowest: StepTimes) -> float:
-    """The part of a rank's own step, from 0 to 1, in which it waits for the slowest.
+    """Returns the fraction of a rank's step, from 0 to 1, in which it waits for the slowest rank.
 
-    What is neither work nor input is exchange and update, which the slowest has too, and waiting, which it has not.
+    The rest of a step, besides work and input, is synchronization, update and waiting. The slowest rank does not wait,
+    so the difference of the two ranks' rests is the waiting.
     """
     waiting = max(0.0, mean.rest_seconds - slowest.rest_seconds)
     return waiting / mean.seconds if waiting else 0.0

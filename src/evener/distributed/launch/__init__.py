@@ -1,1 +1,1 @@
-"""Starts ranks, watches over them, and ends them."""
+"""Starts ranks, watches them, and ends them."""

@@ -1,10 +1,9 @@
-"""torchrun's agent, in a hurry and without its noise.
+"""torchrun's agent, adapted: it stops ranks sooner, finds the cause of a failure, and replaces single ranks.
 
-The agent of `torch.distributed.elastic` starts the ranks of this machine, finds those of the others and
-watches over all. Three things differ here. Ranks that were asked to stop get seconds, not half a minute,
-before they are killed: half a minute of silence after Ctrl-C makes people kill the terminal and leave
-orphans. It is remembered which ranks had failed *before* the agent ended the others. And its log lines and
-its banner are not shown, for the launcher says it better.
+The agent of `torch.distributed.elastic` starts the ranks of this machine, finds those of the others and watches all.
+The differences here: Ranks are killed seconds after they were asked to stop, not half a minute later, because after so
+long a silence people close the terminal and leave orphans. The agent remembers which ranks had failed *before* it ended
+the others. Its log lines and banner are hidden, because the launcher reports the failure.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from evener.core.stacks import crash_in, stacks_of
 from evener.core.text import printable
 from evener.distributed import loopback
 from evener.distributed.failure import Failure, first, is_hopeless, recorded_failure
-from evener.distributed.launch.launcher_watchdog import Lookout
+from evener.distributed.launch.launcher_watchdog import LauncherWatchdog
 from evener.distributed.launch.process_count import Headcount, dead
 from evener.distributed.launch.rendezvous import Rendezvous
-from evener.distributed.launch.rendezvous_wait import Meeting
+from evener.distributed.launch.rendezvous_wait import RendezvousWait
 from evener.distributed.processes import is_alive
 from evener.distributed.recovery.replacement import Start, announce, take_at_their_word
 from evener.distributed.signals import GRACE_SECONDS, interruption, stop_signals
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import Standing, report_on
+from evener.distributed.watchdog.peer_state import PeerState, report_on
 from evener.errors import (
     EvenerError,
     InterruptedRunError,
     RankError,
     RankTimeoutError,
 )
-from evener.torch_internals.elastic_agent import ElasticAgent, failed, running
+from evener.torch_internals.elastic import ElasticAgent, failed, running
 
 _KILL_SECONDS = round(GRACE_SECONDS) + 1
 _STACKS = 3
@@ -67,15 +66,16 @@ class _Variables(DefaultLogsSpecs):
 
 
 class Agent(ElasticAgent):
-    """Starts ``processes`` ranks on this machine and waits for all of them.
+    """Starts the ranks of this machine and waits for all of them.
 
     Args:
-        arguments: What the Python interpreter is called with on every rank.
-        processes: How many, at first and after a death.
-        run_dir: A private directory, for error files and heartbeats.
-        variables: Environment variables of the ranks besides torchrun's.
-        grace_seconds: How long ranks that a signal asks to stop may take, before they are killed.
+        arguments: Arguments of the Python interpreter on every rank.
+        processes: Number of ranks, at first and after a death.
+        rendezvous: How several machines find each other.
+        run_dir: A private directory for error files and heartbeats.
+        variables: Environment variables of the ranks in addition to torchrun's.
         timeout_seconds: How long machines wait for each other.
+        grace_seconds: How long ranks may take to end after a stop signal before they are killed.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Agent(ElasticAgent):
         self._run_dir = run_dir
         self._grace_seconds, self._was_asked = grace_seconds, False
         self._headcount, self._max_restarts = processes, rendezvous.max_restarts or 0
-        self._lookout = Lookout(self._beats, self._pids)
-        self._handler = Meeting(rendezvous, timeout_seconds).handler()
+        self._lookout = LauncherWatchdog(self._beats, self._pids)
+        self._handler = RendezvousWait(rendezvous, timeout_seconds).handler()
         static = rendezvous.rdzv_backend == "static" and not rendezvous.is_standalone
         spec = WorkerSpec(
             role="evener",
@@ -113,14 +113,14 @@ class Agent(ElasticAgent):
 
     @property
     def ranks(self) -> int:
-        """How many this machine has, in this start or in the one to come."""
+        """Number of ranks of this machine in the current or the next start."""
         return self.get_worker_group().spec.local_world_size
 
     def run_to_end(self) -> None:
-        """Runs the ranks until all have ended with success.
+        """Runs the ranks until all have succeeded.
 
         Raises:
-            EvenerError: The one failure that caused the end, of whatever type it was on its rank.
+            EvenerError: The failure that caused the end of the run, with the type that it had on its rank.
         """
         with _quiet(), _signals_restored(), self._lookout:
             try:
@@ -143,7 +143,7 @@ class Agent(ElasticAgent):
         self._hurry(context)
 
     def _hurry(self, context: PContext) -> None:
-        """The agent ends the ranks through ``close``, with half a minute of patience that cannot be set."""
+        """Replaces ``context.close``, with which the agent ends ranks: its half minute of patience cannot be set."""
         slow_close = context.close
 
         def close(death_sig: signal.Signals | None = None, timeout: int = _KILL_SECONDS) -> None:
@@ -157,8 +157,8 @@ class Agent(ElasticAgent):
         context.close = close  # type: ignore[method-assign]
 
     def _ask(self, context: PContext, number: signal.Signals, seconds: int) -> None:
-        """Asks the ranks themselves to end, and waits. The agent would ask their children too: a rank whose workers of
-        a DataLoader are gone has lost the batches that it needs to get to the end of its step."""
+        """Sends the signal to the ranks only, and waits for their end. The agent would signal their children too, and
+        without its DataLoader workers a rank could not finish its step."""
         pids = list(context.pids().values())
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -168,16 +168,16 @@ class Agent(ElasticAgent):
             time.sleep(0.05)
 
     def _kill_deaf(self, context: PContext) -> None:
-        """A rank that is stopped, or holds Python's lock, would be asked to end in vain, and waited for."""
+        """Kills ranks that are stopped or silent (blocked with the GIL), because they could not react to a signal."""
         ranks = {worker.local_rank: worker.global_rank for worker in self.get_worker_group().workers}
         for local_rank, pid in context.pids().items():
             beat = self._beat(ranks[local_rank])
-            if beat and beat.pid == pid and not beat.ended and Standing(beat.rank, beat).is_lost(1.0):
+            if beat and beat.pid == pid and not beat.ended and PeerState(beat.rank, beat).is_lost(1.0):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
     def _patience(self) -> int:
-        """Seconds for ranks to end by themselves: more after the first signal, for they may have something to save."""
+        """Returns the seconds that ranks get to end by themselves: more after the first signal, for a checkpoint."""
         if self._was_asked or not isinstance(sys.exception(), SignalException):
             return _KILL_SECONDS
         self._was_asked = True
@@ -188,7 +188,10 @@ class Agent(ElasticAgent):
         return math.ceil(self._grace_seconds) + 1
 
     def failing(self, result: RunResult, restarts: int) -> bool:
-        """A fault that every start would meet again is no reason for another."""
+        """Called after a failure with the ``restarts`` left. Returns False if a restart would fail for the same reason.
+
+        Otherwise, if there are restarts left, announces the restart and sets its number of ranks.
+        """
         failures = {each.local_rank: self._failure(rank, each) for rank, each in result.failures.items()}
         cause = first(failures.values())
         hopeless = self._lookout.was_done or is_hopeless(failures.values())
@@ -199,7 +202,10 @@ class Agent(ElasticAgent):
         return not hopeless
 
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
-        """Ranks that died by themselves, where all others have given their word to stay."""
+        """Returns True if the failed ranks will be replaced while all others stay, and announces the next start.
+
+        This requires that they died by themselves, and that all other ranks have promised to stay.
+        """
         goes_on_with_fewer = self._headcount.after(self.ranks, len(failures)) != self.ranks
         others = running(self.context) if self.context else {}
         known = len(failures) + len(others) == self.ranks
@@ -226,13 +232,13 @@ class Agent(ElasticAgent):
         _say(f"{causes}\n{count}: of rank {who} alone; the others stay, with what they hold in memory")
 
     def _spare(self, number: int) -> str:
-        """Goes on without so many ranks, where that is allowed; returns what is to be said of it."""
-        spec = self.get_worker_group().spec  # whose number of ranks is asked for at each start
+        """Reduces the number of ranks for the next start by ``number``, if allowed. Returns text for the message."""
+        spec = self.get_worker_group().spec  # the agent reads the number of ranks from it at each start
         spec.local_world_size = self._headcount.after(self.ranks, number)
         return self._headcount.words(self.ranks)
 
     def _kill_groups(self) -> None:
-        """A rank's own children (a DataLoader's workers) end with it."""
+        """Kills the process groups of all ranks, including children such as DataLoader workers."""
         for pid in self.context.pids().values() if self.context else ():
             self._kill_group(pid)
 
@@ -242,7 +248,7 @@ class Agent(ElasticAgent):
 
     def _cause(self, result: RunResult) -> EvenerError:
         ended = result.failures
-        if self._lookout.found is not None:  # what a rank has told at the last moment goes before that
+        if self._lookout.found is not None:  # a failure that a rank itself has recorded takes precedence
             ended = {rank: process for rank, process in ended.items() if _was_told(process)}
             if not ended:
                 return self._lookout.found
@@ -286,26 +292,26 @@ class Agent(ElasticAgent):
         return crash_in(self._run_dir / f"crash-{rank}")
 
     def _note_others(self) -> None:
-        """Where the other ranks are when native code has ended one: they may be in another collective."""
+        """Records where the other ranks are if native code crashed a rank: they may be in another collective."""
         beats = self._beats()
         if any(self._crash(worker.global_rank) for worker in self.get_worker_group().workers):
-            known = [Standing(beat.rank, beat) for beat in beats.values() if beat is not None]
+            known = [PeerState(beat.rank, beat) for beat in beats.values() if beat is not None]
             stacks = {other.rank: stacks_of(other.beat.pid) for other in known[:_STACKS] if other.beat}
             self._others = f"\n{report_on(known, stacks)}" if known else ""
 
     def _progress(self) -> str:
-        """Where the run stands, of the first local rank that said so."""
+        """Returns the position of the run as given by the first local rank that has one; else empty."""
         beats = [self._beat(worker.global_rank) for worker in self.get_worker_group().workers]
         return next((beat.progress for beat in beats if beat and beat.progress), "")
 
     def _beats(self) -> dict[int, Heartbeat | None]:
-        """Of the ranks whose processes run; what is left of an earlier start is none."""
+        """Returns the last heartbeats of running ranks, by rank; None for one that has sent none in this start."""
         started = self._pids()
         beats = {rank: self._beat(rank) for rank in started}
         return {rank: beat if beat and beat.pid == started[rank] else None for rank, beat in beats.items()}
 
     def _pids(self) -> dict[int, int]:
-        """Of the ranks whose processes run."""
+        """Returns the process ids of the running ranks, by rank."""
         pids = self.context.pids() if self.context else {}
         workers = [
             (worker.global_rank, pids.get(worker.local_rank)) for worker in self.get_worker_group().workers
@@ -320,17 +326,17 @@ class Agent(ElasticAgent):
 
 
 def _may_be_replaced(failures: Sequence[Failure]) -> bool:
-    """Whether these ranks failed by themselves, and not for what each start would meet again."""
+    """Returns True if these ranks failed by themselves, for a reason that need not occur in the next start."""
     return all(failure.is_own for failure in failures) and not is_hopeless(failures)
 
 
 def _was_told(process: ProcessFailure) -> bool:
-    """Whether the rank has said itself why it ended."""
+    """Returns True if the rank itself has recorded why it ended."""
     return recorded_failure(process.error_file_data) is not None
 
 
 def _say(words: str) -> None:
-    with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
+    with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
         print(f"evener: {printable(words)}", file=sys.stderr, flush=True)
 
 
@@ -349,7 +355,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """The agent takes over signals for good; this gives them back, and leaves SIGHUP to nohup."""
+    """Restores the signal handlers that the agent replaces, and keeps the agent from handling an ignored SIGHUP."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,13 +1,13 @@
-"""Ranks that have done their work and do not end, which the launcher tells, and ends.
+"""Detects ranks that have done their work but whose process does not end: reports them, and later kills them.
 
-A process that has done its work waits for its threads, and calls what was registered with ``atexit``. A thread that
-never ends would keep the process, and so the whole run, for ever::
+At exit a process joins its threads and calls the functions registered with ``atexit``. A thread that never ends would
+keep the process, and so the whole run, from ending::
 
     rank 1   work ─ last heartbeat ─ waits for a thread ................. killed
     launcher         ── 10 s ──▶ names rank, threads, stacks ── limit ──▶ an error that says so
 
-A script under ``evener run`` may have left a thread that is part of its work: there only standing still counts. A
-process without a launcher, of the command itself, is watched from within (`leaving`).
+A script under ``evener run`` may leave a thread that is part of its work. For such a process, only time without use of
+the processor counts. The process of the command itself has no launcher, and watches itself (`leaving`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from evener.distributed.watchdog.stall import Reminder, first_word_seconds
 from evener.errors import RankError
 
 _BUSY_SECONDS = 0.02
-"""Of processor time in a second; a thread that polls takes less."""
+"""Processor time in a second above which a process counts as working. A thread that polls uses less."""
 
 
 class Ends:
-    """Told about once a second which ranks have left on their own while their processes run."""
+    """Tracks ranks that have left while their processes still run. The launcher's watchdog calls it once a second."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
         self._worked: dict[int, tuple[float, float]] = {}
         self._reminder = Reminder()
 
-    def look(self, left: Collection[Heartbeat], now: float) -> RankError | None:
-        """Why the processes of these ranks must be ended; None while there is hope.
+    def reason_to_end(self, left: Collection[Heartbeat], now: float) -> RankError | None:
+        """Returns the error for which the processes of these ranks must be killed. Returns None if they need not be.
 
         Args:
-            left: The last heartbeats.
-            now: Seconds of a clock that nobody sets.
+            left: The last heartbeats of ranks that have left.
+            now: Time of the monotonic clock, in seconds.
         """
         self._since = {beat.pid: self._since.get(beat.pid, now) for beat in left}
         over = [beat for beat in left if self._still_seconds(beat, now) >= beat.limit]
@@ -57,7 +57,7 @@ class Ends:
         return None
 
     def words(self, left: Collection[Heartbeat], now: float) -> str:
-        """Each rank with the threads that it waits for, and where they are."""
+        """Describes each rank with the threads that it waits for, and their stacks."""
         return "\n".join(
             f"{beat.who} has left{beat.status_words}, but its process has not ended for "
             f"{now - self._since[beat.pid]:.0f} s: {_waits_for(beat.threads)}\n{threads_of(beat.pid)}".rstrip()
@@ -74,7 +74,11 @@ class Ends:
 
 
 def leaving(limit_seconds: float) -> None:
-    """From now on this process, whose work is done, says what keeps it, and is ended for that after a time."""
+    """Starts a thread that reports why this process, whose work is done, does not end, and ends it after a time limit.
+
+    Args:
+        limit_seconds: The time limit.
+    """
     thread = threading.Thread(target=_leave, args=(limit_seconds,), name="evener-leaving", daemon=True)
     thread.start()
 
@@ -92,7 +96,7 @@ def _leave(limit_seconds: float) -> None:
 
 
 def _own_threads() -> str:
-    """Where the main thread is, and all that it waits for."""
+    """Returns the stacks of the non-daemon threads, including the main thread."""
     frames = sys._current_frames()
     shown = [thread for thread in threading.enumerate() if not thread.daemon and thread.ident in frames]
     return "\n".join(

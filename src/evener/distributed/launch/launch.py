@@ -1,10 +1,10 @@
-"""From one process to ranks and back.
+"""Starts ranks that call a function, and returns their results.
 
 ``launch(train, config, processes=4)`` returns what ``train(config)`` returned on each rank.
 
-The function travels by cloudpickle to fresh interpreters, so that it may be a lambda, a function of a
-notebook or of a script without a ``__main__`` guard. Where this process is a rank already (torchrun, SLURM),
-or is all that is asked for, the function is called right here.
+The function is sent with cloudpickle to new interpreters, so it may be a lambda, or a function from a notebook or from
+a script without a ``__main__`` guard. If this process is already a rank (torchrun, SLURM), or one rank suffices, the
+function is called in this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from evener.distributed.launch.agent import Agent
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.scratch_dir import scratch
-from evener.distributed.launch.worker import BOOTSTRAP, Call, Job, result_of
+from evener.distributed.launch.worker import BOOTSTRAP, Job, RankCall, result_of
 from evener.distributed.recovery.replacement import ALLOWED
 from evener.distributed.session import RUN_DIR, threads_per_rank
 from evener.distributed.signals import GRACE_SECONDS
@@ -51,32 +51,31 @@ def launch(
     """Calls ``fn(*args, **kwargs)`` on every rank.
 
     Args:
-        processes: Ranks on this machine; by default one per GPU, or on the CPU one per core up to four. What can go
-            on with fewer after a death, as a run of :func:`evener.fit` does from its checkpoint, gives a headcount.
+        processes: Ranks on this machine; by default one per GPU, or on the CPU one per core up to four. A `Headcount`
+            allows restarts with fewer ranks after a death, as :func:`evener.fit` does from its checkpoint.
         timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
         rendezvous: How several machines find each other; one machine by default.
-        device: ``cpu`` or ``cuda``, which decides how many ranks there can be; cuda where there is any by
-            default.
-        grace_seconds: How long ranks that a signal asks to stop may take to end by themselves.
+        device: ``cpu`` or ``cuda``; limits the number of ranks. By default cuda if there is a GPU, else cpu.
+        grace_seconds: How long ranks may take to end by themselves after a stop signal.
 
     Returns:
-        The results of this machine's ranks in the last start, in order of rank. Where this process is a rank already,
-        the one result of ``fn``.
+        The results of this machine's ranks in the last start, in order of rank. If this process is already a rank, the
+        one result of ``fn``.
 
     Raises:
-        ConfigurationError: If there cannot be so many processes, or ``fn`` cannot be sent to them.
-        RankError: If a rank raised, with its traceback, or died.
-        RankTimeoutError: If a rank waited in vain; says who is missing.
-        InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended; says where the run
-            stood.
-        EvenerError: As it was raised on a rank, with the rank in its message.
+        ConfigurationError: If this machine cannot run so many processes, or ``fn`` cannot be sent to them.
+        RankError: If a rank died, or raised an exception; then the message has its traceback.
+        RankTimeoutError: If a rank waited in vain. The message says which rank is missing.
+        InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended. The message says where the run
+            was.
+        EvenerError: An error of this type that a rank raised, with the rank in its message.
     """
     if timeout_seconds <= 0:
         raise ConfigurationError(f"timeout_seconds is {timeout_seconds}; it must be positive")
     if is_launched():
         return [fn(*args, **kwargs)]
     headcount = processes if isinstance(processes, Headcount) else resolve_processes(processes, device)
-    job = Call(fn, args, kwargs, timeout_seconds)
+    job = RankCall(fn, args, kwargs, timeout_seconds)
     if headcount.start == 1 and (
         rendezvous is None or (rendezvous.is_standalone and not rendezvous.max_restarts)
     ):
@@ -88,15 +87,15 @@ def launch(
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several ranks already."""
+    """Returns True if this process is already one of several ranks."""
     return detect().world_size > 1
 
 
 def resolve_processes(processes: int | None, device: str | None) -> Headcount:
-    """The number of ranks to start on this machine.
+    """Returns the number of ranks to start on this machine; for None the default for ``device``.
 
     Raises:
-        ConfigurationError: If this machine cannot serve so many, or they are a range.
+        ConfigurationError: If this machine cannot run so many processes, or ``processes`` is a range.
     """
     processes = one_number(processes)
     device = kind_taken(device)
@@ -114,14 +113,19 @@ def run_job(
     path: list[str],
     grace_seconds: float = GRACE_SECONDS,
 ) -> int:
-    """Runs a job on ranks of their own until all have ended; returns how many there were in the last start.
+    """Starts ranks, runs a job on them until all have ended, and returns the number of ranks in the last start.
 
     Args:
-        run_dir: A private directory, in which results are left.
-        path: Where the ranks look for modules.
+        job: What each rank runs.
+        processes: Number of ranks on this machine.
+        rendezvous: How several machines find each other; None for one machine.
+        run_dir: A private directory, in which the ranks leave their results.
+        path: The ranks' ``sys.path``.
+        grace_seconds: How long ranks may take to end by themselves after a stop signal.
 
     Raises:
-        ConfigurationError: If the job cannot be sent to them, or they may not open files enough.
+        ConfigurationError: If the job cannot be sent to the ranks, or the limit of open files is too low.
+        EvenerError: The failure that ended the run.
     """
     make_room(processes.start)
     _write_job(job, run_dir)

@@ -1,8 +1,8 @@
-"""The launcher's own watch over its ranks, for the hang in which no rank can speak.
+"""The launcher's watchdog over its ranks, for hangs in which no rank can report.
 
-A call in native code that holds Python's lock silences the watchdog of its rank. While one rank is left that waits, it
-names the silent one; where all ranks of this machine are silent, or stopped, only the launcher can. So it is for ranks
-that have no watchdog yet (:mod:`evener.distributed.launch.start_watch`), or have done their work
+A call in native code that holds the GIL silences the watchdog of its rank. As long as another rank waits, that one
+reports the silent rank. If all ranks of this machine are silent or stopped, only the launcher can report. It also
+watches ranks that have no watchdog yet (:mod:`evener.distributed.launch.start_watch`) or have done their work
 (:mod:`evener.distributed.launch.exit_watch`).
 """
 
@@ -19,26 +19,25 @@ from evener.core.stacks import stacks_of
 from evener.distributed.launch.exit_watch import Ends
 from evener.distributed.launch.start_watch import Starts
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import Standing, report_on
+from evener.distributed.watchdog.peer_state import PeerState, report_on
 from evener.distributed.watchdog.stall import Reminder
 from evener.errors import EvenerError, RankTimeoutError
 
 _LOOK_SECONDS = 1.0
 _GAP_SECONDS = 5.0
 _PATIENCE_SECONDS = 3.0
-"""While any rank can speak, it shall: it knows more."""
+"""The launcher waits this much longer than the ranks' timeout, because a rank's own report says more."""
 
 Beats = Mapping[int, Heartbeat | None]
-"""Of each rank of this machine whose process runs, by rank; None before its first."""
+"""Last heartbeats of this machine's running ranks, by rank; None before the first heartbeat of a rank."""
 
 
-class Lookout:
-    """Ends ranks that have all been silent for as long as each of them would wait for others, and those that stay
-    when their work is done.
+class LauncherWatchdog:
+    """Kills the ranks of this machine if all were silent for their timeout, or if they do not end after their work.
 
     Args:
-        beats: The last heartbeats.
-        pids: Of the ranks' processes.
+        beats: Returns the last heartbeats.
+        pids: Returns the process ids of the ranks, by rank.
     """
 
     def __init__(self, beats: Callable[[], Beats], pids: Callable[[], Mapping[int, int]] = dict) -> None:
@@ -49,11 +48,11 @@ class Lookout:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evener-lookout", daemon=True)
         self.found: EvenerError | None = None
-        """What it has ended them for."""
+        """The error for which ranks were killed; None if none were."""
         self.was_done = False
-        """Whether those that it has ended had done their work."""
+        """True if the killed ranks had done their work."""
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> LauncherWatchdog:
         self._thread.start()
         return self
 
@@ -62,8 +61,8 @@ class Lookout:
         self._thread.join()
 
     def silent_seconds(self, beats: Beats, now: float) -> float:
-        """For how long no rank has given a sign of life; 0 while any is still to come, or has left on its own."""
-        if now - self._looked > _GAP_SECONDS:  # this process was stopped: nobody has listened
+        """Returns for how long no rank has sent a heartbeat; 0 if a rank has not sent its first, or has left."""
+        if now - self._looked > _GAP_SECONDS:  # this process was stopped, and has read no heartbeats
             self._silent.clear()
         self._looked = now
         if not beats:
@@ -81,9 +80,9 @@ class Lookout:
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS) and self.found is None:
             beats, now = self._beats(), time.monotonic()
-            self._starts.look(self._pids(), beats, now)
+            self._starts.report_missing(self._pids(), beats, now)
             left = [beat for beat in beats.values() if beat is not None and beat.ended]
-            stay = self._ends.look(left, now)
+            stay = self._ends.reason_to_end(left, now)
             if stay is not None:
                 self.was_done = True
                 self._end(left, stay)
@@ -106,9 +105,10 @@ class Lookout:
 
 
 def silence_words(beats: Sequence[Heartbeat], seconds: float, limit: str = "") -> str:
-    """A report on ranks that are all silent."""
+    """Returns the report on ranks that are all silent, with their stacks."""
     stacks = {beat.rank: stacks_of(beat.pid) for beat in beats}
     return (
         f"no rank of this machine has given a sign of life for {seconds:.0f} s{limit}: they are in native code that "
-        "holds Python's lock, or stopped\n" + report_on([Standing(beat.rank, beat) for beat in beats], stacks)
+        "holds Python's lock, or stopped\n"
+        + report_on([PeerState(beat.rank, beat) for beat in beats], stacks)
     )

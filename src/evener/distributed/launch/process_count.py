@@ -1,4 +1,4 @@
-"""How many ranks of this machine a run starts with, and how many are left after a death.
+"""Number of ranks of this machine: at the start of a run, and after ranks have died.
 
 ::
 
@@ -19,32 +19,36 @@ from evener.distributed.failure import Failure
 
 @dataclass(frozen=True)
 class Headcount:
-    """The numbers of ranks that a run may have, the greatest first."""
+    """The numbers of ranks that a run may have, the largest first."""
 
     counts: tuple[int, ...]
 
     @property
     def start(self) -> int:
-        """Ranks of the first start."""
+        """Number of ranks in the first start."""
         return self.counts[0]
 
     def after(self, ranks: int, dead: int) -> int:
-        """Ranks of the next start: as many as the survivors can be; if they are too few, the dead are replaced."""
+        """Returns the number of ranks of the next start: the largest allowed one that does not exceed the survivors.
+
+        If there are too few survivors, the smallest allowed number: then dead ranks are replaced.
+        """
         return max((count for count in self.counts if count <= ranks - dead), default=self.counts[-1])
 
     def words(self, ranks: int) -> str:
-        """What is to be said of a start with so many."""
+        """Returns text about the number of ranks for the message about a restart; empty if the number is fixed."""
         plural = "" if ranks == 1 else "s"
         return f", with {ranks} rank{plural}" if len(self.counts) > 1 else ""
 
 
 def dead(failures: Mapping[int, Failure], roots: Set[int], cause: Failure) -> int:
-    """How many ranks failed by themselves.
+    """Returns how many ranks failed by themselves.
 
     Args:
-        failures: Of each local rank that did not end well.
-        roots: The local ranks that had ended before the others were asked to. The one that caused it all may not be
-            among them: the others can be quicker to fail than it is to end.
+        failures: The failure of each local rank that failed.
+        roots: The local ranks that had ended before the agent ended the others. The rank that caused the failure may be
+            missing: other ranks may end sooner as a consequence.
+        cause: The failure that caused the others.
     """
     own = [rank for rank, failure in failures.items() if failure.is_own]
     return sum(rank in roots or failures[rank] is cause for rank in own)

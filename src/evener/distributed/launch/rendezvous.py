@@ -1,4 +1,4 @@
-"""How the machines of a run find each other, in torchrun's options under torchrun's names."""
+"""Rendezvous options: how the machines of a run find each other, with torchrun's options and names."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from evener.errors import ConfigurationError
 
 _BACKENDS = ("static", "c10d")
 _LIMITS = ("timeout", "join_timeout", "read_timeout")
-"""For the other machines to come: of the static backend, of c10d, and of c10d to reach the first machine's store."""
+"""Timeout options: for all machines to join with static and with c10d, and for c10d to reach the store."""
 
 _DEFAULT_ENDPOINT = "localhost:29400"
-"""torchrun's own, where none is given."""
+"""torchrun's default endpoint."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """torchrun's options. The default is one machine and a free port of its own."""
+    """torchrun's rendezvous options. The default is one machine and a free port."""
 
     nnodes: str = "1"
-    """Machines, or ``MIN:MAX`` for an elastic run."""
+    """Number of machines, or ``MIN:MAX`` for an elastic run."""
     node_rank: int = 0
-    """Number of this machine, for the static backend."""
+    """Index of this machine, for the static backend."""
     rdzv_backend: str = "static"
-    """``static``, where machine 0 is named, or ``c10d``, where all are given one endpoint."""
+    """``static`` (machine 0 has a known address) or ``c10d`` (all machines get the same endpoint)."""
     rdzv_endpoint: str = ""
     """``HOST:PORT``; ``master_addr:master_port`` by default for the static backend."""
     rdzv_id: str = "none"
-    """Tells runs apart that meet at one endpoint."""
+    """Id of the run. Runs at the same endpoint need different ids."""
     rdzv_conf: str = ""
     """More options of the backend, ``key=value,key=value``."""
     master_addr: str = "127.0.0.1"
-    """Machine 0, as the others reach it; of the static backend."""
+    """Address of machine 0, for the static backend."""
     master_port: int = 29500
-    """Of machine 0, for the static backend."""
+    """Port of machine 0, for the static backend."""
     max_restarts: int | None = None
-    """None: as many as the run needs by itself, which is none unless it may go on with fewer ranks."""
+    """Most restarts. None: the run chooses, which is 0 unless it may go on with fewer ranks."""
     standalone: bool = False
-    """One machine, on a free port. Implied where neither machines nor an endpoint are named."""
+    """True for one machine on a free port. Implied if neither several machines nor an endpoint are given."""
 
     def __post_init__(self) -> None:
         least, most = self.nodes
@@ -82,7 +82,7 @@ class Rendezvous:
         return self.rdzv_endpoint or fixed or _DEFAULT_ENDPOINT
 
     def within(self, timeout_seconds: float) -> RendezvousParameters:
-        """What torchrun's agent needs, to wait for other machines for so long."""
+        """Returns the parameters for torchrun's agent, with this timeout for other machines to join."""
         backend = self.rdzv_backend
         least, most = self.nodes
         limits = dict.fromkeys(_LIMITS, math.ceil(timeout_seconds))

@@ -1,8 +1,8 @@
-"""What the machines of a run agree on, kept in their store as JSON.
+"""Stores the rendezvous state of a run as JSON instead of pickle.
 
-torch keeps it there as a pickle. The store asks nobody for a password, so whoever reaches its port can write a pickle
-that runs a program on every machine. Here a pickle never leaves the process: what torch has just made is taken apart,
-and what the store holds is checked, field by field, before torch gets it.
+torch stores the state as a pickle. The store has no password, so whoever reaches its port could write a pickle that
+runs code on every machine. Here a pickle never leaves the process: the state that torch has pickled is converted to
+JSON, and JSON from the store is checked field by field before torch gets it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 from evener.files import parsed
-from evener.torch_internals.rendezvous_state import NodeDesc, RendezvousState
+from evener.torch_internals.elastic import NodeDesc, RendezvousState
 
 
 class JsonBackend(RendezvousBackend):
-    """Keeps as JSON, with ``inner``, what torch gives and gets as pickles."""
+    """Wraps the backend ``inner``: torch passes and receives pickles, ``inner`` stores JSON."""
 
     def __init__(self, inner: RendezvousBackend) -> None:
         self._inner = inner
@@ -35,7 +35,7 @@ class JsonBackend(RendezvousBackend):
         return None if found is None else (_pickled(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        own: RendezvousState = pickle.loads(state)  # made by torch in this process, a moment ago
+        own: RendezvousState = pickle.loads(state)  # safe: torch has just pickled it in this process
         found = self._inner.set_state(as_json(own), token)
         return None if found is None else (_pickled(found[0]), found[1], found[2])
 
@@ -45,7 +45,7 @@ def _pickled(text: bytes) -> bytes:
 
 
 def as_json(state: RendezvousState) -> bytes:
-    """The state as text; equal for equal states."""
+    """Converts the state to JSON."""
     fields = {
         "round": state.round,
         "complete": state.complete,
@@ -60,10 +60,10 @@ def as_json(state: RendezvousState) -> bytes:
 
 
 def from_json(text: bytes) -> RendezvousState:
-    """What :func:`as_json` wrote.
+    """Parses what :func:`as_json` wrote.
 
     Raises:
-        RendezvousStateError: If it is something else.
+        RendezvousStateError: If ``text`` is anything else.
     """
     try:
         fields, state = _exactly(parsed(text.decode()), dict), RendezvousState()

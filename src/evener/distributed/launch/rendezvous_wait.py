@@ -1,7 +1,7 @@
-"""Machines that wait for each other, which is told on standard error, and for how long they do.
+"""Waits until all machines of a run have joined: prints the progress to standard error, and limits the wait.
 
-A run on several machines is started by several people's commands, or by a scheduler that has only some machines free.
-One that waits says so every few seconds, and ends at the time limit of every other wait.
+The machines of a run are started by separate commands, or by a scheduler that has only some machines free. A machine
+that waits says so every few seconds, and ends after the same timeout as every other wait.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.rendezvous_state import JsonBackend
 from evener.distributed.loopback import OneMachine
 from evener.errors import ConfigurationError, RankTimeoutError
-from evener.torch_internals.participants import participants
+from evener.torch_internals.elastic import participants
 
 _PERIOD_SECONDS = 10.0
 
 
-class Meeting:
-    """Where the machines of a run meet.
+class RendezvousWait:
+    """Creates the rendezvous handler of a run, whose waits are reported and limited.
 
     Args:
-        timeout_seconds: How long one waits for the others.
+        rendezvous: How the machines find each other.
+        timeout_seconds: How long a machine waits for the others.
     """
 
     def __init__(self, rendezvous: Rendezvous, timeout_seconds: float) -> None:
@@ -47,11 +48,11 @@ class Meeting:
         self._came: int | None = None
 
     def handler(self) -> RendezvousHandler:
-        """For torchrun's agent.
+        """Creates the rendezvous handler for torchrun's agent.
 
         Raises:
-            ConfigurationError: The options of the rendezvous cannot work.
-            RankTimeoutError: The machine that keeps the meeting place cannot be reached in time.
+            ConfigurationError: If the rendezvous options are invalid.
+            RankTimeoutError: If the machine that hosts the store cannot be reached in time.
         """
         with self._waiting():
             handler = self._made()
@@ -95,9 +96,9 @@ class Meeting:
         period = min(_PERIOD_SECONDS, self._timeout_seconds / 3)
         while not over.wait(period):
             came = participants(self._handler)
-            self._came = None if came is None else max(1, came)  # this one, also where it takes its leave
+            self._came = None if came is None else max(1, came)  # counts this machine also while it leaves
             missing = "the other" if self._came is None else self._machines - self._came
-            with suppress(OSError, ValueError):  # nobody listens
+            with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
                 print(
                     f"evener: waiting for {missing} of {self._machines} machines at {self._rendezvous.endpoint} for "
                     f"{time.monotonic() - began:.0f} s",
@@ -106,7 +107,7 @@ class Meeting:
                 )
 
     def words(self, error: BaseException) -> str:
-        """Of the end of a wait."""
+        """Returns the message for a wait that ended with ``error``."""
         came = "" if self._came is None else f", {self._came} of {self._machines} came"
         said = f" ({_first_line(error)})" if _first_line(error) else ""
         return (
@@ -117,7 +118,7 @@ class Meeting:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, which torch may have put into the one behind it."""
+    """Returns the first line of an error's message, or of the inner error to which torch refers."""
     inner = error.__cause__ or error.__context__
     if inner is not None and "See inner exception" in str(error):
         return _first_line(inner)
@@ -125,7 +126,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _refused(rendezvous: Rendezvous, error: ValueError) -> ConfigurationError:
-    """What torch says of options that it cannot read, with all of those that go with a meeting."""
+    """Creates the error for options that torch rejects. It lists the rendezvous options."""
     if isinstance(error, ConfigurationError):
         return error
     given = {

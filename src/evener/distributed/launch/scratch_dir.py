@@ -1,9 +1,9 @@
-"""The private directory of a launcher, for what it and its ranks tell each other; it does not outlive the run.
+"""The private directory of a launcher, in which it and its ranks exchange files; removed at the end of the run.
 
-A launcher that is killed by SIGKILL leaves its own. Whose it was is written there, so that the next launcher clears it.
-Other users of the machine may put anything under such a name where temporary files go: only directories of this user's,
-that nobody else may enter, are looked into. (``XDG_RUNTIME_DIR`` would be private, but is removed when its user logs
-out, while a run may go on.)
+A launcher killed by SIGKILL leaves its directory behind. The directory names its owner, so that the next launcher can
+remove it. Other users of the machine may create directories with such names among the temporary files, so only
+directories that belong to this user and are closed to others are examined. (``XDG_RUNTIME_DIR`` would be private, but
+is removed when its user logs out, while a run may go on.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 4096
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory of this process; those of launchers that are dead are removed first."""
+    """Creates a directory for the block, after removing those of dead launchers."""
     clear(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         (Path(name) / _OWNER).write_text(json.dumps([*_here(), os.getpid(), _begin(os.getpid())]))
@@ -35,14 +35,14 @@ def scratch() -> Iterator[Path]:
 
 
 def clear(home: Path) -> None:
-    """Removes what launchers left in ``home`` that were killed."""
+    """Removes the directories in ``home`` that killed launchers left behind."""
     for path in home.glob(f"{_PREFIX}*"):
         if _is_private(path) and _is_left(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_private(path: Path) -> bool:
-    """Whether it is a directory that this user alone can have filled."""
+    """Returns True if ``path`` is a directory to which only this user has access."""
     try:
         found = path.lstat()
     except OSError:
@@ -52,7 +52,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether its owner is known to be dead; of one elsewhere, as in another container, nothing is known."""
+    """Returns True if the owner is known to be dead. An owner in another container or on another host is not known."""
     try:
         host, namespace, pid, begin = read_json(path / _OWNER, _LONGEST, follow=False)
     except (OSError, ValueError, TypeError):
@@ -61,14 +61,15 @@ def _is_left(path: Path) -> bool:
 
 
 def _here() -> list[str]:
-    """Where a process's number means something."""
+    """Returns host name and process namespace, within which a process id is unique."""
     with suppress(OSError):
         return [socket.gethostname(), os.readlink("/proc/self/ns/pid")]
     return [socket.gethostname(), ""]
 
 
 def _begin(pid: int) -> int | None:
-    """When the process began, in ticks since boot: no clock that jumps makes it another; None if there is none."""
+    """Returns the start time of the process in ticks since boot, which clock changes do not affect. Returns None if it
+    does not exist."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

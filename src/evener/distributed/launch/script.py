@@ -1,8 +1,7 @@
-"""An unchanged torchrun script, on all ranks, with Evener's error and hang reports.
+"""Runs an unchanged torchrun script on all ranks, with Evener's error and hang reports.
 
-The script runs in the worker's interpreter as ``__main__``, just as ``python script.py`` runs it: its objects
-can be pickled, its guard holds, its ``sys.argv`` and ``sys.path[0]`` are what they always are. It finds
-torchrun's variables.
+The script runs in the rank's interpreter as ``__main__``, as with ``python script.py``: its objects can be pickled, its
+``__main__`` guard is true, and ``sys.argv`` and ``sys.path[0]`` are as usual. torchrun's environment variables are set.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from evener.errors import ConfigurationError
 from evener.files import PACKAGE
 
 
-class Observer(ABC):
-    """Looks on while a script runs, on every rank, and tells at the end what was seen."""
+class ScriptHook(ABC):
+    """Observes a script on every rank, and reports at the end."""
 
     @abstractmethod
     def watching(self, rank: int, directory: Path) -> AbstractContextManager[None]:
-        """Entered on the rank around the script; leaves what it has seen in ``directory``."""
+        """Returns the context in which the script runs on ``rank``. It writes its observations to ``directory``."""
 
     @abstractmethod
     def tell(self, directory: Path) -> None:
-        """Called by the launcher when its ranks have ended, whether well or not."""
+        """Reports the observations in ``directory``. Called by the launcher after its ranks have ended or failed."""
 
 
 class Script(Job):
-    """A file, or with ``is_module`` the dotted name of a module, and its command line."""
+    """Job that runs a Python file, or with ``is_module`` a module, with command line arguments."""
 
     works_on = True
 
@@ -51,7 +50,7 @@ class Script(Job):
         args: Sequence[str],
         is_module: bool,
         timeout_seconds: float,
-        observer: Observer | None = None,
+        observer: ScriptHook | None = None,
     ) -> None:
         super().__init__(timeout_seconds)
         self._name, self._args, self._is_module = name, list(args), is_module
@@ -61,7 +60,7 @@ class Script(Job):
         self.run_in(Path(os.environ[RUN_DIR]))
 
     def run_in(self, directory: Path) -> None:
-        """Runs the script, and lets the observer leave what it sees in ``directory``."""
+        """Runs the script. The observer, if any, writes to ``directory``."""
         rank = detect().rank
         with self._observer.watching(rank, directory) if self._observer else nullcontext():
             self._run()
@@ -86,22 +85,23 @@ def run_script(
     timeout_seconds: float = TIMEOUT_SECONDS,
     rendezvous: Rendezvous | None = None,
     device: str | None = None,
-    observer: Observer | None = None,
+    observer: ScriptHook | None = None,
 ) -> None:
-    """Runs a script that was written for torchrun on every rank; returns when all have ended with success.
+    """Runs a torchrun script on every rank, and returns when all ranks have succeeded.
 
-    Where this process is a rank already (torchrun, SLURM), the script runs right here, with torchrun's variables.
+    If this process is already a rank (torchrun, SLURM), the script runs in this process, with torchrun's variables.
 
     Args:
-        script: A Python file, or with ``is_module`` a module's dotted name, as ``python -m`` takes it.
-        args: Its command line.
+        script: A Python file, or with ``is_module`` a module's dotted name, as for ``python -m``.
+        args: Command line arguments of the script.
+        is_module: True if ``script`` names a module.
         processes, timeout_seconds, rendezvous, device: As in `evener.distributed.launch.launch.launch`.
-        observer: Looks on on all ranks, and tells about those that this process launched (else about its own).
+        observer: Observes all ranks, and reports on those that this process launched, or else on its own rank.
 
     Raises:
-        ConfigurationError: If there is no such script, or there cannot be so many processes.
-        RankError: If a rank raised or died; ``exit_status`` is the script's own where it called ``sys.exit``.
-        RankTimeoutError: If a rank waited in vain; says who is missing.
+        ConfigurationError: If the script does not exist, or this machine cannot run so many processes.
+        RankError: If a rank raised or died. If it called ``sys.exit``, the error's ``exit_status`` is the script's.
+        RankTimeoutError: If a rank waited in vain. The message says which rank is missing.
         InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended.
     """
     _check_exists(script, is_module)
@@ -131,7 +131,7 @@ def _check_exists(script: str, is_module: bool) -> None:
 
 
 def run_file(name: str) -> None:
-    """Runs the file as a ``__main__`` that stays, so that what it left behind can still be found at exit."""
+    """Runs the file as ``__main__``. The module stays in ``sys.modules``, so that its objects are available at exit."""
     module = ModuleType("__main__")
     module.__file__ = name
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def run_file(name: str) -> None:
 
 
 def _path_of_ranks() -> list[str]:
-    """The path without what the launcher's own start put first, and with Evener in any case."""
+    """Returns ``sys.path`` without the launcher's own first entry, and with Evener's directory in any case."""
     own = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
     path = sys.path[1:] if sys.path and sys.path[0] in own else list(sys.path)
     home = str(PACKAGE.resolve().parent)

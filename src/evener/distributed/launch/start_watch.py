@@ -1,6 +1,6 @@
-"""Ranks that have been started and give no heartbeat yet, which the launcher tells.
+"""Reports ranks that have been started but have not sent a heartbeat yet.
 
-A rank has no watchdog before it has imported PyTorch and loaded its job, which takes minutes on a crowded machine.
+A rank has no watchdog before it has imported PyTorch and loaded its job, which can take minutes on a busy machine.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from evener.distributed.watchdog.stall import Reminder, rank_words
 
 
 class Starts:
-    """Told about once a second which processes run, and which of them have given a heartbeat."""
+    """Tracks ranks that have not sent a heartbeat. The launcher's watchdog calls it about once a second."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}
         self._reminder = Reminder()
 
-    def look(self, pids: Mapping[int, int], beats: Mapping[int, Heartbeat | None], now: float) -> None:
-        """Says which ranks are waited for, if they take long.
+    def report_missing(
+        self, pids: Mapping[int, int], beats: Mapping[int, Heartbeat | None], now: float
+    ) -> None:
+        """Prints which ranks have not sent a heartbeat, if they take long.
 
         Args:
-            pids: Of the processes, by rank.
-            now: Seconds of a clock that nobody sets.
+            pids: Process ids, by rank.
+            beats: Last heartbeats, by rank; None before the first.
+            now: Time of the monotonic clock, in seconds.
         """
         late = {rank: pid for rank, pid in pids.items() if beats.get(rank) is None}
         self._since = {(rank, pid): self._since.get((rank, pid), now) for rank, pid in late.items()}
@@ -36,7 +39,12 @@ class Starts:
 
 
 def start_words(late: Mapping[int, int], seconds: float) -> str:
-    """``waiting for 12 s for the start of rank 1, which has computed for 3 s; 9.1 programs share 2 cores``."""
+    """Returns the message: which ranks are late, their processor time, and the machine's load if it is too high.
+
+    Args:
+        late: Process ids of the late ranks, by rank.
+        seconds: For how long the first of them has been waited for.
+    """
     each = ", ".join(f"{cpu_seconds(pid):.0f} s" for pid in late.values())
     load, cores = os.getloadavg()[0], usable_cores()
     busy = f"; {load:.1f} programs want to compute on {cores} cores" if load > cores else ""

@@ -1,8 +1,8 @@
-"""The life of a launched rank: load the job, run it, leave a result or one failure, and end.
+"""Main program of a launched rank: loads the job, runs it, writes a result or a failure, and ends.
 
-A rank ends with ``os._exit`` after everything a normal exit does in Python has been done (threads joined,
-``atexit`` run, output flushed). What is left out is the destruction of C++ objects in no order, in which gloo
-now and then aborts a rank that has done all its work.
+A rank ends with ``os._exit`` after the steps of a normal Python exit (join threads, run ``atexit`` functions, flush
+output). Only the destruction of C++ objects, in undefined order, is skipped: there gloo sometimes aborts a rank that
+has done all its work.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ BOOTSTRAP = (
     "sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); from evener.distributed.launch.worker import main; "
     "plain and signal.signal(signal.SIGINT, signal.default_int_handler); main(sys.argv[1])"
 )
-"""A rank looks for modules where its launcher did, also for Evener itself. Ctrl-C ends it without a traceback while it
-imports them."""
+"""The code that a rank's interpreter runs. It uses the launcher's ``sys.path``, also to find Evener itself. Ctrl-C
+during the imports ends it without a traceback."""
 
 
 class Job(ABC):
-    """What a rank is launched to do; travels to it by cloudpickle."""
+    """What a launched rank runs. It is sent to the rank with cloudpickle."""
 
     works_on = False
-    """Whether threads that it leaves may be part of its work."""
+    """True if threads that still run after `run` may be part of the job's work."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
 
     @abstractmethod
     def run(self) -> Any:
-        """Does it, and returns the rank's result."""
+        """Runs the job, and returns the rank's result."""
 
     def signals(self) -> AbstractContextManager[None]:
-        """How the job hears of signals that ask it to stop."""
+        """Returns the context in which the job runs and which handles stop signals. By default it does nothing."""
         return nullcontext()
 
 
-class Call(Job):
-    """A function and its arguments. The function hears of signals as an `InterruptedRunError`."""
+class RankCall(Job):
+    """Job that calls a function with arguments. A stop signal raises `InterruptedRunError` in the function."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class Call(Job):
 
 
 def progress() -> str:
-    """Where the run in this process stands, as far as it has said."""
+    """Returns the position of the run in this process, as set with `Watchdog.progress`; empty if it was not set."""
     watchdog = current_watchdog()
     return "" if watchdog is None else watchdog.progress_text
 
 
 def main(run_dir: str) -> None:
-    """Runs the job in ``run_dir`` as the rank that the environment says, and ends the process."""
+    """Runs the job in ``run_dir`` as the rank given by the environment variables, and ends the process."""
     die_with(int(os.environ[LAUNCHER_PID]))
     reserve()
     environment = detect()
@@ -95,7 +95,7 @@ def main(run_dir: str) -> None:
     try:
         job = job_in(Path(run_dir))
         agent_watchdog(environment, job.timeout_seconds)
-        if isinstance(job, Call):  # a foreign script is to meet what Python does
+        if isinstance(job, RankCall):  # a user's script gets Python's own behavior
             guard()
         with job.signals():
             result = job.run()
@@ -107,16 +107,16 @@ def main(run_dir: str) -> None:
 
 
 def job_in(run_dir: Path) -> Job:
-    """The job as the launcher left it, made anew with each call."""
+    """Loads the job that the launcher wrote. Each call returns a new object."""
     job: Job = cloudpickle.loads((run_dir / "job").read_bytes())
     return job
 
 
 def result_of(run_dir: Path, local_rank: int) -> Any:
-    """What the rank's job returned.
+    """Loads the result of the rank's job.
 
     Raises:
-        RankError: It ended with success, but did not return.
+        RankError: If the rank ended with status 0 before the job returned.
     """
     path = run_dir / f"result-{local_rank}"
     if not path.exists():
@@ -152,9 +152,9 @@ def _write_result(path: Path, result: Any) -> None:
 
 
 def _leave(status: int, works_on: bool) -> None:
-    """Ends the process as Python would, but for the destruction of C++ objects.
+    """Ends the process like a normal Python exit, except that C++ objects are not destroyed.
 
-    After a failure in bounded time, whatever Python's own end would wait for.
+    After a failure the exit takes at most `GRACE_SECONDS`, even if threads or ``atexit`` functions do not end.
     """
     if status != 0:
         timer = threading.Timer(GRACE_SECONDS, os._exit, (status,))

@@ -1,1 +1,1 @@
-"""Replaces a rank that died while the others stay."""
+"""Rank replacement: replaces a rank that died while the others stay."""

@@ -1,8 +1,8 @@
-"""Ends waits that nothing else ends: those in gloo for a rank that is alive and will never come.
+"""Aborts pending gloo collectives by breaking the connections between ranks.
 
-Neither ``abort`` nor ``shutdown`` of a process group reaches a pending collective of gloo, but the end of its
-connection does. Of a rank's connections those are broken whose other end another rank holds; that to the store, whose
-other end is a launcher's, and the user's own stay.
+Neither ``abort`` nor ``shutdown`` of a process group ends a pending collective of gloo that waits for a living rank.
+Breaking its TCP connection does. Only connections to other ranks' processes are broken; those to the store, which the
+launcher hosts, and the user's own connections stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ends = tuple[tuple[str, int], tuple[str, int]]
 
 
 def sever(pids: Collection[int]) -> int:
-    """Breaks the TCP connections of this process with ``pids``, on this host; returns how many there were."""
+    """Breaks this process's TCP connections to the processes ``pids`` of this host. Returns how many were broken."""
     own = {_ends(found): found.fd for found in _connections(os.getpid())}
     theirs = {ends[::-1] for pid in pids if pid != os.getpid() for ends in map(_ends, _connections(pid))}
     return sum(_break(own[ends], ends) for ends in own.keys() & theirs)
@@ -37,7 +37,11 @@ def _ends(connection: Any) -> Ends:
 
 
 def _break(fd: int, ends: Ends) -> bool:
-    """Through a descriptor of its own, for the number may be another file's by now."""
+    """Shuts a connection down, on a duplicated descriptor: ``fd`` may belong to another file by now.
+
+    Returns:
+        True if it was still the connection to ``ends[1]``.
+    """
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as mine:
         if mine.getpeername()[:2] == ends[1]:
             mine.shutdown(socket.SHUT_RDWR)

@@ -1,13 +1,13 @@
-"""A rank that dies is replaced while the others stay.
+"""Rank replacement: a rank that dies is replaced while the other ranks stay.
 
 ::
 
     agent    rank 1 has died ─ takes the others at their word ─ announces start 2 ─ starts rank 1 ─▶ start 2
     others   ... wait for it, or for each other ... ─ connections broken, so waits end ────────────▶ start 2
 
-A rank gives its word with a file that it takes back before it ends; the agent takes the file away, so that one of the
-two fails. Every other way out (a second death before all are there, ranks that do not come) ends in a start of all
-ranks, from the last checkpoint.
+A rank promises to stay with a file, which it deletes before it leaves. The agent deletes the files of all survivors
+before it replaces a rank. Whichever of the two comes second finds no file and fails. In all other cases (another death
+before all ranks have joined, ranks that do not come) all ranks are restarted from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from evener.distributed.restart_count import generation
 from evener.errors import RankError
 
 ALLOWED = "EVENER__RANKS_MAY_STAY"
-"""Environment variable by which the agent says that it replaces single ranks."""
+"""Environment variable with which the launcher tells ranks that it can replace single ranks."""
 
 _LOOK_SECONDS = 0.1
 _ANNOUNCEMENT = "start"
 NEWS_SECONDS = 10.0
-"""Within which the agent has seen that a rank is gone, and has said what becomes of it."""
+"""Time within which the agent notices a lost rank and announces the next start."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A start in which single ranks are new."""
+    """A start in which only some ranks are new."""
 
     number: int
     replaced: tuple[int, ...]
     pids: tuple[int, ...]
-    """Of those that stay."""
+    """Process ids of the ranks that stay."""
 
 
 class RecalledError(RankError):
-    """This rank is to take part in another start; raised where it stood in the one before."""
+    """Raised in a rank that must take part in another start, wherever it was in the one before."""
 
     def __init__(self, start: Start) -> None:
         super().__init__(f"start {start.number} of the ranks, with {list(start.replaced)} new")
@@ -55,7 +55,7 @@ class RecalledError(RankError):
 
 
 def take_at_their_word(run_dir: Path, ranks: Iterable[int], number: int) -> bool:
-    """Whether all of ``ranks`` stay for the start after ``number``; then none of them can leave any more."""
+    """Returns True if all of ``ranks`` stay for the start after ``number``. Then none of them can leave any more."""
     words = [_word(run_dir, rank) for rank in ranks]
     if not words or not all(_says(word, number) for word in words):
         return False
@@ -79,12 +79,12 @@ def _says(word: Path, number: int) -> bool:
 
 
 def announce(run_dir: Path, start: Start) -> None:
-    """Says that ``start`` is next."""
+    """Announces ``start`` to the ranks that stay, in a file."""
     _write(run_dir / _ANNOUNCEMENT, json.dumps(asdict(start)))
 
 
 def _write(path: Path, text: str) -> None:
-    """Nobody reads half of it."""
+    """Writes the file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
@@ -94,7 +94,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def announced(run_dir: Path) -> Start | None:
-    """The last start that was announced, if one was."""
+    """Returns the start that was announced last. Returns None if none was."""
     try:
         found = json.loads((run_dir / _ANNOUNCEMENT).read_text())
     except OSError:
@@ -103,32 +103,33 @@ def announced(run_dir: Path) -> Start | None:
 
 
 def is_successor(run_dir: Path) -> bool:
-    """Whether this process takes part in a start in which other ranks stayed."""
+    """Returns True if this process takes part in a start in which other ranks stayed."""
     start = announced(run_dir)
     return start is not None and start.number == generation()
 
 
-_stays: list[Stay] = []
+_stays: list[SurvivorLease] = []
 
 
 def check_recall() -> None:
-    """Raises RecalledError in a wait that nothing else would end, if this rank has been called to another start."""
+    """Raises RecalledError if this rank was recalled to another start. Called in waits that nothing else would end."""
     for stay in _stays:
         if stay.start is not None:
             raise RecalledError(stay.start)
 
 
 def may_be_recalled() -> bool:
-    """Whether this rank stays if another dies, so that there is no time for a long report."""
+    """Returns True if this rank stays when another dies. Then there is no time for a long report."""
     return bool(_stays)
 
 
-class Stay:
-    """This rank stays if others die: from ``__enter__`` until :meth:`leave`.
+class SurvivorLease:
+    """The promise of this rank to stay if others die, from ``__enter__`` until :meth:`leave`.
 
     Args:
-        run_dir: The launcher's, which it shares with its ranks.
-        called: Told at once when this rank is called to another start, in a thread.
+        run_dir: The directory that the launcher shares with its ranks.
+        rank: This rank.
+        called: Called in a thread as soon as this rank is recalled to another start.
     """
 
     def __init__(self, run_dir: Path, rank: int, called: Callable[[], object] = lambda: None) -> None:
@@ -138,7 +139,7 @@ class Stay:
         self._news, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look, name="evener-succession", daemon=True)
 
-    def __enter__(self) -> Stay:
+    def __enter__(self) -> SurvivorLease:
         _write(self._word, str(generation()))
         _stays.append(self)
         self._thread.start()
@@ -153,10 +154,10 @@ class Stay:
         _stays.remove(self)
 
     def leave(self) -> None:
-        """Takes this rank's word back: it has done its part.
+        """Withdraws the promise to stay, because this rank has done its work.
 
         Raises:
-            RecalledError: It was taken already.
+            RecalledError: If the agent has already taken the promise for another start.
         """
         try:
             self._word.unlink()
@@ -165,12 +166,12 @@ class Stay:
                 raise RecalledError(start) from None
 
     def called(self, seconds: float) -> Start | None:
-        """The start that this rank is to take part in, when it is known within ``seconds``."""
+        """Waits up to ``seconds`` for a recall. Returns the start to take part in, or None if there is none."""
         self._news.wait(seconds)
         return self.start
 
     def _look(self) -> None:
-        """Breaks connections again and again, until no wait is left that was begun meanwhile."""
+        """Body of the thread: looks for a recall, and then breaks connections repeatedly, also those of new waits."""
         while not self._over.wait(_LOOK_SECONDS):
             found = announced(self._run_dir)
             if found is None or found.number <= generation():

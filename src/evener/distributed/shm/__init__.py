@@ -1,1 +1,1 @@
-"""Memory that the ranks of one host share."""
+"""Shared memory of the ranks of one host."""

@@ -1,8 +1,9 @@
-"""Sleep in the kernel until another process changes a word of memory that both share.
+"""Futex: sleeps in the kernel until another process changes a word of shared memory.
 
-A futex (``futex(2)``; Drepper, "Futexes Are Tricky", 2011) is a 32-bit word anywhere in memory. :func:`sleep` lets the
-kernel compare it with what was last seen there, and sleeps only if it is still that, in one step; :func:`wake` ends all
-such sleeps. So no change between the look and the sleep is missed, if whoever changes the word calls ``wake`` after it.
+A futex (``futex(2)``; Drepper, "Futexes Are Tricky", 2011) is a 32-bit word anywhere in memory. :func:`sleep` makes the
+kernel compare the word with the value last seen, and sleep only if they are equal, as one atomic operation.
+:func:`wake` ends all such sleeps. So no change between the comparison and the sleep is missed, if every writer of the
+word calls ``wake`` afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-# Loaded thus, calls let other threads of this process run meanwhile.
+# Functions of a CDLL release the GIL during the call.
 _syscall = ctypes.CDLL(None).syscall
 _syscall.argtypes = (
     ctypes.c_long,
@@ -36,17 +37,19 @@ _fence = threading.Lock()
 
 
 def address(memory: mmap.mmap, offset: int) -> int:
-    """Where the byte ``offset`` of ``memory`` lies in this process, for as long as ``memory`` is kept."""
+    """Returns the address of byte ``offset`` of ``memory`` in this process. It is valid while ``memory`` is kept."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
 
 
 def sleep(word: int, seen: int, seconds: float) -> None:
-    """Returns when somebody wakes the sleepers of the word at this address, at once if it is not ``seen`` any more,
-    after ``seconds``, or for a signal; only another look at the word tells which.
+    """Sleeps until a process calls `wake` for the word.
+
+    Also returns at once if the word's value is not ``seen`` any more, after ``seconds``, or on a signal. The caller
+    must read the word again to find out.
 
     Args:
-        word: Its address, a multiple of 4.
-        seen: What it held, of which the lower 32 bits count.
+        word: Address of the word, a multiple of 4.
+        seen: The value last seen; only the lower 32 bits count.
         seconds: The longest sleep.
     """
     whole = int(seconds)
@@ -55,14 +58,15 @@ def sleep(word: int, seen: int, seconds: float) -> None:
 
 
 def wake(word: int) -> None:
-    """Ends the sleep of all who sleep on the word at this address, in whatever process."""
+    """Wakes all threads, of all processes, that sleep on the word at this address."""
     _syscall(_SYSCALL, word, _WAKE, _ALL, None, None, 0)
 
 
 def fence() -> None:
-    """What this thread stored before is seen by all before it loads anything after.
+    """Memory fence: this thread's earlier stores are visible to all before any of its later loads.
 
-    x86 lets a load pass an earlier store to another place. A lock is taken by an instruction that it lets nothing pass.
+    x86 may execute a load before an earlier store to another address. It does not move either of them past the
+    instruction that takes a lock.
     """
     with _fence:
         pass

@@ -1,14 +1,14 @@
-"""A few numbers from every rank to every rank of one host, through shared memory.
+"""Exchanges a few numbers between all ranks of one host through shared memory.
 
-What a rank tells the others once a step would cost a message over sockets each time, and wake up threads that the
-computation needs. On a board of shared memory it is a store, and reading what all have written is a load::
+The control message of each step would cost a message over sockets and wake up threads, which takes processor time from
+the computation. On a board of shared memory, sending is a store and receiving is a load::
 
     post(row)   row of this rank ─▶ its slot n mod 4, then  entered[rank] = n + 1
     wait()      until entered[all] > n, then the rows of all ranks
 
-A row is posted only after the one before was read, so that a slot is free again when its turn comes: who posts row
-n + 2 has read row n + 1, so all have posted that, so all have read row n. Two slots would do; with four, a rank may
-have two rows under way.
+A rank posts a row only after it has read the row before, so a slot is free when it is used again: a rank that posts row
+n + 2 has read row n + 1, so all ranks have posted that, so all have read row n. Two slots would suffice; with four, a
+rank may have two exchanges in progress.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WIDTH = 64
 _WHAT = "control exchange"
 
 
-class Board:
-    """Rows of float64 numbers, as :meth:`Channel.exchange` has them, for the ranks of one host.
+class Scoreboard:
+    """Replaces :meth:`Channel.exchange` for the ranks of one host. All ranks must create it together.
 
     Raises:
-        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+        ConfigurationError: On every rank, if the ranks do not share a host or the machine does not support it.
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout_seconds: float) -> None:
@@ -52,53 +52,53 @@ class Board:
         return row
 
     def close(self) -> None:
-        """Gives back the shared memory, as far as this rank holds it; nothing more is exchanged."""
+        """Frees this rank's hold on the shared memory. No exchange is possible afterwards."""
         self._rows, self._mine = [], []
         del self._slots
 
     def exchange(self, values: Sequence[float]) -> Pending:
-        """Starts telling all ranks ``values``, as many on every rank and at most 64."""
+        """Starts sending ``values`` to all ranks. Every rank must pass the same number of values, at most 64."""
         number, self._posted = self._posted, self._posted + 1
         row = self._mine[number % _SLOTS]
         row[: len(values)] = values
         self._slots.count_call()
-        self._slots.publish(ENTERED, number + 1)  # after the values, and x86 keeps that order: see slots
+        self._slots.publish(ENTERED, number + 1)  # after the values; x86 keeps that order, see slots
         return _Posted(self, number, len(values))
 
     def read(self, number: int, width: int) -> list[list[float]]:
-        """The rows that all ranks posted as their ``number``-th, when all have."""
+        """Waits for row ``number`` of all ranks, and returns the rows, by rank."""
         with self._watchdog.wait(_WHAT):
             self._slots.wait(ENTERED, number + 1)
         return [row[:width].tolist() for row in self._rows[number % _SLOTS]]
 
 
 class _Posted(Pending):
-    def __init__(self, board: Board, number: int, width: int) -> None:
+    def __init__(self, board: Scoreboard, number: int, width: int) -> None:
         self._board, self._number, self._width = board, number, width
 
     def wait(self) -> list[list[float]]:
         return self._board.read(self._number, self._width)
 
 
-def quickest(session: Session) -> Board | Channel:
-    """A board in place of a channel over sockets where the ranks share a host, else the session's channel.
+def quickest(session: Session) -> Scoreboard | Channel:
+    """Returns a `Scoreboard` if all ranks share a host, else the session's control channel.
 
-    A collective call.
+    All ranks must call this together.
     """
     if session.world is None or not isinstance(session.control, GroupChannel):
         return session.control
     try:
-        return Board(session.world, session.watchdog, session.timeout_seconds)
+        return Scoreboard(session.world, session.watchdog, session.timeout_seconds)
     except ConfigurationError:  # raised on every rank alike
         return session.control
 
 
 @contextmanager
-def lent(session: Session) -> Iterator[Board | Channel]:
-    """:func:`quickest`, whose memory is given back at the end if it is a board."""
+def lent(session: Session) -> Iterator[Scoreboard | Channel]:
+    """Provides :func:`quickest` for the block, and closes it at the end if it is a `Scoreboard`."""
     control = quickest(session)
     try:
         yield control
     finally:
-        if isinstance(control, Board):
+        if isinstance(control, Scoreboard):
             control.close()

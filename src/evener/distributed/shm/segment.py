@@ -1,12 +1,12 @@
-"""Memory that the ranks of one host share, and what can be learned through it about a rank that is late.
+"""Shared memory segments of the ranks of one host, and the state of the processes that own them.
 
 Each rank owns a segment: a page of counters, then slots for data. The segment has no name: ``memfd_create``
-makes it, and the others open it through ``/proc/<pid>/fd/<fd>``. So there is nothing to unlink; the kernel
-frees it when the last process that has it open is gone, however those end, SIGKILL at any moment included.
-Nor does the size of ``/dev/shm`` matter, 64 MB in a container by default.
+creates it, and the others open it through ``/proc/<pid>/fd/<fd>``. So there is nothing to unlink: the kernel
+frees it when the last process that has it open is gone, even if all are killed by SIGKILL. The size of ``/dev/shm``,
+64 MB in a container by default, does not matter either.
 
-Whether the ranks share a host is not assumed. Each announces a random number and looks for the other's
-number *in the other's memory*; a rank that cannot find it there is elsewhere.
+The ranks are not assumed to share a host. Each announces a random number and looks for the other's number *in the
+other's memory*. A rank that does not find it there is on another host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NONCE = 0
 
 @dataclass(frozen=True)
 class Announcement:
-    """How to find a rank's segment, and how to tell that it is the right one."""
+    """Says where a rank's segment is, and with ``nonce`` identifies it."""
 
     rank: int
     """Global rank."""
@@ -41,7 +41,7 @@ class Announcement:
 
 
 class Segment:
-    """One rank's memory: 64-bit counters, each on a cache line of its own, and ``nbytes`` for data."""
+    """One rank's shared memory: 64-bit counters, each on its own cache line, and ``nbytes`` of data."""
 
     def __init__(self, fd: int, announcement: Announcement, process: psutil.Process | None) -> None:
         self.owner = announcement
@@ -51,10 +51,10 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, rank: int) -> Segment:
-        """A segment of this process, of zeros.
+        """Creates a segment of this process, filled with zeros.
 
         Raises:
-            OSError: The system has no anonymous shared memory, or too little.
+            OSError: If the system has no anonymous shared memory, or too little.
         """
         fd = os.memfd_create("evener-all-reduce")
         try:
@@ -69,13 +69,13 @@ class Segment:
 
     @classmethod
     def open(cls, announcement: Announcement) -> Segment:
-        """Another rank's segment.
+        """Opens another rank's segment.
 
         Raises:
-            OSError: That process is not on this host, or does not let this one see its memory.
+            OSError: If that process is not on this host, or this process may not access its memory.
         """
-        # The process is found before its memory is opened. If the announced number is then in that memory, the process
-        # is the owner, and a stranger that is given the same id later is known for one.
+        # The process is looked up before its memory is opened. If the memory then has the announced number, the process
+        # is the owner, and another process that gets the same id later is not mistaken for it.
         process = find(announcement.pid)
         fd = os.open(f"/proc/{announcement.pid}/fd/{announcement.fd}", os.O_RDWR)
         try:
@@ -89,23 +89,23 @@ class Segment:
         return segment
 
     def counter(self, index: int) -> memoryview:
-        """Counter ``index``, from 0, as a view of one word: item 0 is its value."""
-        # One aligned 64-bit store or load each: a reader sees the old number or the new one, never half of each.
+        """Returns counter ``index``, from 0, as a view of one word: item 0 is its value."""
+        # Each access is one aligned 64-bit store or load: a reader sees the old or the new number, never a mix.
         at = (index + 1) * _LINE
         return self._words[at : at + 1]
 
     def address(self, index: int) -> int:
-        """Where counter ``index`` lies in this process, for as long as the segment is kept."""
+        """Returns the address of counter ``index`` in this process. It is valid while the segment is kept."""
         return address(self._map, 8 * (index + 1) * _LINE)
 
     def view(self, dtype: torch.dtype, offset: int, count: int) -> Tensor:
-        """``count`` elements from byte ``offset`` of the data; shape (count,)."""
+        """Returns a view of ``count`` elements from byte ``offset`` of the data; shape (count,)."""
         if count == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=HEADER_NBYTES + offset)
 
     def hide(self) -> None:
-        """Closes the owner's descriptor, by which others open the segment; maps stay as they are."""
+        """Closes the owner's descriptor, through which others open the segment. Existing mappings stay valid."""
         os.close(self.owner.fd)
 
 
@@ -114,12 +114,12 @@ def _stranger(announcement: Announcement) -> OSError:
 
 
 def has_died(segment: Segment) -> bool:
-    """Whether the process that owns the segment is gone."""
+    """Returns True if the process that owns the segment is gone."""
     return state_of(segment.process) == "gone"
 
 
 def describe(segment: Segment) -> str:
-    """``rank 1 (process 4711) is stopped``, for a rank that others wait for."""
+    """Describes a rank that others wait for: ``rank 1 (process 4711) is stopped (by SIGSTOP or a debugger)``."""
     who = f"rank {segment.owner.rank} (process {segment.owner.pid})"
     what = {
         "gone": "died",

@@ -1,19 +1,19 @@
-"""The slots that ranks of one host share, and waiting for each other's progress through them.
+"""Data slots in shared memory for the ranks of one host, and counters with which ranks wait for each other's progress.
 
-Progress is a number that only grows: a rank stores how many chunks it has brought to a stage, and the
-others wait for that number: they look for a moment, give way while nobody else wants the core, and then sleep
-in the kernel (:mod:`evener.distributed.shm.spin_wait` says why). Who sleeps says so in a word of its own and looks
-once more before it does; who publishes looks at these words afterwards. Between their store and their look both have
-a fence, so that one of the two sees the other.
+A rank stores how many chunks it has brought to a stage, a number that only grows. The others wait for that number: they
+spin briefly, yield while no other thread wants the core, and then sleep in the kernel
+(:mod:`evener.distributed.shm.spin_wait` says why). A rank that is about to sleep says so in a word of its own, and then
+reads the counter once more. A rank that publishes stores the counter, and then reads these words. Both have a fence
+between their store and their load, so that at least one of them sees the other's store.
 
 *Ordering*. A counter is stored after the data that it announces, and loaded before that data. x86 keeps
 stores in order, and loads too, so plain stores are enough; the streaming stores that a large ``memcpy`` may use
-are not in order, but the C library fences them before it returns. Weaker machines (arm64) need a fence that
-Python cannot issue; there :func:`map_segments` refuses, on every rank alike.
+are not in order, but the C library fences them before it returns. Machines with weaker ordering (arm64) need a fence
+that Python cannot issue; there :func:`map_segments` raises an error on every rank.
 
-*No locks*. Each counter has one writer, its rank, and only grows, so a reader that sees an old number waits a
-little longer and never takes data for ready that are not. Who writes into a slot again has waited until all
-others have published that they are past what it held; what that is, the caller says.
+*No locks*. Each counter has one writer, its rank, and only grows. A reader that sees an old number waits a little
+longer, and never takes data as ready too early. Before a rank overwrites a slot, it must have waited until all others
+have published that they no longer need its content; the caller is responsible for that.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from evener.distributed.watchdog.watchdog import backstop, departed, standings
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 
 ENTERED, REDUCED, LEFT = range(3)
-"""Stages of a chunk: its owner has copied it in, has added up its slice, needs nothing of it any more."""
+"""Stages of a chunk: the rank has copied its data in; has summed its slice; does not need the chunk any more."""
 _CALLS = 3
 _ASLEEP = 4
-"""Not 0 while the rank sleeps, or is about to: which counter of which rank it waits for."""
+"""Not 0 while the rank sleeps or is about to: the number (`_bell`) of the counter that it waits for."""
 _TAGS = 5
 _STAGES = 3
 
@@ -51,17 +51,18 @@ _LOOK_SECONDS = 0.05
 
 
 class Slots:
-    """Slots for every rank of a group, and what each rank has done with its own.
+    """Slots and progress counters of all ranks of a group. All ranks must create it together.
 
     Args:
         group: Ranks of one host.
-        slots: How many each rank has.
-        slot_nbytes: The size of one.
-        timeout_seconds: How long to wait for a rank. Where a watchdog runs, which says more, a little longer.
-        what: What they serve, for errors.
+        slots: Number of slots per rank.
+        slot_nbytes: Size of a slot in bytes.
+        timeout_seconds: How long to wait for a rank. With a watchdog, waits end a little later, because its report
+            says more.
+        what: Name of the operation, for error messages.
 
     Raises:
-        ConfigurationError: The ranks do not share a host, or the machine cannot do it; on every rank alike.
+        ConfigurationError: On every rank, if the ranks do not share a host or the machine does not support it.
     """
 
     def __init__(
@@ -88,32 +89,32 @@ class Slots:
         self._crowded = len(self._segments) > usable_cores()
 
     def view(self, rank: int, slot: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
-        """``count`` elements from element ``start`` of a slot of ``rank``; shape (count,)."""
+        """Returns a view of ``count`` elements from element ``start`` of a slot of ``rank``; shape (count,)."""
         return self._segments[rank].view(dtype, slot * self._slot_nbytes + start * dtype.itemsize, count)
 
     def begin(self, chunk: int, tag: int) -> None:
-        """Says what the call is about that starts with ``chunk``; precedes ``publish(ENTERED, ...)``."""
-        # The word was last used ``count`` chunks ago, and nobody reads it any more, whether they have left that chunk
-        # or not: the call before this one has ended here, so all others have come to that call's last chunk, and tags
+        """Stores the tag of the call that starts with ``chunk``. Must precede ``publish(ENTERED, ...)``."""
+        # The word was last used ``count`` chunks ago, and no rank reads it any more, even one that has not left that
+        # chunk: the call before this one has ended here, so all others have reached that call's last chunk, and tags
         # are read at the start of a call.
         self._mine[_TAGS + chunk % self.count][0] = tag
         self.count_call()
 
     def count_call(self) -> None:
-        """Says that this rank has begun one more call, which errors tell."""
+        """Counts one more call of this rank, for error messages."""
         self._mine[_CALLS][0] += 1
 
     def check(self, chunk: int, tag: int) -> None:
-        """Raises unless all ranks, which have entered ``chunk``, began there with the same tag."""
+        """Raises ConfigurationError if the ranks' tags differ. All ranks must have entered ``chunk``."""
         for counter in self._awaited[_TAGS + chunk % self.count]:
             if counter[0] != tag:
                 self._differ(chunk)
 
     def extras(self, chunk: int, tag: int) -> list[int]:
-        """What each rank, which has entered ``chunk``, said there beside the tensor of the ``tag``; none says nothing.
+        """Returns the ``extra`` of each rank's tag, by rank. All ranks must have entered ``chunk``.
 
         Raises:
-            ConfigurationError: They said it of different tensors.
+            ConfigurationError: If the ranks' tensors differ, or a rank's tag has no ``extra``.
         """
         found = [counter[0] for counter in self._counters[_TAGS + chunk % self.count]]
         if any(each & _TENSOR != tag & _TENSOR or each <= _TENSOR for each in found):
@@ -121,7 +122,7 @@ class Slots:
         return [each >> _EXTRA_BIT for each in found]
 
     def publish(self, stage: int, chunks: int) -> None:
-        """Says that this rank has brought ``chunks`` chunks to the stage; data are to be written first."""
+        """Publishes that this rank has brought ``chunks`` chunks to the stage. The data must be written before."""
         self._mine[stage][0] = chunks
         fence()
         for asleep in self._awaited[_ASLEEP]:
@@ -130,14 +131,14 @@ class Slots:
                 return
 
     def wait(self, stage: int, chunks: int) -> None:
-        """Returns when every other rank has published at least ``chunks``.
+        """Waits until every other rank has published at least ``chunks`` for the stage.
 
         Raises:
-            RankError: The process of a rank is gone.
-            RankTimeoutError: A rank did not come in time.
-        RecalledError: This rank is to take part in another start.
+            RankError: If the process of a rank is gone.
+            RankTimeoutError: If a rank does not come in time.
+            RecalledError: If this rank must take part in another start.
         """
-        for counter in self._awaited[stage]:  # all are there already, mostly
+        for counter in self._awaited[stage]:  # mostly all have come already
             if counter[0] < chunks:
                 self._poll(stage, chunks)
                 return
@@ -162,7 +163,7 @@ class Slots:
         self._sleep(stage, chunks, start)
 
     def _sleep(self, stage: int, chunks: int, start: float) -> None:
-        # A sleep as short as most waits are is not worth a mark.
+        # Most waits are short, and not worth a mark for the watchdog.
         self._sleep_until(start + _YIELD_SECONDS, stage, chunks)
         if self._all_came(stage, chunks):
             return
@@ -174,7 +175,7 @@ class Slots:
                 self._look(stage, chunks, time.monotonic() - start)
 
     def _sleep_until(self, end: float, stage: int, chunks: int) -> None:
-        """Returns when all came, or at ``end``."""
+        """Sleeps until all ranks have come, or until ``end``."""
         asleep = self._mine[_ASLEEP]
         while (late := self._first_late(stage, chunks)) is not None:
             left = end - time.monotonic()
@@ -194,15 +195,15 @@ class Slots:
         return None
 
     def _bell(self, stage: int, rank: int) -> int:
-        """The number of a counter, from 1."""
+        """Returns the number, from 1, of the counter of ``rank`` for ``stage``."""
         return 1 + stage * len(self._segments) + rank
 
     def _look(self, stage: int, chunks: int, waited_seconds: float) -> None:
-        """Raises if a late rank is dead, or any is late for too long, or this one is called away from all."""
+        """Raises if a late rank is dead, if a rank is late for too long, or if this rank is recalled."""
         check_recall()
         late = [rank for rank in self._late(stage, chunks) if rank != self._rank]
         dead = [rank for rank in late if has_died(self._segments[rank])]
-        # A rank may have published its last chunk and ended between the two looks above.
+        # A rank may have published its last chunk and ended between the two checks above.
         dead = [rank for rank in dead if self._counters[stage][rank][0] < chunks]
         if dead:
             raise RankError(departed(f"{self._describe(dead)}, in {self._call()}"))
@@ -233,7 +234,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _DTYPES = (*_INTEGERS, *_FLOATS)
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-"""The dtypes that torch adds, as numbers for :func:`tag_of`."""
+"""Codes for :func:`tag_of` of the dtypes that torch can add."""
 
 
 _EXTRA_BIT = 48
@@ -242,21 +243,23 @@ MOST_EXTRA = 2**16 - 1
 
 
 def tag_of(tensor: Tensor, extra: int = 0) -> int:
-    """Number of elements, dtype, and something else, up to ``MOST_EXTRA``, in one word."""
+    """Packs number of elements, dtype and ``extra`` (at most ``MOST_EXTRA``) into one 64-bit word."""
     return extra << _EXTRA_BIT | tensor.numel() << 8 | DTYPE_CODES[tensor.dtype]
 
 
 def untag(tag: int) -> str:
-    """A tag for people: ``10 x float32``."""
+    """Formats a tag for messages: ``10 x float32``."""
     words = f"{(tag & _TENSOR) >> 8} x {str(_DTYPES[tag & 0xFF]).removeprefix('torch.')}"
     return f"{words} in lasting memory" if tag > _TENSOR else words
 
 
 def map_segments(group: dist.ProcessGroup, nbytes: int, what: str) -> list[Segment]:
-    """A segment of ``nbytes`` of every rank, by rank in the group, for ``what``. A collective call.
+    """Creates a segment of ``nbytes`` on every rank, and returns all segments, by rank in the group.
+
+    All ranks must call this together. ``what`` names the operation in the error message.
 
     Raises:
-        ConfigurationError: On every rank, if any could not make its own or open another's.
+        ConfigurationError: On every rank, if any rank could not create its segment or open another's.
     """
     mine, problem = _create(nbytes)
     announced: list[Announcement | None] = all_gather(mine.owner if mine else None, group)

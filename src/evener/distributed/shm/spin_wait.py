@@ -1,15 +1,15 @@
-"""How a rank waits for a number of another rank, and what that costs those who want its core.
+"""Decides when a rank that waits for another rank may yield its core, and when it must sleep.
 
 ::
 
-    looks         20 us       what is nearly there costs no switch of threads
-    gives way     up to 2 ms  only while nobody else wants the core; the look after costs less than being woken
-    sleeps                    in the kernel, until the other rank, which sees that somebody sleeps, wakes it
+    spins         20 us       a short wait costs no switch of threads
+    yields        up to 2 ms  only while no other thread wants the core; cheaper than being woken
+    sleeps                    in the kernel, until the other rank, which sees that this one sleeps, wakes it
 
-Giving way to somebody who computes costs a turn of his, some milliseconds, and it comes back late, while the kernel
-gives a thread that it wakes its turn at once. Whether somebody wants the core is seen from how long giving way took:
-where it was long, it is not tried again for a while, the longer the oftener that happens. Where a host has more ranks
-than cores they want each other's, and it is not tried at all.
+After a yield to a thread that computes, a rank gets the core back only after that thread's time slice, some
+milliseconds later. A sleeping thread gets a core as soon as the kernel wakes it. So a yield that took long shows that
+another thread wants the core, and yielding is not tried again for a while; the pause doubles each time. If a host has
+more ranks than cores, the caller does not yield at all.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import os
 import time
 
 _TAKEN_SECONDS = 100e-6
-"""Giving way takes less than a microsecond where nobody is there."""
+"""A yield that takes longer shows that another thread wants the core. Otherwise it takes less than a microsecond."""
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 10.0
 _QUIET_SECONDS = 1.0
 
 
-class Crowd:
-    """Whether others want the cores of this process; all that waits in it shares what was seen."""
+class SpinWait:
+    """Tracks whether other threads want the cores of this process. All waits of the process share it."""
 
     def __init__(self) -> None:
         self._quiet_from = 0.0
         self._pause = _FIRST_PAUSE_SECONDS
 
     def may_give_way(self, now: float) -> bool:
-        """Whether nobody is known to want the core at the time ``now`` (``time.monotonic()``)."""
+        """Returns True if no other thread is known to want the core at the time ``now`` (``time.monotonic()``)."""
         return now >= self._quiet_from
 
     def gave_way(self, now: float, seconds: float) -> None:
-        """Giving way took ``seconds``, until ``now``."""
+        """Records a yield that took ``seconds`` and ended at ``now``."""
         if seconds > _TAKEN_SECONDS:
             self._pause = min(2 * self._pause, _LAST_PAUSE_SECONDS)
             self._quiet_from = now + self._pause
@@ -43,11 +43,11 @@ class Crowd:
             self._pause = _FIRST_PAUSE_SECONDS
 
 
-CROWD = Crowd()
+CROWD = SpinWait()
 
 
-def give_way(crowd: Crowd = CROWD) -> None:
-    """Lets somebody else have the core, if anybody wants it."""
+def give_way(crowd: SpinWait = CROWD) -> None:
+    """Yields the core to another thread, if one wants it."""
     began = time.monotonic()
     os.sched_yield()
     now = time.monotonic()

@@ -1,1 +1,1 @@
-"""Watches that ranks make progress, and tells who does not."""
+"""Watches that ranks make progress, and reports the ranks that do not."""

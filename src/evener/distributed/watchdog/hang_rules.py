@@ -1,12 +1,12 @@
-"""When a run is hopeless, and why, in words. Decided by the rank that looks after all others, of heartbeats alone.
+"""Decides from heartbeats when a run must end, and words the reason. The rank that checks all others decides.
 
 ====== =============================================================== ==============================================
-        what is seen                                                    since
+        condition                                                       for how long
 ====== =============================================================== ==============================================
-left    a rank has left, this one waits, and so do all that are there   a few heartbeats
+left    a rank has left, and this one and all others still wait         a few heartbeats
 late    this rank waits, and another is elsewhere or silent, or all     the timeout
-        are stuck in the same wait
-apart   a rank is missing from what all do together                     the timeout
+        are stuck in waits
+apart   a rank is missing from an operation of all ranks together       the timeout
 still   no rank has made any progress, whether it waits or not          the timeout
 ====== =============================================================== ==============================================
 """
@@ -17,27 +17,27 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import SILENT_BEATS, Standing
+from evener.distributed.watchdog.peer_state import SILENT_BEATS, PeerState
 
 Verdict = Literal["left", "late", "apart", "still"]
 
 _LOOK_SECONDS = 3.0
 _IDLE_SECONDS = 8.0
 AT_WORK = ("backward", "forward")
-"""Calls in which a main thread may stand still while its device computes for it alone."""
+"""Calls in which a main thread may be idle while its device computes."""
 
 
 def may_look(here: Heartbeat, timeout_seconds: float) -> bool:
-    """Whether the rank of heartbeat ``here`` has reason to look after all others."""
+    """Returns True if the rank of heartbeat ``here`` has reason to check all others."""
     stuck = here.stuck_seconds > min(timeout_seconds / 3, _LOOK_SECONDS)
     idle = here.idle > min(timeout_seconds / 3, _IDLE_SECONDS)
     return bool(here.together) or (stuck and (here.waits or idle))
 
 
 def verdict(
-    here: Heartbeat, others: Collection[Standing], timeout_seconds: float, interval_seconds: float
+    here: Heartbeat, others: Collection[PeerState], timeout_seconds: float, interval_seconds: float
 ) -> Verdict | None:
-    """Why the rank of heartbeat ``here`` must end the run; None while there is hope."""
+    """Returns why the rank of heartbeat ``here`` must end the run. Returns None if it need not."""
     if here.together:
         return "apart" if any(other.apart_seconds >= timeout_seconds for other in others) else None
     if is_left(here, others, interval_seconds):
@@ -47,11 +47,11 @@ def verdict(
     return "still" if all_still(here, others, timeout_seconds, interval_seconds) else None
 
 
-def is_left(here: Heartbeat, others: Collection[Standing], interval_seconds: float) -> bool:
-    """Whether nobody will ever come, because some have left and all the others wait as this rank does.
+def is_left(here: Heartbeat, others: Collection[PeerState], interval_seconds: float) -> bool:
+    """Returns True if the wait can never end, because some ranks have left and all others wait as this rank does.
 
-    A rank that is still at work may be the one that is waited for, and what the others had to give, they may have
-    given: so they must have left, and all that are there waited, for a few heartbeats.
+    A rank that still works may be the one that is waited for, and a rank may leave after giving its data. So a rank
+    must have left, and all remaining ranks must have waited, for a few heartbeats.
     """
     patience = SILENT_BEATS * interval_seconds
     if not here.waits or here.phase in AT_WORK or here.seconds < patience:
@@ -63,12 +63,12 @@ def is_left(here: Heartbeat, others: Collection[Standing], interval_seconds: flo
 
 
 def must_speak(
-    here: Heartbeat, others: Collection[Standing], timeout_seconds: float, interval_seconds: float
+    here: Heartbeat, others: Collection[PeerState], timeout_seconds: float, interval_seconds: float
 ) -> bool:
-    """Whether the wait of the rank of heartbeat ``here`` is hopeless.
+    """Returns True if the rank of heartbeat ``here`` must end the run, because its wait is hopeless.
 
-    It is when this rank has waited for the timeout, and another rank is elsewhere or silent, or all have been in the
-    same place for as long. The lowest of the ranks that wait speaks; the others give it a few heartbeats to do so.
+    A wait is hopeless if this rank has waited for the timeout, and another rank is elsewhere or silent, or all ranks
+    have been where they are for as long. The lowest waiting rank reports; the others give it a few heartbeats to do so.
     """
     if not others or not here.waits or here.seconds < timeout_seconds:
         return False
@@ -82,12 +82,12 @@ def must_speak(
 
 
 def all_still(
-    here: Heartbeat, others: Collection[Standing], timeout_seconds: float, interval_seconds: float
+    here: Heartbeat, others: Collection[PeerState], timeout_seconds: float, interval_seconds: float
 ) -> bool:
-    """Whether no rank has made progress for the timeout.
+    """Returns True if no rank has made progress for the timeout.
 
-    A rank alone in a program of its own is left in peace: it keeps nobody waiting. Of ranks that wait more can be said,
-    a few heartbeats later at most.
+    Always False for a run of one rank outside of Evener's phases: nobody waits for it. A waiting rank is given a few
+    heartbeats more, because the other verdicts say more.
     """
     patience = SILENT_BEATS * interval_seconds
     limit = timeout_seconds + (patience if here.waits else 0.0)
@@ -97,9 +97,13 @@ def all_still(
 
 
 def complaint(
-    why: Verdict, here: Heartbeat, others: Iterable[Standing], timeout_seconds: float, interval_seconds: float
+    why: Verdict,
+    here: Heartbeat,
+    others: Iterable[PeerState],
+    timeout_seconds: float,
+    interval_seconds: float,
 ) -> str:
-    """The first line of a report."""
+    """Returns the first line of the report."""
     limit = f"(timeout {timeout_seconds:g} s)"
     if why == "left":
         return left_words(here, others)
@@ -121,16 +125,16 @@ def complaint(
 
 
 def differ(beats: Sequence[Heartbeat]) -> bool:
-    """Whether all ranks wait, but not in the same collective with the same type and shape.
+    """Returns True if all ranks wait, but not in the same collective with the same type and shape.
 
-    What is marked has a name of Evener's own, and a rank that waits there may be a step ahead.
+    Waits with a step are Evener's own marks. They are not compared, because a rank there may be a step ahead.
     """
     calls = {(beat.phase, beat.payload) for beat in beats}
     return len(calls) > 1 and all(beat.waits and beat.step is None for beat in beats)
 
 
-def left_words(here: Heartbeat, others: Iterable[Standing]) -> str:
-    """``rank 1 has left after step 3 of 16 with status 0, but rank 0 waits in all-reduce of step 4``.
+def left_words(here: Heartbeat, others: Iterable[PeerState]) -> str:
+    """Returns ``rank 1 has left after step 3 of 16 with status 0; but rank 0 waits in all-reduce of step 4``.
 
     Empty if no rank has left.
     """

@@ -1,9 +1,8 @@
-"""What one rank tells the others about where it is: a heartbeat, and how it is read off the running program.
+"""Heartbeat: what one rank tells the others about where it is. Also samples the main thread to find that out.
 
-A program that was not written for Evener says nothing of itself, so its place is taken from the stack of its
-main thread: the innermost frames of the user's own code, and the call into ``torch.distributed`` or
-``backward`` below them, if any. A main thread that stays in such a call and uses no processor time is
-waiting; one that computes does.
+A program that was not written for Evener marks no phases, so its place is read from the stack of its main thread: the
+innermost frames of the user's own code, and the call into ``torch.distributed`` or ``backward`` below them, if any. A
+main thread in such a call counts as waiting since it last moved or used processor time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _WAITING_CODE = (
     _TORCH + "_tensor.py",
 )
 _PAYLOADS = ("tensor", "tensors", "input_tensor", "input", "input_tensor_list", "input_list", "scatter_list")
-"""What the collectives call what they send."""
+"""Names of the collectives' parameters for the data that a rank sends."""
 _DEBUGGERS = (f"{os.sep}pdb.py", f"{os.sep}pydevd.py")
 _USER_FRAMES = 3
 _BUSY_SECONDS = 1e-3
@@ -42,44 +41,44 @@ _BUSY_SECONDS = 1e-3
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank is. Times are in seconds."""
+    """State of a rank. Times are in seconds."""
 
     rank: int
     host: str
     pid: int
     count: int
-    """Number of this heartbeat; it stands still when the process does."""
+    """Number of this heartbeat. It does not grow while the process is stopped."""
     time: float
-    """Of the clock that the processes of the sender's host share and that nobody sets."""
+    """Time of the sender's monotonic clock, which all processes of its host share."""
     phase: str | None = None
     step: int | None = None
     waits: bool = False
-    """Whether it waits for other ranks."""
+    """True if the rank waits for other ranks."""
     seconds: float = 0.0
-    """How long it has been there."""
+    """How long the rank has been in this phase or wait."""
     where: tuple[str, ...] = ()
     """Innermost frames of the user's code, ``train.py:33 in main``."""
     progress: str = ""
     together: str = ""
-    """What it does together with all other ranks, for as long as that takes: ``checkpoint of step 41``."""
+    """Operation without time limit that all ranks do together (`Watchdog.together`): ``checkpoint of step 41``."""
     token: str = ""
-    """Of the host: that of two ranks is equal exactly where one can look at the other's process."""
+    """Host token: equal for two ranks exactly if one can see the other's process."""
     ended: bool = False
-    """The rank has left on its own."""
+    """True if the rank has left by itself."""
     status: int | None = None
-    """With which it left, where its process ends with it."""
+    """Exit status with which the rank left; None if its process goes on."""
     idle: float = 0.0
-    """How long it has made no progress; 0 in what is done together, which has no limit."""
+    """How long the rank has made no progress; 0 in a joint operation, which has no limit."""
     payload: str = ""
-    """What it gives to the collective in which it waits, where that is known: ``float32[3, 4]``."""
+    """Type and shape of what the rank gives to the collective in which it waits, if known: ``float32[3, 4]``."""
     limit: float = math.inf
-    """How long it waits for others before the run ends."""
+    """How long the rank waits for others before the run ends."""
     still: float = 0.0
-    """For how long its main thread has neither moved nor computed."""
+    """For how long the main thread has neither moved nor computed."""
     threads: tuple[str, ...] = ()
-    """Names of the threads that its process, which has done its work, waits for before it ends."""
+    """Names of the threads that the process waits for before it ends. Set in the last heartbeat."""
     works_on: bool = False
-    """Whether these may be part of its work, as in a script."""
+    """True if these threads may be part of the rank's work, as in a script."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -92,7 +91,7 @@ class Heartbeat:
 
     @property
     def place(self) -> str:
-        """In words: ``all-reduce of step 41, at train.py:33 in main``."""
+        """Description of where the rank is: ``all-reduce of step 41, at train.py:33 in main``."""
         words = in_words(self.phase or "its program", self.step)
         if self.payload:
             words += f" of {self.payload}"
@@ -102,7 +101,7 @@ class Heartbeat:
 
     @property
     def stuck_seconds(self) -> float:
-        """How long it has waited or, if it does not, made no progress."""
+        """How long the rank has waited, or, if it does not wait, made no progress."""
         return self.seconds if self.waits else self.idle
 
     @property
@@ -115,33 +114,33 @@ class Heartbeat:
 
 
 def in_words(name: str, step: int | None) -> str:
-    """``all-reduce of step 41``."""
+    """Returns ``all-reduce of step 41``, or only the name without a step."""
     return name if step is None else f"{name} of step {step}"
 
 
 def awaited_threads() -> tuple[str, ...]:
-    """Names of the threads of this process without whose end it does not end."""
+    """Returns the names of the threads that this process must wait for before it ends (non-daemon threads)."""
     main = threading.main_thread()
     return tuple(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One look at the main thread."""
+class ThreadSample:
+    """One sample of the main thread."""
 
     where: tuple[str, ...]
     call: str | None
-    """The call into ``torch.distributed`` or ``backward`` in which it is, or None."""
+    """Name of the call into ``torch.distributed`` or ``backward`` that the thread is in; None if there is none."""
     still_seconds: float
-    """For how long it has neither moved nor computed."""
+    """For how long the thread has neither moved nor computed."""
     debugs: bool = False
-    """Whether a debugger has it, and a person thinks."""
+    """True if a debugger's frame is on the stack."""
     payload: str = ""
-    """What it gives to the call, where that is a collective."""
+    """Type and shape of what the thread gives to the call, if that is a collective."""
 
 
 class MainThread:
-    """Looks at the main thread from another one, and neither slows it down nor keeps its frames alive."""
+    """Samples the main thread from another thread, without slowing it down or keeping its frames alive."""
 
     def __init__(self) -> None:
         ident = threading.main_thread().ident
@@ -152,7 +151,7 @@ class MainThread:
         self._cpu_seconds = 0.0
         self._since = time.monotonic()
 
-    def look(self) -> Sample:
+    def take_sample(self) -> ThreadSample:
         frames = list(_outward(sys._current_frames().get(self._ident)))
         signature = tuple((id(frame), frame.f_lasti) for frame in frames)
         cpu_seconds, now = time.clock_gettime(self._clock), time.monotonic()
@@ -163,7 +162,7 @@ class MainThread:
         waits = _waiting_frame(frames)
         call = None if waits is None else waits.f_code.co_name
         payload = "" if waits is None else payload_of(waits)
-        return Sample(_user_frames(frames), call, now - self._since, debugs, payload)
+        return ThreadSample(_user_frames(frames), call, now - self._since, debugs, payload)
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -186,7 +185,7 @@ def _user_frames(frames: list[FrameType]) -> tuple[str, ...]:
 
 
 def _waiting_frame(frames: list[FrameType]) -> FrameType | None:
-    """The outermost named function of `_WAITING_CODE` that the user's innermost frame has called."""
+    """Returns the outermost frame in `_WAITING_CODE` below the user's innermost frame. Returns None without any."""
     found = None
     for frame in frames:
         if _is_user(frame):
@@ -198,9 +197,9 @@ def _waiting_frame(frames: list[FrameType]) -> FrameType | None:
 
 
 def payload_of(frame: FrameType) -> str:
-    """Type and shape of what is sent by a function of ``torch.distributed``; empty for others.
+    """Returns type and shape of what a function of ``torch.distributed`` sends; empty for other functions.
 
-    Read off its variables, so that nothing of PyTorch has to be changed and a collective costs nothing more.
+    Reads the frame's local variables, so PyTorch need not be patched and collectives have no overhead.
     """
     if not frame.f_code.co_filename.startswith(_WAITING_CODE[0]):
         return ""
@@ -209,7 +208,7 @@ def payload_of(frame: FrameType) -> str:
 
 
 def in_short(value: object) -> str:
-    """Type and shape of a tensor, or of the first of a list: ``2 x float32[3, 4]``."""
+    """Returns type and shape of a tensor, or of a list's first: ``2 x float32[3, 4]``. Empty for other values."""
     if isinstance(value, list | tuple) and value:
         first = in_short(value[0])
         return f"{len(value)} x {first}" if first else ""

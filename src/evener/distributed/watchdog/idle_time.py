@@ -1,8 +1,8 @@
-"""For how long a rank has made no progress.
+"""Measures for how long a rank has made no progress.
 
-Within Evener's own phases (a step, loading, evaluation) progress is what marks it: a phase, a micro-batch, a wait that
-begins or ends. A program of the user's own marks nothing and may compute for hours; there progress is that the process,
-or one that it has started, computes at all.
+Within Evener's own phases (a step, loading, evaluation) a mark is progress: a phase, micro-batch or wait that begins or
+ends. A user's program marks nothing and may compute for hours; there any processor time used by the process or its
+children is progress.
 
 ::
 
@@ -19,14 +19,14 @@ import psutil
 from evener.distributed.processes import children_cpu_seconds
 
 _BUSY_SHARE = 0.02
-"""Of a core. The watchdog itself, and threads that poll, take less."""
+"""Least part of a core that counts as computing. The watchdog itself, and threads that poll, use less."""
 _LOOK_AT_CHILDREN_SECONDS = 4.0
-"""Looking costs milliseconds: only after the process has been idle for so long."""
+"""Child processes are examined only after the process was idle for this long, because that costs milliseconds."""
 _GAP_BEATS = 5
 
 
 class Activity:
-    """Told by the watchdog's thread at every heartbeat what has been marked."""
+    """Tracks the last progress of this process. The watchdog's thread calls `update` at every heartbeat."""
 
     def __init__(self) -> None:
         now = time.monotonic()
@@ -35,10 +35,10 @@ class Activity:
         self._cpu_seconds = time.process_time()
         self._children: tuple[float, float] | None = None
 
-    def look(self, marks: int, interval_seconds: float, debugs: bool = False) -> None:
-        """Takes in the number of marks so far. A debugger that waits for a person is progress."""
+    def update(self, marks: int, interval_seconds: float, debugs: bool = False) -> None:
+        """Takes the number of marks so far. A debugger that waits for input (``debugs``) counts as progress."""
         now = time.monotonic()
-        # This thread was stopped with the process, or without Python's lock: nobody knows what was in between.
+        # After a gap this thread was stopped with the process, or could not get the GIL: progress is unknown.
         slept = now - self._looked > _GAP_BEATS * interval_seconds + 1
         if marks != self._marks or debugs or slept:
             self._marks, self._marked = marks, now
@@ -47,7 +47,7 @@ class Activity:
         self._looked = now
 
     def idle_seconds(self, in_phase: bool) -> float:
-        """Since the last progress, within a phase or in the user's own program."""
+        """Returns the seconds since the last progress, by the rules for a phase or for the user's program."""
         last = self._marked if in_phase else max(self._marked, self._computed)
         return time.monotonic() - last
 

@@ -1,7 +1,7 @@
-"""What one rank knows of another: its last heartbeat, and how long ago the last new one came.
+"""State of another rank: its last heartbeat, and how long ago the last new one arrived.
 
-Silence is measured on the reader's own clock, because the clocks of two machines differ; on the same machine
-the process itself is looked at, so that a killed or stopped rank is known at once.
+Silence is measured with the reader's clock, because the clocks of two machines differ. On the same machine the process
+itself is examined, so that a killed or stopped rank is noticed at once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from evener.distributed.processes import find, state_of
 from evener.distributed.watchdog.heartbeat import Heartbeat
 
 SILENT_BEATS = 3
-"""Heartbeats that may fail to come, or be on their way, before it is news."""
+"""Number of heartbeats that may be missing before a rank counts as silent."""
 
 
-class Standing:
-    """Where one rank stands, as seen from this one."""
+class PeerState:
+    """State of one rank, as seen from this one."""
 
     def __init__(self, rank: int, beat: Heartbeat | None = None) -> None:
         self.rank = rank
@@ -34,7 +34,7 @@ class Standing:
             self.update(beat)
 
     def update(self, beat: Heartbeat) -> None:
-        """Takes in a heartbeat; one that is known already is no sign of life."""
+        """Records a heartbeat, unless it is the one that is known already."""
         before = self.beat
         if before is None or (beat.rank, beat.count) != (before.rank, before.count):
             self.beat, self._since = beat, time.monotonic()
@@ -43,7 +43,7 @@ class Standing:
 
     @staticmethod
     def _is_local(beat: Heartbeat) -> bool:
-        """A name is not enough: containers of one name may see different processes under one id."""
+        """Returns True if the sender's processes are visible here. Equal host names would not prove that."""
         return beat.token == host_token()
 
     @property
@@ -55,7 +55,8 @@ class Standing:
 
     @property
     def state(self) -> str:
-        """``unknown`` (never heard of), ``ended``, ``gone``, ``stopped`` or ``running``, if that can be told."""
+        """``unknown`` (no heartbeat yet), ``ended``, ``gone``, ``stopped`` or ``running``. A rank of another host that
+        has not ended counts as running."""
         if self.beat is None:
             return "unknown"
         if self.beat.ended:
@@ -63,11 +64,11 @@ class Standing:
         return state_of(self._process) if self._is_local(self.beat) else "running"
 
     def is_lost(self, interval_seconds: float) -> bool:
-        """Whether nothing more is to be expected of it."""
+        """Returns True if the rank does not run, or has been silent for several heartbeats."""
         return self.state != "running" or self.silent_seconds > SILENT_BEATS * interval_seconds
 
     def is_missing(self, here: Heartbeat, interval_seconds: float) -> bool:
-        """Whether it is not where the rank of heartbeat ``here`` waits for it."""
+        """Returns True if the rank is not where the rank of heartbeat ``here`` waits for it."""
         beat = self.beat
         if beat is None or self.is_lost(interval_seconds):
             return True
@@ -76,20 +77,20 @@ class Standing:
         return not beat.waits or (beat.phase, beat.step) != (here.phase, here.step)
 
     def waits_for(self, seconds: float, news_seconds: float) -> bool:
-        """Whether it has waited for others for so long, by news that are not older than that."""
+        """Returns True if the rank has waited for ``seconds``, by a heartbeat not older than ``news_seconds``."""
         beat = self.beat
         waits = beat is not None and beat.waits and beat.seconds >= seconds
         return waits and self.state == "running" and self.silent_seconds <= news_seconds
 
     def is_still(self, seconds: float) -> bool:
-        """Whether it has made no progress for so long, or can make none any more."""
+        """Returns True if the rank has made no progress for ``seconds``, or has ended."""
         if self.beat is None or self.state == "stopped":
             return self.silent_seconds >= seconds
         idle = self.beat.idle if not self.beat.together else 0.0
         return self.state in ("ended", "gone") or max(idle, self.silent_seconds) >= seconds
 
     def compare(self, here: Heartbeat, interval_seconds: float) -> None:
-        """Measures for how long it has been missing from what the rank of heartbeat ``here`` does with all others."""
+        """Updates `apart_seconds`: checks if the rank is missing from the joint operation of the rank of ``here``."""
         if not here.together or not self.is_missing(here, interval_seconds):
             self._apart_since = None
         elif self._apart_since is None or self._apart_from != here.together:
@@ -98,7 +99,7 @@ class Standing:
 
     @property
     def apart_seconds(self) -> float:
-        """How long every `compare` has found it missing; 0 if the last did not."""
+        """For how long every `compare` has found the rank missing; 0 if the last did not."""
         return 0.0 if self._apart_since is None else time.monotonic() - self._apart_since
 
     def describe(self) -> str:
@@ -110,7 +111,7 @@ class Standing:
 
     @property
     def left_words(self) -> str:
-        """Of one that has ended on its own or is gone: ``rank 1 has left after step 3 of 16 with status 0``."""
+        """Description of a rank that has ended or is gone: ``rank 1 has left after step 3 of 16 with status 0``."""
         beat = self.beat
         assert beat is not None
         done = f" after {beat.progress}" if beat.progress else ""
@@ -134,30 +135,30 @@ class Standing:
 
     @property
     def lateness(self) -> tuple[bool, bool, bool, int]:
-        """Sorts the ranks that others wait for first: the lost, the missing, those at work, then those that wait."""
+        """Sort key: lost ranks first, then missing ranks, then those that work, then those that wait."""
         waits = self.beat is not None and self.beat.waits
         return (not self.is_lost(1.0), self._apart_since is None, waits, self.rank)
 
 
-def should_look(here: Heartbeat, looker: Standing, interval_seconds: float) -> bool:
-    """Whether the rank of heartbeat ``here`` is to look after all others from now on, in place of ``looker``.
+def should_look(here: Heartbeat, looker: PeerState, interval_seconds: float) -> bool:
+    """Returns True if the rank of heartbeat ``here`` must check all others from now on, in place of ``looker``.
 
-    If every waiting rank looked at every other one, a hang of N ranks would put N squared requests a second on one
-    store. So one looks: the one that has waited longest, for its time is up first, and of several the lowest. Another
-    takes its place when it falls silent, as it does when its wait is over.
+    If every waiting rank checked every other, a hang of N ranks would make N squared requests a second. So only one
+    does: the rank that has waited longest, because it times out first, and the lowest of several. Another rank takes
+    over when it falls silent, which it also does when its wait is over.
     """
     beat = looker.beat
     if beat is None or beat.rank == here.rank or looker.is_lost(interval_seconds):
         return True
     ahead = here.stuck_seconds - beat.stuck_seconds
-    # Heartbeats are up to an interval old, so what differs by a few is equal. What is done together has no limit.
+    # Heartbeats are up to an interval old, so a small difference counts as equal. Joint operations have no timeout.
     if not here.together and not beat.together and abs(ahead) > SILENT_BEATS * interval_seconds:
         return ahead > 0
     return here.rank < beat.rank
 
 
-def report_on(standings: Iterable[Standing], stacks: Mapping[int, str] | None = None) -> str:
-    """One line for every rank, the late ones first, and the ``stacks`` that are known of them."""
+def report_on(standings: Iterable[PeerState], stacks: Mapping[int, str] | None = None) -> str:
+    """Returns one line for every rank, late ranks first, each followed by its entry in ``stacks``, if any."""
     found = stacks or {}
     lines = []
     for standing in sorted(standings, key=lambda s: s.lateness):

@@ -1,8 +1,8 @@
-"""What a rank knows of all others, and asks of them, through a store beside the training.
+"""Exchanges heartbeats and stacks between the watchdogs of all ranks, through a store.
 
-Every rank leaves its heartbeat there. Of all ranks that wait, one reads them (`standing.should_look`), so that N ranks
-put about N requests a second on the store and not N squared. The stacks of another host's ranks are asked for there
-too: whichever watchdog of that host finds the question first answers it, also for a rank that holds Python's lock.
+Every rank writes its heartbeat to the store. Of all waiting ranks only one reads them (`should_look`), so that N ranks
+make about N requests a second and not N squared. A rank also asks there for the stacks of another host's ranks: the
+first watchdog of that host that finds the question answers it, also for a rank whose main thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from torch.distributed import PrefixStore, Store
 from evener.core.stacks import stacks_of
 from evener.distributed.hosts import host_token
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import Standing, should_look
+from evener.distributed.watchdog.peer_state import PeerState, should_look
 from evener.distributed.watchdog.store_timeout import Limited, LimitedStore
 
 _LOOKER = "looker"
 _ANSWER_SECONDS = 3.0
 _STACKS = 4
-"""So many are shown; those of a hundred ranks that are stuck in one place say no more."""
+"""Most stacks in a report."""
 
 
-class Roster:
-    """Where all other ranks stand.
+class PeerStates:
+    """State of all other ranks.
 
     Args:
-        store: Every rank sees the same one. It is cloned, so that a wait of the main thread on its own client does
-            not hold up the heartbeat.
-        prefix: Of this run in the store.
+        rank: This rank.
+        world_size: Number of ranks.
+        store: The store that all ranks share. It is cloned, so that a wait of the main thread on its client does not
+            block the heartbeat.
+        prefix: Prefix of this run's keys in the store.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, prefix: str) -> None:
-        self.standings = {r: Standing(r) for r in range(world_size) if r != rank}
-        self.looker = Standing(-1)
+        self.standings = {r: PeerState(r) for r in range(world_size) if r != rank}
+        self.looker = PeerState(-1)
         self._rank, self._origin, self._prefix = rank, store, prefix
         self._limited = Limited(_ANSWER_SECONDS)
         self._lock = threading.Lock()
@@ -49,29 +51,29 @@ class Roster:
         return PrefixStore(self._prefix, self._origin.clone())  # type: ignore[attr-defined]
 
     def reconnect(self) -> None:
-        """A connection that broke stays broken; a new one can be made while there is a store.
+        """Opens a new connection to the store after the old one broke.
 
         Raises:
-            RuntimeError, OSError: There is none, or it does not answer in time.
+            RuntimeError, OSError: If the store does not exist any more, or does not answer in time.
         """
-        # To where nobody listens any more a connection is tried for minutes.
+        # If nobody listens any more, torch tries for minutes to connect.
         self.store = LimitedStore(self._limited.call(self._clone), self._limited)
 
     def close(self) -> None:
-        """Nothing more will be asked."""
+        """Stops the thread that makes the requests."""
         self._limited.close()
 
     @property
-    def others(self) -> Collection[Standing]:
+    def others(self) -> Collection[PeerState]:
         return self.standings.values()
 
     def publish(self, beat: Heartbeat) -> None:
-        """Leaves a heartbeat of this rank, for all others."""
+        """Writes a heartbeat of this rank to the store."""
         if self.standings:
             self.store.set(str(self._rank), beat.to_json())
 
     def refresh(self) -> None:
-        """Reads the last heartbeats of all others."""
+        """Reads the latest heartbeats of all other ranks."""
         with self._lock:
             unheard = [str(standing.rank) for standing in self.others if standing.beat is None]
             silent = set(absent(self.store, unheard))
@@ -81,9 +83,9 @@ class Roster:
                 self.standings[rank].update(Heartbeat.from_json(text))
 
     def looks(self, beat: Heartbeat, interval_seconds: float) -> bool:
-        """Whether it is this rank that looks after all others, of which it then leaves word for the next ones.
+        """Returns True if this rank is the one that checks all others (the looker). Then it says so in the store.
 
-        Two ranks may say so at once. The one that is not to look finds the other's word a heartbeat later.
+        Two ranks may become looker at once. One of them finds the other's entry a heartbeat later and stops.
         """
         if not self.standings:
             return True
@@ -95,7 +97,7 @@ class Roster:
         return looks
 
     def find_lost(self, interval_seconds: float) -> None:
-        """Takes up to a few heartbeats, until it is known of some rank that nothing more is to be expected of it."""
+        """Reads heartbeats until some rank is known to be lost, for a few heartbeats at most."""
         deadline = time.monotonic() + 4 * interval_seconds
         with suppress(RuntimeError, OSError):
             while time.monotonic() < deadline:
@@ -107,7 +109,7 @@ class Roster:
     # Stacks
 
     def answer(self) -> None:
-        """Gives the stacks of this host's ranks that a rank of another host has asked for."""
+        """Writes to the store the stacks of this host's ranks that a rank of another host has asked for."""
         key = f"asked/{host_token()}"
         if not self.standings or not self.store.check([key]):
             return
@@ -117,8 +119,11 @@ class Roster:
             for rank, pid in json.loads(question):
                 self.store.set(f"stack/{rank}", stacks_of(pid))
 
-    def stacks(self, standings: Iterable[Standing]) -> dict[int, str]:
-        """Of the ranks that others wait for, or of all where there are none; what is not known is left out."""
+    def stacks(self, standings: Iterable[PeerState]) -> dict[int, str]:
+        """Returns the stacks, by rank, of up to four running ranks that do not wait, or of any if all wait.
+
+        Unknown stacks are left out.
+        """
         running = [s.beat for s in standings if s.beat is not None and s.state == "running"]
         late = [beat for beat in running if not beat.waits] or running
         shown = sorted(late, key=lambda beat: beat.rank)[:_STACKS]
@@ -140,7 +145,7 @@ class Roster:
 
 
 def absent(store: LimitedStore | Store, keys: list[str]) -> list[str]:
-    """Those of ``keys`` that nobody has set: one question where there are none, else by halves."""
+    """Returns those of ``keys`` that are not set. Needs one request if all are set, otherwise bisects."""
     if not keys or store.check(keys):
         return []
     if len(keys) == 1:

@@ -1,4 +1,4 @@
-"""Where a rank is in its program, as its code marks it: a phase of its own work, or a wait for other ranks."""
+"""Marks of where a rank is in its program: a phase of its own work, or a wait for other ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from evener.distributed.failure import is_communication_error
 from evener.distributed.signals import asked
 
 
-class Place(NamedTuple):
-    """A mark: a phase, since when, and whether other ranks are waited for there."""
+class PhaseMark(NamedTuple):
+    """A mark: phase and step, since when, whether it waits for other ranks, and the joint operation around it."""
 
     phase: str | None
     step: int | None
@@ -20,23 +20,23 @@ class Place(NamedTuple):
 
 
 class Marked(Protocol):
-    """What a phase marks: the watchdog of the rank."""
+    """Interface of the watchdog that a phase marks."""
 
-    place: Place
+    place: PhaseMark
 
     def moved(self) -> None:
-        """The rank makes progress."""
+        """Records that the rank makes progress."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error that says who is missing."""
+        """Returns the error that names the missing ranks."""
 
 
 class Phase:
-    """Marks where the rank is while the block runs; made by `Watchdog.phase` and `Watchdog.wait`."""
+    """Context manager that marks where the rank is. Created by `Watchdog.phase` and `Watchdog.wait`."""
 
     __slots__ = ("_before", "_place", "_watchdog")
 
-    def __init__(self, watchdog: Marked, place: Place) -> None:
+    def __init__(self, watchdog: Marked, place: PhaseMark) -> None:
         self._watchdog, self._place = watchdog, place
 
     def __enter__(self) -> None:
@@ -48,7 +48,7 @@ class Phase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            explains = self._place.waits and asked() is None  # a run that was asked to stop has no time to
+            explains = self._place.waits and asked() is None  # a run that is to stop has no time for it
             if error is not None and explains and is_communication_error(error):
                 explained = self._watchdog.explain(error)
                 if explained is not error:

@@ -1,9 +1,8 @@
-"""Who waits for whom, in words, long before a run is hopeless.
+"""Tells the user which rank waits for which while a run stalls, long before the timeout.
 
-The time limit of a wait is minutes, for a slow step is no fault. A person who looks at a line that does not move wants
-to know sooner. After ten seconds without progress the rank that looks after all others says what it sees, on standard
-error, and again every minute; the live line of a terminal says so every second, until something moves. Nothing is
-concluded from it, so a rank that computes is said to compute.
+The timeout of a wait is minutes, because a slow step is no error. The user wants to know sooner. After ten seconds
+without progress, and then every minute, the rank that checks all others prints the state of all ranks to standard
+error. The live line of a terminal shows it every second until something moves. This has no consequences for the run.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from contextlib import suppress
 
 from evener.distributed.watchdog.hang_rules import AT_WORK
 from evener.distributed.watchdog.heartbeat import Heartbeat, in_words
-from evener.distributed.watchdog.peer_state import SILENT_BEATS, Standing
+from evener.distributed.watchdog.peer_state import SILENT_BEATS, PeerState
 
 FIRST_SECONDS = "EVENER__FIRST_WORD_SECONDS"
-"""Environment variable with the seconds after which the first word is said, 10 where it is not set."""
+"""Environment variable with the seconds without progress after which the first message is printed; 10 by default."""
 _AGAIN_SECONDS = 60.0
 _COMPUTES_SECONDS = 3.0
 _OVER = "\r\x1b[J"
@@ -29,18 +28,18 @@ _GROUPS_SHOWN = 3
 
 
 def first_word_seconds() -> float:
-    """After so long without progress the first word is said."""
+    """Returns the seconds without progress after which the first message is printed."""
     return float(os.environ.get(FIRST_SECONDS, "10"))
 
 
 class Reminder:
-    """Says what holds a run up, once a minute at most."""
+    """Prints what holds up a run, at most once a minute."""
 
     def __init__(self) -> None:
         self._last: float | None = None
 
     def is_due(self, seconds: float) -> bool:
-        """Whether a wait of so many seconds is to be told now."""
+        """Returns True if a message about a wait of so many seconds is due now, and counts it as printed."""
         now = time.monotonic()
         is_due = seconds >= first_word_seconds() and (
             self._last is None or now - self._last >= _AGAIN_SECONDS
@@ -49,19 +48,21 @@ class Reminder:
         return is_due
 
     def say(self, seconds: float, words: Callable[[], str], over: bool = False) -> None:
-        """Prints ``words`` to standard error if they are due.
+        """Prints ``words`` to standard error if a message is due.
 
         Args:
-            over: Whether they are written over a live line of this process, which is drawn again below them.
+            seconds: Length of the wait.
+            words: Returns the message.
+            over: True to overwrite a live line of this process, which is drawn again below the message.
         """
         if self.is_due(seconds):
-            with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
+            with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
                 place = (_OVER if over else "\n") if sys.stderr.isatty() else ""  # below another's live line
                 print(f"{place}evener: {words()}", file=sys.stderr, flush=True)
 
 
 class Stall:
-    """Tells of a rank that makes no progress, for its watchdog."""
+    """Reports for the watchdog of a rank that the rank makes no progress."""
 
     def __init__(self) -> None:
         self.show: Callable[[str], None] | None = None
@@ -69,8 +70,8 @@ class Stall:
         self._reminder = Reminder()
         self._shown = False
 
-    def tell(self, here: Heartbeat, others: Collection[Standing], speaks: bool) -> None:
-        """Says where all ranks stand if nothing moves; aloud only where this rank ``speaks`` for all."""
+    def tell(self, here: Heartbeat, others: Collection[PeerState], speaks: bool) -> None:
+        """Shows where all ranks are if the run stalls. Prints a message only if this rank ``speaks`` for all."""
         stalled = is_stalled(here)
         if stalled and speaks:
             live = self.show is not None
@@ -81,12 +82,12 @@ class Stall:
 
 
 def is_stalled(here: Heartbeat) -> bool:
-    """Whether this rank waits, or is in a phase of Evener's, for so long that a person wants to know."""
+    """Returns True if this rank waits, or is in a phase of Evener's, for so long that the user should be told."""
     return here.stuck_seconds >= first_word_seconds() and (here.waits or here.phase is not None)
 
 
-def stall_words(here: Heartbeat, others: Iterable[Standing]) -> str:
-    """``no progress for 12 s: rank 0 waits in all-reduce of step 4 for rank 1 (in its program, at a.py:3 in main)``."""
+def stall_words(here: Heartbeat, others: Iterable[PeerState]) -> str:
+    """Returns the message: ``no progress for 12 s: rank 0 waits in all-reduce of step 4 for rank 1 (in ...)``."""
     waiting, late = _told_apart(here, others)
     words = {standing.rank: _doing(standing) for standing in late}
     missing = " and ".join(f"{ranks} ({doing})" for ranks, doing in _grouped(words))
@@ -94,10 +95,10 @@ def stall_words(here: Heartbeat, others: Iterable[Standing]) -> str:
     return _lead(here, words) + " for ".join(part for part in (there, missing) if part)
 
 
-def live_words(here: Heartbeat, others: Iterable[Standing]) -> str:
-    """``no progress for 12 s: rank 1 at a.py:3 in main, its program; rank 0 waits in all-reduce of step 4``.
+def live_words(here: Heartbeat, others: Iterable[PeerState]) -> str:
+    """Returns the live line: ``no progress for 12 s: rank 1 at a.py:3 in main, its program; rank 0 waits in ...``.
 
-    A terminal cuts the end off, so the place of the rank that others wait for comes first.
+    A terminal may cut off the end, so the rank that others wait for comes first.
     """
     waiting, late = _told_apart(here, others)
     lead = _lead(here, {standing.rank: _doing(standing) for standing in late})
@@ -105,9 +106,9 @@ def live_words(here: Heartbeat, others: Iterable[Standing]) -> str:
     return lead + "; ".join([*missing, *_waiting_words(waiting)])
 
 
-def _told_apart(here: Heartbeat, others: Iterable[Standing]) -> tuple[dict[int, str], list[Standing]]:
-    """The ranks that wait, with the places, and all others."""
-    standings = sorted([*others, Standing(here.rank, here)], key=lambda standing: standing.rank)
+def _told_apart(here: Heartbeat, others: Iterable[PeerState]) -> tuple[dict[int, str], list[PeerState]]:
+    """Returns the waiting ranks with their places, and the states of all other ranks."""
+    standings = sorted([*others, PeerState(here.rank, here)], key=lambda standing: standing.rank)
     waiting = {s.rank: _place(s.beat) for s in standings if _waits(s) and s.beat is not None}
     return waiting, [standing for standing in standings if standing.rank not in waiting]
 
@@ -124,7 +125,7 @@ def _waiting_words(waiting: dict[int, str]) -> list[str]:
     ]
 
 
-def _waits(standing: Standing) -> bool:
+def _waits(standing: PeerState) -> bool:
     beat = standing.beat
     is_there = standing.state == "running" and standing.silent_seconds <= SILENT_BEATS
     return beat is not None and is_there and beat.waits and beat.phase not in AT_WORK
@@ -135,8 +136,8 @@ def _place(beat: Heartbeat) -> str:
     return f"{words}, at {beat.where[0]}" if beat.where else words
 
 
-def _doing(standing: Standing) -> str:
-    """What a rank does that others wait for: it computes only if its main thread was seen to."""
+def _doing(standing: PeerState) -> str:
+    """Describes what a late rank does. Says "computing" only if its main thread was seen to use the processor."""
     beat = standing.beat
     if beat is None:
         return "no sign of life yet"
@@ -152,8 +153,8 @@ def _doing(standing: Standing) -> str:
     return f"{'computing ' * (beat.still < _COMPUTES_SECONDS)}in {_place(beat)}"
 
 
-def _at(standing: Standing) -> str:
-    """The same in the words of a narrow line, where it is known: its line of code first."""
+def _at(standing: PeerState) -> str:
+    """Describes where a late rank is, for the live line: its line of code first, if known."""
     beat = standing.beat
     lives = standing.state == "running" and standing.silent_seconds <= SILENT_BEATS
     if beat is None or not lives or not beat.where:
@@ -162,7 +163,7 @@ def _at(standing: Standing) -> str:
 
 
 def _grouped(words: dict[int, str]) -> list[tuple[str, str]]:
-    """Ranks of whom the same is to be said, together; the first few such groups."""
+    """Groups the ranks with equal text. Returns the first few groups, each as ranks and text."""
     groups: dict[str, list[int]] = {}
     for rank, text in words.items():
         groups.setdefault(text, []).append(rank)
@@ -170,7 +171,7 @@ def _grouped(words: dict[int, str]) -> list[tuple[str, str]]:
 
 
 def rank_words(ranks: list[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, of many the number of the others."""
+    """Formats ranks: ``rank 3``, ``ranks 0, 1``; of many the first six and the number of the others."""
     shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
     more = f" and {len(ranks) - _RANKS_SHOWN} others" if len(ranks) > _RANKS_SHOWN else ""
     return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

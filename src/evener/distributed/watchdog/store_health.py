@@ -1,7 +1,7 @@
-"""The launcher and the store in it, as a rank sees them: who keeps a run together may itself be stopped, or gone.
+"""Detects that the launcher of a rank is stopped, or that the store of the run does not answer.
 
-A rank does not outlive a launcher that dies (`interrupt.die_with`). One that is stopped, by a debugger or by Ctrl-Z,
-says nothing more and answers nothing: the ranks end by themselves then, and say why.
+A rank does not outlive its launcher (`signals.die_with`). But a launcher that is stopped, by a debugger or by Ctrl-Z,
+answers no requests and reports nothing. Then the ranks end by themselves and say why.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from evener.distributed.processes import find, state_of
 
 LAUNCHER_PID = "EVENER__LAUNCHER_PID"
-"""Environment variable with the process that a rank does not outlive."""
+"""Environment variable with the process id of the launcher, which a rank does not outlive."""
 
 
-class Keeper:
-    """Told by the watchdog whether the store answers; looks at the launcher of this process if there is one."""
+class StoreHealth:
+    """Tracks whether the store answers (the watchdog reports it) and whether this process's launcher is stopped."""
 
     def __init__(self) -> None:
         pid = os.environ.get(LAUNCHER_PID)
@@ -26,19 +26,19 @@ class Keeper:
         self._silent_since: float | None = None
 
     def heard(self) -> None:
-        """The store has answered."""
+        """Records that the store has answered."""
         self._silent_since = None
 
     def silent(self) -> None:
-        """The store has not answered."""
+        """Records that the store has not answered."""
         self._silent_since = self._silent_since or time.monotonic()
 
     def is_lost_for(self, seconds: float) -> bool:
-        """Whether the store has not answered for so long."""
+        """Returns True if the store has not answered for at least ``seconds``."""
         return self._silent_since is not None and time.monotonic() - self._silent_since >= seconds
 
     def stopped_seconds(self) -> float:
-        """For how long the launcher of this process has been stopped."""
+        """Returns for how long the launcher has been stopped; 0 if it runs or there is none."""
         if self._launcher is None or state_of(self._launcher) != "stopped":
             self._stopped_since = None
             return 0.0
@@ -47,7 +47,7 @@ class Keeper:
 
     @property
     def words(self) -> str:
-        """What has become of them."""
+        """Message that says what is wrong with the launcher or the store."""
         if self.stopped_seconds():
             return f"its launcher (pid {self._pid}) is stopped (SIGSTOP, or a debugger)"
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""A store each of whose requests has a limit.
+"""A store with a timeout for each request.
 
-The store of a run lives in a process, the launcher's or rank 0's. While that is stopped, a request waits for good, in
-native code, and with it the thread that asks. So another thread asks, and is left behind where no answer comes::
+The store is hosted by a process, the launcher or rank 0. While that process is stopped, a request blocks its thread in
+native code indefinitely. So a separate thread makes the requests, and is left behind if no answer comes::
 
     watchdog ── request ──▶ thread ──▶ store
              ◀─ answer, or TimeoutError after `limit_seconds`; the next one as long as the thread is not back
@@ -21,10 +21,10 @@ R = TypeVar("R")
 
 
 class Limited:
-    """Makes requests in a thread of its own, one after the other.
+    """Makes requests in a separate thread, one after the other.
 
     Args:
-        limit_seconds: For the answer to a request, and for the one before to come back.
+        limit_seconds: Timeout for the answer to a request, and for the end of the request before it.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -34,10 +34,10 @@ class Limited:
         self._thread: threading.Thread | None = None
 
     def call(self, request: Callable[[], R]) -> R:
-        """What ``request`` returns or raises.
+        """Calls ``request`` in the thread, and returns its result or raises its exception.
 
         Raises:
-            TimeoutError: There is no answer in time.
+            TimeoutError: If there is no answer in time.
         """
         if not self._free.acquire(timeout=self._limit_seconds):
             raise TimeoutError("an earlier request has not been answered yet")
@@ -47,7 +47,7 @@ class Limited:
         return answer.result(self._limit_seconds)
 
     def close(self) -> None:
-        """Ends the thread, when its last request is answered."""
+        """Makes the thread end after its last request is answered."""
         self._requests.put(None)
 
     def _start(self) -> None:
@@ -67,7 +67,7 @@ class Limited:
 
 
 class LimitedStore:
-    """What the watchdog needs of a store."""
+    """The methods of a store that the watchdog needs, with a timeout for each request."""
 
     def __init__(self, store: Store, limited: Limited) -> None:
         self._store, self._limited = store, limited

@@ -1,20 +1,21 @@
-"""Who is late, and where.
+"""The watchdog of a rank: publishes heartbeats, detects hangs, and reports which rank is late and where it is.
 
-A collective that hangs tells nothing: the ranks that wait are healthy, and the one that does not come is
-silent. So every rank has a thread that publishes a heartbeat to a store beside the training, whatever its
-main thread does, and that ends the process with a report on all ranks when the main thread has waited for too
-long. It ends it for good (``os._exit``): a main thread inside a C++ wait cannot be reached by an exception.
+A collective that hangs reports nothing: the waiting ranks are healthy, and the missing rank is silent. So every rank
+has a thread that publishes a heartbeat to a store, whatever its main thread does. If the main thread has waited for too
+long, the watchdog thread ends the process with a report on all ranks. It uses ``os._exit``, because an exception cannot
+reach a main thread inside a C++ wait.
 
     rank 0 main    forward ─ backward ─ all-reduce ....................................
     rank 1 main    forward ─ (killed, stopped, elsewhere)
     rank 0 thread  beat ──── beat ───── beat ──── beat ─ ... ─ timeout ─▶ report, exit 1
 
-Marking a place costs two attribute writes; everything else happens in the thread, about once a second. What it takes
-for the end is in :mod:`evener.distributed.watchdog.hang_rules`. A thread that does not get Python's lock speaks of
-nothing; then that of another rank does, or the launcher (:mod:`evener.distributed.launch.launcher_watchdog`).
+Marking a phase costs two attribute writes; everything else happens in the thread, about once a second. The conditions
+for ending a run are in :mod:`evener.distributed.watchdog.hang_rules`. A watchdog thread that does not get the GIL
+cannot report; then another rank's watchdog does, or the launcher's
+(:mod:`evener.distributed.launch.launcher_watchdog`).
 
-Every other limit of a wait (of a process group, of shared memory) is a backstop, `BACKSTOP_SECONDS` later, for it could
-not say who is missing and where.
+All other timeouts of waits (of process groups, of shared memory) are `BACKSTOP_SECONDS` longer, because they could not
+say which rank is missing and where it is.
 """
 
 from __future__ import annotations
@@ -42,51 +43,53 @@ from evener.distributed.restart_count import next_name
 from evener.distributed.watchdog.hang_rules import complaint, left_words, may_look, verdict
 from evener.distributed.watchdog.heartbeat import Heartbeat, MainThread, awaited_threads, in_words
 from evener.distributed.watchdog.idle_time import Activity
-from evener.distributed.watchdog.peer_state import Standing, report_on
-from evener.distributed.watchdog.peers import Roster
-from evener.distributed.watchdog.phase import Phase, Place
+from evener.distributed.watchdog.peer_state import PeerState, report_on
+from evener.distributed.watchdog.peers import PeerStates
+from evener.distributed.watchdog.phase import Phase, PhaseMark
 from evener.distributed.watchdog.stall import Stall, is_stalled
-from evener.distributed.watchdog.store_health import Keeper
+from evener.distributed.watchdog.store_health import StoreHealth
 from evener.errors import EvenerError, RankError, RankTimeoutError
 
 TIMEOUT_SECONDS = 300.0
 BACKSTOP_SECONDS = 30.0
-"""Other limits of a wait end this much later than the watchdog's, whose report says more."""
+"""Other timeouts are this much longer than the watchdog's, whose report says more."""
 
 _INTERVAL_SECONDS = 1.0
 
 
 def current_watchdog() -> Watchdog | None:
-    """The watchdog of this process, where Evener launched it or a session is open."""
+    """Returns the watchdog of this process. Returns None if Evener did not launch it and no session is open."""
     last = process_watchdogs[-1] if process_watchdogs else None
     return last if isinstance(last, Watchdog) else None
 
 
 def standings() -> str:
-    """The report on every rank, from a new line on, for a wait that ended by itself; empty without a watchdog."""
+    """Returns the report on every rank, preceded by a newline, to append to an error; empty without a watchdog."""
     watchdog = current_watchdog()
     return "" if watchdog is None else f"\n{watchdog.report()}"
 
 
 def departed(words: str) -> str:
-    """``words``, after those of the watchdog if it knows that a rank has left on its own."""
+    """Returns ``words``, preceded by the watchdog's message if it knows that a rank has left."""
     watchdog = current_watchdog()
     told = "" if watchdog is None else watchdog.departure()
     return f"{told}\n({words})" if told else words
 
 
 def backstop(timeout_seconds: float) -> float:
-    """When a wait that was given ``timeout_seconds`` has to end: later, where a watchdog ends it with a report."""
+    """Returns the timeout for a wait: longer than ``timeout_seconds`` if a watchdog would end it with a report."""
     return timeout_seconds if current_watchdog() is None else timeout_seconds + BACKSTOP_SECONDS
 
 
 class Watchdog:
-    """The heartbeat of this rank, and its view of all others.
+    """Publishes the heartbeat of this rank and watches all other ranks.
 
     Args:
-        store: Where heartbeats are kept; every rank sees the same one.
+        rank: This rank.
+        world_size: Number of ranks.
+        store: Store for the heartbeats, shared by all ranks.
         timeout_seconds: How long this rank waits for others before the run ends.
-        run_dir: Where the launcher of this machine looks for heartbeats, if it is Evener's.
+        run_dir: Directory in which Evener's launcher reads heartbeats; None without that launcher.
     """
 
     def __init__(
@@ -99,11 +102,11 @@ class Watchdog:
     ) -> None:
         self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout_seconds
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        self._roster = Roster(rank, world_size, store, f"evener/{run}/{next_name('watchdog')}")
-        self._keeper = Keeper()
+        self._roster = PeerStates(rank, world_size, store, f"evener/{run}/{next_name('watchdog')}")
+        self._keeper = StoreHealth()
         self._run_dir = run_dir
         self._host = socket.gethostname()
-        self.place = Place(None, None, False, time.monotonic())
+        self.place = PhaseMark(None, None, False, time.monotonic())
         self._progress = ""
         self._main = MainThread()
         self._activity = Activity()
@@ -122,10 +125,11 @@ class Watchdog:
         return self
 
     def close(self, status: int | None = None, works_on: bool = False) -> None:
-        """Says that this rank has ended on its own, its process with ``status`` if it does too; stops the thread.
+        """Publishes that this rank has left by itself, and stops the thread.
 
         Args:
-            works_on: Threads that it leaves may be part of its work.
+            status: Exit status if the process ends too; else None.
+            works_on: True if threads that are still running may be part of the rank's work.
         """
         self._stop.set()
         if self._thread.is_alive():
@@ -136,65 +140,67 @@ class Watchdog:
         self._roster.close()
 
     def show(self, line: Callable[[str], None] | None) -> None:
-        """Has ``line`` called about once a second with who waits for whom while nothing moves, then with ``""``."""
+        """Sets a callback that is called about once a second with who waits for whom while the run stalls, then with
+        ``""``."""
         self._stall.show = line
 
     def hush(self) -> None:
-        """This rank is called away from those that it watches: whatever they do, it ends nothing for it."""
+        """Stops watching without waiting for the thread, because this rank is recalled to another start."""
         self._stop.set()
 
     def stand_down(self) -> None:
-        """As :meth:`close`, without a word to the others: this rank goes on, with another watchdog."""
+        """Stops the thread like :meth:`close`, but publishes nothing: this rank goes on with another watchdog."""
         self._stop.set()
         self._thread.join(timeout=2 * _INTERVAL_SECONDS)
         self._roster.close()
 
     def phase(self, name: str, step: int | None = None, *, waits: bool = False) -> Phase:
-        """Marks honest work: ``with watchdog.phase("forward", step=41):``.
+        """Marks a phase of this rank's own work: ``with watchdog.phase("forward", step=41):``.
 
-        It may take as long as it takes while no other rank waits for it, and something is marked now and then, here or
-        on another rank; see `moved`.
+        It has no time limit while no other rank waits for this one and some rank makes progress; see `moved`.
         """
         return Phase(self, self._at(name, step, waits))
 
     def wait(self, name: str, step: int | None = None) -> Phase:
         """Marks a wait for other ranks, limited by ``timeout_seconds``.
 
-        A communication error leaves it explained.
+        A communication error in the block is replaced by that of `explain`, which names the missing ranks.
         """
         return self.phase(name, step, waits=True)
 
     def together(self, name: str, step: int | None = None) -> Phase:
-        """Marks what all ranks do together and what may take as long as it takes, such as saving a checkpoint.
+        """Marks an operation of all ranks together that has no time limit, such as saving a checkpoint.
 
-        While a few ranks write, the others may wait for them beyond ``timeout_seconds``, in whatever is marked inside.
-        The run ends when a rank was missing for that long: dead, stopped, silent, or not in a block of this name and
-        step. The waits themselves need a limit that is longer: that of `Session.patient_group`.
+        While a few ranks write, the others may wait for them longer than ``timeout_seconds``, in any phase marked
+        inside. The run ends when a rank was missing for that long: dead, stopped, silent, or not in a block of this
+        name and step. The waits themselves need a longer timeout: that of `Session.patient_group`.
         """
         place = self._at(name, step, False)
         return Phase(self, place._replace(together=in_words(name, place.step)))
 
-    def _at(self, name: str, step: int | None, waits: bool) -> Place:
-        """A place within a step, where none is named, belongs to the step around it."""
+    def _at(self, name: str, step: int | None, waits: bool) -> PhaseMark:
+        """Creates a mark. Without a step it takes the step of the enclosing phase."""
         around = self.place
-        return Place(name, around.step if step is None else step, waits, time.monotonic(), around.together)
+        return PhaseMark(
+            name, around.step if step is None else step, waits, time.monotonic(), around.together
+        )
 
     def explained(self) -> Phase:
-        """Communication errors leave the block explained, under the mark of the phase around it."""
+        """Replaces communication errors in the block by those of `explain`. Keeps the name of the enclosing phase."""
         return Phase(self, self.place._replace(waits=True, since=time.monotonic()))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the innermost mark is that of a wait."""
+        """True if the innermost mark is a wait."""
         return self.place.waits
 
     def progress(self, text: str) -> None:
-        """Says where the run stands, as an interrupted run will: ``step 41 of 400, epoch 2 of 5``."""
+        """Sets the position of the run for reports: ``step 41 of 400, epoch 2 of 5``. Counts as progress."""
         self._progress = text
         self.moved()
 
     def moved(self) -> None:
-        """Says that the rank makes progress within its phase."""
+        """Records that the rank makes progress within its phase."""
         self._marks += 1
 
     @property
@@ -203,24 +209,27 @@ class Watchdog:
 
     @property
     def progress_text(self) -> str:
-        """What was last said to `progress`."""
+        """Position of the run that was last set with `progress`."""
         return self._progress
 
     def report(self, stacks: bool = False) -> str:
-        """Where every rank stands and for how long, one line each, the late ones first; with ``stacks``, theirs.
+        """Returns where every rank is and for how long, one line each, late ranks first.
 
-        Where the store does not answer, as far as it was known before.
+        If the store does not answer, the report uses the heartbeats that were read before.
+
+        Args:
+            stacks: Adds the stacks of the ranks that others wait for.
         """
         with suppress(RuntimeError, OSError):
             if not self._keeper.is_lost_for(0.0):
                 self._roster.refresh()
-        standings = [*self._roster.others, Standing(self.rank, self._beat())]
+        standings = [*self._roster.others, PeerState(self.rank, self._beat())]
         return report_on(standings, self._roster.stacks(standings) if stacks else None)
 
     def explain(self, error: BaseException) -> EvenerError:
-        """The error that names the ranks which are gone or late, for one that a collective raised.
+        """Returns, for an error that a collective raised, an error that names the ranks which are gone or late.
 
-        Takes up to a few heartbeats, until it is known who is missing. An `EvenerError` is returned as it is.
+        Takes up to a few heartbeats, until a missing rank is known. Returns an `EvenerError` unchanged.
         """
         if isinstance(error, EvenerError):
             return error
@@ -233,9 +242,9 @@ class Watchdog:
         return kind(f"{lost}\n({text[0] if text else error!r})")
 
     def departure(self) -> str:
-        """Which ranks have left, and a report on all; empty if it is not known of any within a few heartbeats.
+        """Returns which ranks have left, and a report on all. Waits a few heartbeats; empty if none is known to have.
 
-        Empty too where a rank that is gone is replaced, and this one has no time to lose.
+        Also empty if this rank stays while a lost rank is replaced: then there is no time for a report.
         """
         if may_be_recalled():
             return ""
@@ -244,7 +253,7 @@ class Watchdog:
         return f"{words}\n{self.report()}" if words else ""
 
     def _beat(self) -> Heartbeat:
-        place, sample, now = self.place, self._main.look(), time.monotonic()
+        place, sample, now = self.place, self._main.take_sample(), time.monotonic()
         waits = place.waits or sample.call is not None
         return Heartbeat(
             rank=self.rank,
@@ -268,14 +277,14 @@ class Watchdog:
 
     def _publish(self, beat: Heartbeat) -> None:
         if self._run_dir is not None:
-            with suppress(OSError):  # a full disk is no reason to fall silent
+            with suppress(OSError):  # a full disk must not stop the heartbeats
                 partial = self._run_dir / f"beat-{self.rank}.partial"
                 partial.write_text(beat.to_json())
                 partial.replace(self._run_dir / f"beat-{self.rank}")
         self._roster.publish(beat)
 
     def _run(self) -> None:
-        """Goes on after any error, for a rank without a watchdog hangs in silence."""
+        """Body of the thread. Continues after any error, because a rank without a watchdog could hang unnoticed."""
         failures = 0
         while not self._stop.wait(self._interval):
             try:
@@ -289,7 +298,10 @@ class Watchdog:
                 self._tell(error)
 
     def _store_answers(self, error: Exception, failures: int) -> bool:
-        """A store that is silent may be stopped for a while; one whose connection broke twice is asked anew."""
+        """Handles an error of the store. Returns False if the store does not answer.
+
+        A timeout may mean that the store's process is stopped. After a second broken connection, reconnects.
+        """
         if not isinstance(error, TimeoutError):
             if failures == 1:
                 return True
@@ -302,7 +314,7 @@ class Watchdog:
         return False
 
     def _go_on_alone(self) -> None:
-        """Without a store nobody knows of the others, but that a wait is hopeless is known all the same."""
+        """Ends a wait that exceeded the timeout while the store is lost, so that nothing is known of other ranks."""
         beat = self._beat()
         if beat.stuck_seconds >= self.timeout_seconds:
             doing = (
@@ -313,11 +325,11 @@ class Watchdog:
             self._speak(f"rank {self.rank} has {doing} {beat.place}, and {self._keeper.words}", aloud=True)
 
     def _tell(self, error: Exception) -> None:
-        """Shows an error of the watchdog's own, once: it is silent otherwise, and would hide what is wrong with it."""
+        """Prints an internal error of the watchdog, only the first time. It would be invisible otherwise."""
         if self._told:
             return
         self._told = True
-        with suppress(OSError, ValueError):  # nobody listens, or standard error is closed
+        with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
             trace = "".join(traceback.format_exception(error))
             print(
                 f"the watchdog of rank {self.rank} failed, and goes on:\n{trace}",
@@ -327,7 +339,7 @@ class Watchdog:
             )
 
     def _tick(self) -> None:
-        self._activity.look(self._marks, self._interval, self._main.look().debugs)
+        self._activity.update(self._marks, self._interval, self._main.take_sample().debugs)
         beat = self._beat()
         if self._keeper.stopped_seconds() >= self.timeout_seconds:
             self._speak(f"the run is left alone: {self._keeper.words}", aloud=True)
@@ -355,7 +367,8 @@ class Watchdog:
             )
 
     def _speak(self, words: str, kind: type[EvenerError] = RankTimeoutError, aloud: bool = False) -> None:
-        """Ends the process whatever happens on the way; ``aloud`` where no launcher may ever say it."""
+        """Records the error and ends the process in any case. Evener's launcher prints the recorded error; ``aloud``
+        makes local rank 0 print it too, for cases in which the launcher may be stopped."""
         try:
             error = kind(f"{words}\n{self.report(stacks=True)}")
             if self._run_dir is None or (aloud and os.environ.get("LOCAL_RANK", "0") == "0"):

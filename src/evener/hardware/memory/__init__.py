@@ -1,17 +1,17 @@
-"""What memory a rank's tensors take: counted as operators make and free them, by what they are for.
+"""Counts the memory of a rank's tensors by category, when operators allocate and free them.
 
-==============  ==========================================================================
-``tally``       sums and their peak, and what the peak was made of; knows nothing of torch
-``purpose``     by which whoever makes memory says what it is for
-``accounting``  tells the tally of every storage that operators make, and holds to a limit
-==============  ==========================================================================
+============  =========================================================================
+``counters``  sums, their peak, and the peak's parts; independent of torch
+``purpose``   lets code that allocates memory state its category
+``tracker``   counts every storage that operators allocate, and enforces a limit
+============  =========================================================================
 
-One mechanism serves three: it watches real tensors, it limits what they may take, and on tensors without numbers it
-estimates a run before there is one.
+The same tracker measures the memory of real tensors, enforces a memory limit, and estimates a run's memory with fake
+tensors before the run.
 """
 
 from evener.hardware.memory.counters import CATEGORIES
 from evener.hardware.memory.purpose import made_as
-from evener.hardware.memory.tracker import Accounting, MemoryLimitError
+from evener.hardware.memory.tracker import MemoryLimitError, MemoryTracker
 
-__all__ = ["CATEGORIES", "Accounting", "MemoryLimitError", "made_as"]
+__all__ = ["CATEGORIES", "MemoryLimitError", "MemoryTracker", "made_as"]

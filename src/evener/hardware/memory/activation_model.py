@@ -1,16 +1,16 @@
-"""How much memory a pass over so many samples takes at most, known from passes that had enough.
+"""Predicts the peak memory of a pass over a number of samples, from passes that succeeded.
 
-At every moment of a pass there is something that does not depend on its samples, and something for each of them; the
-peak is that of the hungriest moment. It grows with the samples, ever faster, but never faster than they do::
+At every moment of a pass, memory has a constant part and a part proportional to the samples. The peak is the maximum
+over all moments: a convex function of the number of samples, which never grows faster than in proportion::
 
-    bytes │            ╱ ·        beyond what has been passed: in proportion, for all moments grow less
+    bytes │            ╱ ·        beyond the largest size: in proportion, an upper bound
           │        ●╱
-          │     ─╱                between two sizes: their chord, for the peak bends upwards
+          │     ─╱                between two sizes: their chord, an upper bound of a convex function
           │ ●─╱
           └──────────────── samples
 
-A line through two sizes would promise too much: another moment may be the hungriest beyond them. So the largest pass is
-found from below, and memory does not run out in finding it.
+Extrapolating a line through two sizes could predict too little memory: beyond them, another moment may have the peak.
+With an upper bound, the largest possible pass is approached from below, without running out of memory.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ import math
 from itertools import accumulate, pairwise
 
 SPARE = 0.05
-"""Part of the room that is left free: an allocator cannot use all of it."""
+"""Fraction of the available memory that is left free: an allocator cannot use all of it."""
 
 
-class Appetite:
-    """What passes of one model take."""
+class ActivationModel:
+    """Predicts the memory of passes of one model."""
 
     def __init__(self) -> None:
         self._taken: dict[int, int] = {}
 
     @property
     def has_learned(self) -> bool:
-        """Whether there was a pass."""
+        """True if at least one pass was measured."""
         return bool(self._taken)
 
     def learn(self, samples: int, nbytes: int, at_least: bool = False) -> None:
-        """A pass over so many samples took so much; of several of one size the hungriest counts.
+        """Adds a measurement: a pass over ``samples`` took ``nbytes``. For each size the maximum is kept.
 
         Args:
-            at_least: It took more, which was not to be told apart: this counts where so much was not thought possible.
+            at_least: ``nbytes`` is only a lower bound. The measurement is then used only if the model predicted that
+                ``samples`` would fit into ``nbytes``.
         """
         expected = not self._taken or self.capacity(nbytes / (1 - SPARE)) < samples
         if at_least and expected:
@@ -45,7 +46,10 @@ class Appetite:
         self._taken[samples] = max(nbytes, self._taken.get(samples, 0))
 
     def capacity(self, room: float) -> float:
-        """How many samples at once are sure to have room, at least one; infinite if nothing speaks against any."""
+        """Returns the number of samples of a pass that surely fits into ``room`` bytes, at least 1.
+
+        Infinite if there is no measurement, or no limit.
+        """
         if not self._taken or math.isinf(room):
             return math.inf
         usable, known = room * (1 - SPARE), self._known()
@@ -58,10 +62,12 @@ class Appetite:
         return 1
 
     def most(self, room: float) -> int:
-        """The most samples that may be passed at once, at least one: up to twice as many as ever were."""
+        """Returns the largest allowed pass in samples, at least 1: `capacity`, but at most twice the largest pass so
+        far.
+        """
         return int(min(self.capacity(room), 2 * max(self._taken, default=0.5)))
 
     def _known(self) -> list[tuple[int, int]]:
-        """Sizes and their bytes, of which no smaller one takes more."""
+        """Returns the measured sizes with their bytes, made monotonic: a larger size takes at least as many bytes."""
         sizes = sorted(self._taken)
         return list(zip(sizes, accumulate((self._taken[size] for size in sizes), max), strict=True))

@@ -1,15 +1,15 @@
-"""How many bytes are held and were held at most, and for what, where that is said of a thing later than it came.
+"""Counts bytes in use and their peak by category, where the category of an allocation may become known later.
 
-What a tensor is for is often known only when it has been there for a while: a gradient is one when backward has ended,
-and the peak was in the middle of it. So the peak is kept not as sums but as the things that made it, and these are
-asked what they are when somebody asks for the peak::
+The category of a tensor is often known only some time after it was allocated: a gradient is known when backward has
+ended, but the peak was during backward. The peak is therefore stored not as sums but as the allocations that made it,
+and they are summed by category when the peak is read::
 
     came     a  b  c     d                 a, b and d are still there; c has gone, but was there at the peak
     went              b'    c              b' had gone before the peak
                          ▲
                          peak              = those there that had come by then, and those that have gone since
 
-Of what goes, only that is kept which was there at the last peak, so that a higher one clears the list.
+Of freed allocations, only those that existed at the last peak are kept. A higher peak clears the list.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from collections.abc import Iterable
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer"
 ACTIVATIONS, BUCKETS, INPUTS, OTHER = "activations", "buckets", "inputs", "other"
 CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUCKETS, INPUTS, OTHER)
-"""What memory is for. ``activations``: made by forward passes, those that checkpointing repeats too. ``buckets``: made
-to be sent or received. ``other``: passing results of backward and of the optimizer, and all else."""
+"""Categories of memory. ``activations``: allocated in forward passes, also those that activation checkpointing repeats.
+``buckets``: allocated to be sent or received. ``other``: temporary results of backward and of the optimizer, and the
+rest."""
 
 UNCOUNTED = "uncounted"
-"""Said of what is made, that it does not count until it is named."""
+"""Category of tensors that do not count until :meth:`MemoryTracker.name` assigns a category."""
 
 
-class Held:
-    """Bytes that are held together, and go together."""
+class HeldBytes:
+    """An allocation: bytes that are freed together."""
 
     __slots__ = ("born", "category", "nbytes")
 
@@ -35,50 +36,50 @@ class Held:
         self.nbytes, self.category, self.born = nbytes, category, born
 
 
-class Tally:
-    """Counts what comes and goes, in bytes."""
+class ByteCounter:
+    """Counts allocations and their peak, in bytes."""
 
     def __init__(self) -> None:
         self.held = 0
         self.peak = 0
-        self._there: set[Held] = set()
-        self._gone: list[Held] = []  # since the peak, at which they were there
+        self._there: set[HeldBytes] = set()
+        self._gone: list[HeldBytes] = []  # in use at the peak, freed since
         self._came = 0
         self._peak_came = 0
 
-    def add(self, nbytes: int, category: str) -> Held:
-        """More bytes are held. What was returned says later that they have gone, or are for something else."""
+    def add(self, nbytes: int, category: str) -> HeldBytes:
+        """Adds an allocation. Pass the returned object to :meth:`remove`; its ``category`` may be changed."""
         self._came += 1
-        came = Held(nbytes, category, self._came)
+        came = HeldBytes(nbytes, category, self._came)
         self._there.add(came)
-        # An addition in place is one to all threads: Python changes threads, and frees what is in cycles, in calls.
+        # No other thread can interrupt this addition: Python switches threads, and collects cycles, at calls.
         self.held += nbytes
         if self.held > self.peak:
             self.reset_peak()
         return came
 
-    def remove(self, gone: Held) -> None:
-        """They are held no more."""
+    def remove(self, gone: HeldBytes) -> None:
+        """Removes an allocation that was freed."""
         self._there.discard(gone)
         self.held -= gone.nbytes
         if gone.born <= self._peak_came:
             self._gone.append(gone)
 
     def reset_peak(self) -> None:
-        """The peak is what is held now."""
+        """Sets the peak to the bytes in use now."""
         self.peak, self._peak_came = self.held, self._came
         self._gone.clear()
 
     def now(self) -> dict[str, int]:
-        """What is held, by category."""
+        """Returns the bytes in use now, by category."""
         return _sums(self._there)
 
     def at_peak(self) -> dict[str, int]:
-        """What was held at the peak, by the categories that are known by now."""
+        """Returns the bytes in use at the peak, by the categories that the allocations have now."""
         return _sums([*(held for held in self._there if held.born <= self._peak_came), *self._gone])
 
 
-def _sums(things: Iterable[Held]) -> dict[str, int]:
+def _sums(things: Iterable[HeldBytes]) -> dict[str, int]:
     sums = dict.fromkeys(CATEGORIES, 0)
     for held in things:
         sums[held.category] += held.nbytes

@@ -1,4 +1,4 @@
-"""A gauge that is read several times in a step, and still knows the peak of the whole."""
+"""A memory gauge that can be read several times in a step and still reports the peak of the whole step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from evener.hardware.memory.usage import Gauge
 
 
 class Laps:
-    """A gauge around another one.
+    """Wraps a gauge, and keeps the peak over several readings.
 
     Args:
-        inner: Which forgets the peak whenever it is read.
+        inner: A gauge that resets its peak whenever it is read.
     """
 
     def __init__(self, inner: Gauge) -> None:
@@ -18,13 +18,13 @@ class Laps:
         self.every_seconds = inner.every_seconds
 
     def part(self) -> Lap:
-        """Since the last part or lap."""
+        """Reads the memory, with the peak since the last call of ``part`` or ``lap``."""
         found = self._inner.lap()
         self._peak = max(self._peak, found.peak)
         return found
 
     def lap(self) -> Lap:
-        """Since the last lap."""
+        """Reads the memory, with the peak since the last call of ``lap``."""
         now = self.part()
         peak, self._peak = self._peak, 0
         return now._replace(peak=peak)

@@ -1,8 +1,7 @@
-"""What the C library keeps of memory that was freed: on a CPU the counterpart of a GPU's cache.
+"""Reads how much freed memory the C library keeps: the CPU's counterpart of a GPU allocator's cache.
 
-A process that frees a tensor often does not become smaller: glibc keeps the memory for the next one (``mallinfo2``,
-man mallinfo; glibc 2.33). Reading it
-takes a microsecond, and 70 where a thousand small tensors have come and gone.
+When a process frees a tensor, glibc often keeps the memory for the next one (``mallinfo2``, man mallinfo; glibc 2.33).
+Reading the amount takes 1 microsecond, or 70 after a thousand small tensors were allocated and freed.
 """
 
 from __future__ import annotations
@@ -31,4 +30,5 @@ def _reader() -> Callable[[], int]:
 
 
 kept_nbytes = _reader()
-"""Bytes that were freed and are kept; 0 where the C library does not tell, or another allocator stands before it."""
+"""Returns the number of freed bytes that the C library keeps; 0 if it does not report them, or if another allocator
+replaces it."""

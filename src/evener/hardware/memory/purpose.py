@@ -1,4 +1,4 @@
-"""What memory is for, said by whoever makes it, to whoever counts it: neither needs to know the other."""
+"""Lets code that allocates memory state the category, without knowing the tracker that counts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _now = _Purpose()
 
 @contextmanager
 def made_as(category: str) -> Iterator[None]:
-    """What this thread makes in the block is of the category, one of :data:`evener.hardware.memory.CATEGORIES`."""
+    """Assigns what this thread allocates in the block to one of :data:`evener.hardware.memory.CATEGORIES`."""
     before, _now.category = _now.category, category
     try:
         yield
@@ -25,5 +25,5 @@ def made_as(category: str) -> Iterator[None]:
 
 
 def purpose() -> str | None:
-    """The category of what this thread makes now, if somebody has said it."""
+    """Returns the category that `made_as` has set for this thread. Returns None if there is none."""
     return _now.category

@@ -1,7 +1,8 @@
-"""What the memory of a step was used for, worked out from what is read anyway and what is known to be held.
+"""Computes a step's memory by category, from the gauge's readings and the known sizes of permanent tensors.
 
-Nobody counts single tensors in a usual run. What the rank holds all the time is known by its size; what came in forward
-and backward and went again is what was there at most and is not there any more::
+A usual run does not count single tensors. The sizes of tensors that the rank holds permanently are known. Activations
+are what was allocated in forward and backward and freed again: the difference between the peak and the bytes held
+after::
 
     bytes      ╭─╮             peak ┐
          ╭─────╯ ╰──╮               ├ activations
@@ -9,8 +10,8 @@ and backward and went again is what was there at most and is not there any more:
        passes of step n             ├ parameters, buffers, gradients, optimizer, buckets, inputs: by their sizes
                                     └ other: the rest
 
-The peak may also lie between two steps' passes, in the update or in an evaluation. Then nothing is said of activations,
-and what came for the moment is ``other``.
+The peak may also lie between the passes of two steps, in the optimizer update or in an evaluation. Then activations
+count as 0, and temporary memory counts as ``other``.
 """
 
 from __future__ import annotations
@@ -22,79 +23,79 @@ from evener.hardware.memory.counters import ACTIVATIONS, BUCKETS, CATEGORIES, OT
 
 
 class Lap(NamedTuple):
-    """Bytes, as a gauge reads them."""
+    """A reading of a gauge, in bytes."""
 
     held: int
-    """In use now."""
+    """Bytes in use now."""
     peak: int
-    """The most since the last time."""
+    """Maximum bytes in use since the last reading."""
     reserved: int = 0
-    """What the allocator of a GPU keeps; what of that is not in use is cached, or lost between what is. 0 elsewhere."""
+    """Bytes that a GPU's allocator has reserved: in use, cached, or lost to fragmentation. 0 for a CPU."""
     split: int = 0
-    """Of what is reserved and not in use, what lies between what is: it cannot be given back."""
+    """Reserved bytes that lie unused between tensors in use. The allocator cannot release them."""
     retries: int = 0
-    """How often in all the allocator has given back what it kept, and asked the device again."""
+    """Total number of times that the allocator released its cache and asked the device again."""
     failures: int = 0
-    """How often in all it was out of memory."""
+    """Total number of times that the allocator was out of memory."""
 
 
 class News(NamedTuple):
-    """What a rank has noticed of its device's memory since the step before, in bytes where nothing else is said."""
+    """Events of a rank's device memory since the previous step, in bytes unless stated otherwise."""
 
     lost: int = 0
-    """Lies in pieces between what is in use."""
+    """Bytes lost to fragmentation."""
     retries: int = 0
-    """How often the allocator has given back what it kept, and asked again; the device waited meanwhile."""
+    """Number of times that the allocator released its cache and asked the device again, which synchronizes with it."""
     won: int = 0
-    """Was given back to the device, by emptying the cache."""
+    """Bytes released to the device by emptying the cache."""
     others: int = 0
-    """Belongs to other processes."""
+    """Bytes that other processes use."""
     pid: int = 0
-    """Of the one of them that has most."""
+    """Process id of the other process that uses most."""
     free: int = 0
-    """Is free on the device then."""
+    """Free bytes on the device at that time."""
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of a rank's device, of a step: since the passes of the step before."""
+    """Memory use of a rank in a step, in bytes. The step begins when the passes of the previous step end."""
 
     held: int
-    """In use after its passes."""
+    """Bytes in use after the step's passes."""
     peak: int
-    """The most."""
+    """Maximum bytes in use."""
     reserved: int = 0
     """See :class:`Lap`."""
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
-    """What the peak was made of, as ``CATEGORIES``; they add up to it."""
+    """Parts of the peak in the order of ``CATEGORIES``. Their sum is the peak."""
     news: News = News()
 
     @classmethod
     def of_row(cls, row: Sequence[float]) -> Self:
-        """From what :meth:`row` gave."""
+        """Creates the object from the numbers that :meth:`row` returned."""
         held, peak, reserved, *rest = map(int, row)
         parts, news = rest[: len(CATEGORIES)], rest[len(CATEGORIES) :]
         return cls(held, peak, reserved, tuple(parts), News(*news))
 
     def row(self) -> tuple[int, ...]:
-        """As many numbers for every one."""
+        """Returns all fields as a flat tuple of fixed length."""
         return (*self[:3], *self.parts, *self.news)
 
     def by_category(self) -> dict[str, int]:
-        """The parts by name."""
+        """Returns the parts of the peak by category."""
         return dict(zip(CATEGORIES, self.parts, strict=True))
 
 
 def use_of(between: Lap, passes: Lap, known: Mapping[str, int], kept: int = 0) -> MemoryUse:
-    """What a step used.
+    """Computes the memory use of a step.
 
     Args:
-        between: Read when its passes began.
-        passes: Read when they were over.
-        known: Bytes that are held for some categories, and of buckets at most while they run.
-        kept: Bytes that were freed and are still counted as held: activations, most likely.
+        between: Reading at the start of the step's passes.
+        passes: Reading at their end.
+        known: Known sizes of some categories in bytes; for buckets, their maximum during the passes.
+        kept: Bytes that were freed but still count as held: most likely activations.
     """
     peak, named = max(between.peak, passes.peak), dict[str, int]()
-    # What is kept of what was freed hides which of the two was higher.
+    # Freed memory that is kept may hide which of the two peaks was higher.
     in_passes = passes.peak + kept >= between.peak
     came = max(0, passes.peak - passes.held) + kept if in_passes else 0
     guesses = {**known, ACTIVATIONS: max(0, came - known.get(BUCKETS, 0))}
@@ -107,7 +108,7 @@ def use_of(between: Lap, passes: Lap, known: Mapping[str, int], kept: int = 0) -
 
 
 def counted(lap: Lap, peak: int, parts: Mapping[str, int]) -> MemoryUse:
-    """The same where somebody has counted single tensors."""
+    """Creates the memory use from a peak whose parts were counted tensor by tensor."""
     return MemoryUse(lap.held, peak, lap.reserved, tuple(parts.get(name, 0) for name in CATEGORIES))
 
 

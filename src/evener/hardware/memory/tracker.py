@@ -1,16 +1,16 @@
-"""Counts every storage that operators make, once, from when it is made until it is freed.
+"""Counts each storage that operators allocate, from its allocation until it is freed.
 
-A mode of PyTorch's dispatcher sees each operator below autograd, with what autograd saved for backward alive and what
-it did not save gone, on real tensors and on fake ones, which have no memory, alike. It is thread local, and autograd
-takes it along to the threads in which a GPU's backward runs, as it does with all modes.
+A PyTorch dispatch mode sees each operator below autograd, when tensors that autograd saved for backward are alive and
+others are freed. It works for real tensors and for fake ones, which have no memory. The mode is thread-local; autograd
+passes it on to the threads in which a GPU's backward runs, as it does with all modes.
 
-``torch.distributed._tools.mem_tracker.MemTracker`` works so too, and was tried first: it counts the same bytes to the
-last (an MLP, a ResNet and a transformer with AdamW). But it has no limit, cannot tell what is a bucket, and follows
-modules by hooks: a module that is called twice before its numbers are reset, as with micro-batches, is an error there,
-and the stages of a pipeline call few modules as such. It is a private name besides.
+``torch.distributed._tools.mem_tracker.MemTracker`` uses the same method and counts exactly the same bytes (tested with
+an MLP, a ResNet and a transformer with AdamW). But it has no limit, cannot identify buckets, and tracks modules by
+hooks: it raises an error if a module is called twice before its statistics are reset, as with micro-batches, and
+pipeline stages call few modules directly. It is also a private API.
 
-Not seen: what an operator allocates inside for itself and frees again (oneDNN's scratch on a CPU, workspaces of cuBLAS
-and cuDNN), what a library allocates without PyTorch, and fragmentation.
+Not counted: memory that an operator allocates and frees internally (oneDNN's scratch memory on a CPU, workspaces of
+cuBLAS and cuDNN), memory that libraries allocate without PyTorch, and fragmentation.
 """
 
 from __future__ import annotations
@@ -26,43 +26,57 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from evener.errors import EvenerError
-from evener.hardware.memory.counters import ACTIVATIONS, BUCKETS, CATEGORIES, OTHER, UNCOUNTED, Held, Tally
+from evener.hardware.memory.counters import (
+    ACTIVATIONS,
+    BUCKETS,
+    CATEGORIES,
+    OTHER,
+    UNCOUNTED,
+    ByteCounter,
+    HeldBytes,
+)
 from evener.hardware.memory.purpose import purpose
-from evener.torch_internals.dispatch_mode import DispatchMode, in_backward, makes_memory, may_resize, wraps
-from evener.torch_internals.fake_tensors import active_fake_mode
+from evener.torch_internals.dispatch import (
+    DispatchMode,
+    active_fake_mode,
+    in_backward,
+    makes_memory,
+    may_resize,
+    wraps,
+)
 from evener.torch_internals.storages import address, memory_of, resizing_told
 
 CUDA_BLOCK = 512
-"""Bytes: every block of PyTorch's caching allocators is a multiple (``kMinBlockSize`` in c10/cuda and c10/xpu)."""
+"""Allocation granularity of PyTorch's caching allocators, in bytes (``kMinBlockSize`` in c10/cuda and c10/xpu)."""
 _BLOCKS = {"cuda": CUDA_BLOCK, "xpu": CUDA_BLOCK}
 _SENDING = ("_c10d_functional", "_c10d_functional_autograd", "fsdp")
-"""Operators of these libraries make what is sent or received."""
+"""Libraries whose operators allocate communication buffers."""
 
 
 def rounded(nbytes: int, device_type: str) -> int:
-    """What the allocator of a kind of device takes for ``nbytes``."""
+    """Rounds ``nbytes`` up to what the allocator of a device type uses for them."""
     block = _BLOCKS.get(device_type, 1)
     return -(-nbytes // block) * block
 
 
 class MemoryLimitError(EvenerError, torch.OutOfMemoryError):
-    """An allocation above the limit; whatever catches a GPU's being out of memory catches this."""
+    """An allocation exceeds the limit. A subclass of ``torch.OutOfMemoryError``, so that the same handlers catch it."""
 
 
-class Accounting(DispatchMode):
-    """Counts the tensors of a device that are made in the block::
+class MemoryTracker(DispatchMode):
+    """Counts the tensors of a device type that are allocated in the block::
 
-        with Accounting(limit=2 * 2**30) as account:
+        with MemoryTracker(limit=2 * 2**30) as account:
             account.name("parameters", model.parameters())
             loss(model(inputs)).backward()
         account.peak, account.at_peak()["activations"]
 
-    What was there before is not known to it until it is named.
+    Tensors that were allocated before the block do not count until they are passed to :meth:`name`.
 
     Args:
-        limit: In bytes; None is none. It may be changed at any time.
-        device_type: Whose tensors count. Fake tensors are of the device that they pretend to be on.
-        rounding: By whose allocator sizes are rounded, if by another's.
+        limit: Maximum bytes in use; None for no limit. It may be changed at any time.
+        device_type: Device type of the tensors to count. Fake tensors count for the device that they pretend to be on.
+        rounding: Device type whose allocator rounds the sizes, if it is not ``device_type``.
     """
 
     def __init__(
@@ -71,8 +85,8 @@ class Accounting(DispatchMode):
         super().__init__()
         self.limit = limit
         self._type, self._round = device_type, partial(rounded, device_type=rounding or device_type)
-        self._tally = Tally()
-        self._known: dict[int, tuple[Held, weakref.ref[UntypedStorage]]] = {}  # by address of storage
+        self._tally = ByteCounter()
+        self._known: dict[int, tuple[HeldBytes, weakref.ref[UntypedStorage]]] = {}  # by address of storage
         self._fake: Any = None
         self._undo = ExitStack()
 
@@ -80,34 +94,34 @@ class Accounting(DispatchMode):
 
     @property
     def held(self) -> int:
-        """Bytes that are held."""
+        """Bytes in use now."""
         return self._tally.held
 
     @property
     def peak(self) -> int:
-        """The most bytes that were held at once since :meth:`reset_peak`."""
+        """Maximum bytes in use since :meth:`reset_peak`."""
         return self._tally.peak
 
     def by_category(self) -> dict[str, int]:
-        """Bytes that are held, by all of ``CATEGORIES``."""
+        """Returns the bytes in use now for each of ``CATEGORIES``."""
         return self._tally.now()
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes that were held at the peak, by what they were found to be for up to now."""
+        """Returns the bytes in use at the peak, by the categories that the allocations have now."""
         return self._tally.at_peak()
 
     def reset_peak(self) -> None:
-        """The peak is what is held now."""
+        """Sets the peak to the bytes in use now."""
         self._tally.reset_peak()
 
-    # What is for what
+    # Categories
 
     def name(self, category: str, tensors: Iterable[Tensor | None]) -> None:
-        """Says what tensors are for, whenever they were made; those that were not known are known from now on.
+        """Assigns tensors to a category. Tensors that were not counted so far count from now on.
 
         Raises:
             ValueError: If there is no such category.
-            MemoryLimitError: If those that were not known are beyond the limit.
+            MemoryLimitError: If the tensors that were not counted so far exceed the limit.
         """
         if category not in CATEGORIES:
             raise ValueError(f"there is no category {category!r}; there are {', '.join(CATEGORIES)}")
@@ -135,7 +149,7 @@ class Accounting(DispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(map(wraps, types)):
-            return NotImplemented  # a DTensor or the like becomes operators on plain tensors first
+            return NotImplemented  # a wrapper such as DTensor calls operators on plain tensors next
         found = function(*args, **(kwargs or {}))
         if makes_memory(function) or may_resize(function):
             self._look(found, function)
@@ -152,8 +166,8 @@ class Accounting(DispatchMode):
             for each in found:
                 self._look(each, function)
 
-    def _meet(self, tensor: Tensor, function: Any, category: str | None = None) -> Held | None:
-        """What is held for a tensor, which may be new; None if it is none of the device's."""
+    def _meet(self, tensor: Tensor, function: Any, category: str | None = None) -> HeldBytes | None:
+        """Returns the allocation of a tensor, and adds it if it is new. Returns None if the tensor does not count."""
         storage = tensor.untyped_storage()
         place = address(storage)
         known = self._known.get(place)
@@ -162,7 +176,7 @@ class Accounting(DispatchMode):
                 return None
             category = category or self._category(function)
             if category is UNCOUNTED or active_fake_mode() is not self._fake:
-                return None  # nothing new, or a shape that PyTorch only works out
+                return None  # no new memory, or a fake tensor with which PyTorch only infers a shape
             return self._take(storage, category, function)
         if self._round(storage.nbytes()) != known[0].nbytes:
             self._resized(storage)
@@ -172,7 +186,7 @@ class Accounting(DispatchMode):
     def _category(self, function: Any) -> str:
         namespace = getattr(function, "namespace", "")
         if namespace == "c10d" or not makes_memory(function):
-            return UNCOUNTED  # a view of what was there before, or something written into it
+            return UNCOUNTED  # a view of an existing tensor, or an operator that writes into one
         if namespace in _SENDING:
             return BUCKETS
         said = purpose()
@@ -180,7 +194,7 @@ class Accounting(DispatchMode):
             return said
         return OTHER if in_backward() and not torch.is_grad_enabled() else ACTIVATIONS
 
-    def _take(self, storage: UntypedStorage, category: str, function: Any) -> Held:
+    def _take(self, storage: UntypedStorage, category: str, function: Any) -> HeldBytes:
         size, place = self._round(storage.nbytes()), address(storage)
         if self.limit is not None and size and self.held + size > self.limit:
             raise MemoryLimitError(
@@ -198,7 +212,10 @@ class Accounting(DispatchMode):
             self._tally.remove(known[0])
 
     def _resized(self, storage: UntypedStorage) -> None:
-        """Memory that is given back and taken anew is FSDP2's, into which weights are gathered."""
+        """Updates the size of a storage that was resized.
+
+        A storage that is resized to 0 is a buffer of FSDP2, into which weights are gathered: it counts as a bucket.
+        """
         known = self._known.get(address(storage))
         size = self._round(storage.nbytes())
         if known is None or known[0].nbytes == size:

@@ -1,8 +1,9 @@
-"""How much memory is in use, and was at most since somebody last asked: for every step, so that it must cost little.
+"""Reads the memory in use and its peak since the last reading, fast enough to do so in every step.
 
-A GPU's allocator keeps these numbers itself. On a CPU PyTorch's allocator keeps none, but Linux knows the most that a
-process had in memory, and begins anew when ``5`` is written to ``/proc/self/clear_refs`` (man proc): 12 microseconds in
-all. That is the whole process, Python and libraries with it. Elsewhere the most since the process began is known.
+A GPU's allocator keeps these numbers. On a CPU PyTorch's allocator has none, but Linux knows the peak of a process's
+resident memory, and resets it when ``5`` is written to ``/proc/self/clear_refs`` (man proc): 12 microseconds in all.
+This includes the whole process, with Python and libraries. On other systems only the peak since the start of the
+process is known.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ _READ = ("allocated", "reserved", "inactive_split")
 
 
 PROCESS_SECONDS = 0.05
-"""Between two readings of a process: the kernel sums up its memory for each, 10 to 35 microseconds."""
+"""Minimum time between two readings of a process, in seconds. For each, the kernel needs 10 to 35 microseconds."""
 
 
 class Gauge(Protocol):
     """Reads the memory of one device or process."""
 
     every_seconds: float
-    """How often it is worth to be read; 0 for always."""
+    """Minimum time between two readings, in seconds; 0 if it may be read in every step."""
 
     def lap(self) -> Lap:
-        """Since the last call."""
+        """Reads the memory, with the peak since the last call."""
 
     def kept(self) -> int:
-        """Bytes of what is held that were freed, and are kept for what comes next; not for every step."""
+        """Returns the bytes that were freed but still count as held. Too slow to be called in every step."""
 
     def empty(self) -> None:
-        """Gives back to the device what the allocator keeps, for which the device waits."""
+        """Releases the allocator's cache to the device. This synchronizes with the device."""
 
 
-class OfCard:
-    """What PyTorch's allocator has of a device. The host does not wait for it.
+class CudaUsage:
+    """Reads the statistics of PyTorch's allocator for an accelerator, without synchronizing with it.
 
     Raises:
-        RuntimeError: If the allocator of this kind of device tells nothing, as that of MPS before torch 2.14.
+        RuntimeError: If the device's allocator has no statistics, as for MPS before torch 2.14.
     """
 
     every_seconds = 0.0
@@ -55,8 +56,8 @@ class OfCard:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         module = torch.get_device_module(device)
-        nested = getattr(module, "memory_stats_as_nested_dict", None)  # of CUDA, ROCm and XPU
-        # Flat names for all of it, which torch.accelerator gives, take 80 microseconds.
+        nested = getattr(module, "memory_stats_as_nested_dict", None)  # CUDA, ROCm and XPU have it
+        # The flat statistics of torch.accelerator take 80 microseconds.
         self._read = _flat if nested is None else nested
         self.lap()
 
@@ -77,18 +78,18 @@ class OfCard:
         torch.accelerator.empty_cache()
 
     def kept(self) -> int:
-        return 0  # the allocator counts that as reserved, and not as held
+        return 0  # the allocator counts freed memory as reserved, not as held
 
 
 class Resident:
-    """What a process has in memory, on Linux."""
+    """Reads the resident memory of this process, on Linux."""
 
     every_seconds = PROCESS_SECONDS
 
     def __init__(self) -> None:
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         self._clear = -1
-        with suppress(OSError):  # where that is not permitted, the peak is that of the whole life
+        with suppress(OSError):  # if this is not permitted, the peak is that since the start of the process
             self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
 
     def lap(self) -> Lap:
@@ -103,7 +104,7 @@ class Resident:
         return kept_nbytes()
 
     def empty(self) -> None:
-        pass  # the C library's is the process's own
+        pass  # memory that the C library keeps belongs to the process
 
     def __del__(self) -> None:
         for descriptor in (self._status, self._clear):
@@ -111,8 +112,8 @@ class Resident:
                 os.close(descriptor)
 
 
-class Lifelong:
-    """The most that a process ever had, in the words of POSIX."""
+class ProcessPeakUsage:
+    """Reads the peak of this process's resident memory since its start, with ``getrusage``."""
 
     every_seconds = PROCESS_SECONDS
 
@@ -125,22 +126,22 @@ class Lifelong:
         return kept_nbytes()
 
     def empty(self) -> None:
-        pass  # the C library's is the process's own
+        pass  # memory that the C library keeps belongs to the process
 
 
 def gauge_of(device: torch.device) -> Gauge:
-    """That of a device; of the process where the device tells nothing."""
+    """Creates the gauge of a device; that of the process if the device has no statistics."""
     if device.type not in ("cpu", "meta"):
         with suppress(RuntimeError):
-            return OfCard(device)
+            return CudaUsage(device)
     try:
         return Resident()
     except OSError:
-        return Lifelong()
+        return ProcessPeakUsage()
 
 
 def _flat(device: torch.device) -> Stats:
-    """As those that are nested, from the one form that every kind of device has."""
+    """Converts the flat statistics, which every device type has, to nested ones."""
     stats = torch.accelerator.memory_stats(device)
     nested: dict[str, Any] = {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
     for name in (f"{each}_bytes" for each in _READ):
@@ -149,12 +150,12 @@ def _flat(device: torch.device) -> Stats:
 
 
 def _of(stats: Stats, name: str) -> Mapping[str, int]:
-    """Nothing before the first allocation."""
+    """Returns the statistics called ``name``; empty before the first allocation."""
     found: Mapping[str, int] = stats.get(name, {}).get("all", {})
     return found
 
 
 def _kib(text: bytes, name: bytes) -> int:
-    """Bytes, from a line such as ``VmRSS:    1234 kB``; 0 without one."""
+    """Returns the bytes from a line such as ``VmRSS:    1234 kB``; 0 if there is no such line."""
     start = text.find(name)
     return int(text[start + len(name) :].split(None, 1)[0]) * 1024 if start >= 0 else 0

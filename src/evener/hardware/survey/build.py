@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from evener.hardware.survey.facts import Card, Library, Path, Software
+from evener.hardware.survey.facts import Card, Library, Software
 from evener.hardware.survey.kernel import bare_uuid
 
 
@@ -31,7 +33,7 @@ def read_software(evener: str, *, libraries: bool = True, accelerators: bool = T
         architectures=tuple(torch.cuda.get_arch_list()),
         accelerator=accelerator,
         refusal=refusal,
-        libraries=_libraries() if libraries and (torch.version.cuda or torch.version.hip) else (),
+        libraries=_libraries() if libraries else (),
     )
 
 
@@ -44,38 +46,42 @@ def _accelerator() -> tuple[str | None, str]:
             return found.type, ""
     refusal = " ".join(str(each.message) for each in said)
     if not refusal and torch.version.cuda:
-        refusal = _error_of_cuda()
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            refusal = str(error)
     return None, " ".join(refusal.split())
 
 
-def _error_of_cuda() -> str:
-    """What torch raises when it is made to use a card."""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        return str(error)
-    return ""
-
-
 def _libraries() -> tuple[Library, ...]:
-    return (_miopen() if torch.version.hip else _cudnn(), _nccl())
+    """The libraries that torch loads for the cards of one maker, which have one name in torch."""
+    if torch.version.hip:
+        return _library("MIOpen", "", lambda: str(_cudnn() or "")), _library("RCCL", "", _nccl)
+    if torch.version.cuda:
+        return (
+            _library("cuDNN", "nvidia-cudnn", lambda: cudnn_text(_cudnn())),
+            _library("NCCL", "nvidia-nccl", _nccl),
+        )
+    return ()
 
 
-def _miopen() -> Library:
-    """What stands in cuDNN's place on AMD's cards, under its name in torch; the number is shown as it is."""
+def _cudnn() -> int | None:
+    return torch.backends.cudnn.version()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _library(name: str, package: str, loaded: Callable[[], str]) -> Library:
+    """What torch loads, and the version that pip installed beside a torch for CUDA, which is in its package's name."""
+    packaged, major = "", (torch.version.cuda or "").partition(".")[0]
+    with suppress(PackageNotFoundError):
+        packaged = version(f"{package}-cu{major}") if package else ""
     try:
-        return Library("MIOpen", str(torch.backends.cudnn.version() or ""))  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        return Library("MIOpen", "", error=" ".join(str(error).split()))
-
-
-def _cudnn() -> Library:
-    packaged = _packaged("nvidia-cudnn")
-    try:
-        number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        return Library("cuDNN", "", packaged, " ".join(str(error).split()))
-    return Library("cuDNN", cudnn_text(number), packaged)
+        return Library(name, loaded(), packaged)
+    except (RuntimeError, AttributeError) as error:  # a build without NCCL has no such function
+        return Library(name, "", packaged, " ".join(str(error).split()))
 
 
 def cudnn_text(number: int | None) -> str:
@@ -84,24 +90,6 @@ def cudnn_text(number: int | None) -> str:
         return ""
     major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def _nccl() -> Library:
-    name, packaged = ("RCCL" if torch.version.hip else "NCCL"), _packaged("nvidia-nccl")
-    try:
-        found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AttributeError) as error:  # a build without it has no such function
-        return Library(name, "", packaged, " ".join(str(error).split()))
-    return Library(name, ".".join(map(str, found)), packaged)
-
-
-def _packaged(name: str) -> str:
-    """The version that pip installed beside a torch for CUDA, which is in its package's name."""
-    major = (torch.version.cuda or "").partition(".")[0]
-    try:
-        return version(f"{name}-cu{major}")
-    except PackageNotFoundError:
-        return ""
 
 
 def seen_cards(kind: str | None) -> tuple[Card, ...]:
@@ -130,14 +118,3 @@ def _architecture(told: object) -> str:
     if torch.version.hip:
         return str(getattr(told, "gcnArchName", "")).partition(":")[0]
     return f"sm_{told.major}{told.minor}" if hasattr(told, "major") and hasattr(told, "minor") else ""
-
-
-def peers(cards: tuple[Card, ...]) -> tuple[Path, ...]:
-    """For each pair of ``cards`` that torch's CUDA or ROCm sees, whether one can read the other's memory."""
-    seen = [(n, card.device) for n, card in enumerate(cards) if (card.device or "").startswith("cuda")]
-    return tuple(
-        Path(a, b, peer=torch.cuda.can_device_access_peer(first, second))
-        for place, (a, first) in enumerate(seen)
-        for b, second in seen[place + 1 :]
-        if first is not None and second is not None
-    )

@@ -9,17 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-FORMAT = "evener-survey-1"
+FORMAT = "evener-survey-2"
 """What a file of a survey says that it is."""
-
-
-@dataclass(frozen=True)
-class NumaNode:
-    """Cores that are near to one memory."""
-
-    number: int
-    cores: str
-    """As Linux writes them, such as ``0-15,32-47``."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,6 @@ class Host:
     """What the container may use; None if it is not limited."""
     shm_nbytes: int | None = None
     """Size of ``/dev/shm``; None where there is none."""
-    numa: tuple[NumaNode, ...] = ()
     vectors: str = ""
     """The instructions that torch computes with on this CPU, such as ``AVX512``."""
 
@@ -97,7 +87,6 @@ class Software:
     nvidia_driver: str | None = None
     driver_cuda: str | None = None
     """The newest CUDA that the driver knows."""
-    amd_driver: str | None = None
     nvml: str = ""
     """Why NVIDIA's management library could not be asked; empty if it was, or there was no reason to."""
 
@@ -126,7 +115,6 @@ class Card:
     free_nbytes: int | None = None
     pci: str = ""
     """Where it is, as ``0000:3b:00.0``."""
-    numa: int | None = None
     pcie_generation: int | None = None
     pcie_width: int | None = None
     pcie_widest: int | None = None
@@ -144,18 +132,9 @@ class Card:
     """Errors since the driver was loaded that could not be corrected, and repairs that wait for a reset."""
     tenants: tuple[Tenant, ...] = ()
 
-
-@dataclass(frozen=True)
-class Path:
-    """How two cards reach each other; ``a`` and ``b`` are numbers of cards in the survey."""
-
-    a: int
-    b: int
-    nvlinks: int = 0
-    through: str = ""
-    """Of PCIe, what the way leads over: ``board``, ``switch``, ``switches``, ``host bridge``, ``node``, ``system``."""
-    peer: bool | None = None
-    """Whether one can read the other's memory; None if nobody was asked."""
+    def __str__(self) -> str:
+        """Names the card as torch does, or else by its place."""
+        return f"{self.device or self.pci or 'a card'} ({self.name})"
 
 
 @dataclass(frozen=True)
@@ -176,7 +155,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """A message between two ranks, as measured."""
 
     a: int
@@ -211,9 +190,8 @@ class Survey:
     variables: dict[str, str] = field(default_factory=dict)
     """Of the environment, those that decide what torch sees, and how it and NCCL work."""
     cards: tuple[Card, ...] = ()
-    paths: tuple[Path, ...] = ()
     speeds: tuple[Speed, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
     links_error: str = ""
     """Why ranks could not talk to each other."""
 

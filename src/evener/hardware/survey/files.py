@@ -7,14 +7,13 @@ its place, as ``cards[1].memory_nbytes``.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import types
 import typing
 from typing import Any
 
 from evener.errors import ConfigurationError
-from evener.files import write_json
+from evener.files import read_json, write_json
 from evener.hardware.survey.facts import FORMAT, Survey
 
 
@@ -30,14 +29,10 @@ def load(path: pathlib.Path) -> Survey:
         ConfigurationError: If it is no survey; says what of it is not.
     """
     try:
-        value = json.loads(path.read_text())
+        return from_json(read_json(path))
     except FileNotFoundError as error:
         raise ConfigurationError(f"there is no file {path}") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigurationError(f"{path} is no survey: it cannot be read as JSON: {error}") from error
-    try:
-        return from_json(value)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} is no survey: {error}; `evener devices --save FILE` writes one"
         ) from error
@@ -57,61 +52,45 @@ def from_json(value: Any) -> Survey:
         raise ValueError(f"it has no format, which would be {FORMAT!r}")
     if value["format"] != FORMAT:
         raise ValueError(f"its format is {value['format']!r}, and this version of Evener reads {FORMAT!r}")
-    survey = _read({key: entry for key, entry in value.items() if key != "format"}, Survey, "")
-    assert isinstance(survey, Survey)
-    count = len(survey.cards)
-    for number, path in enumerate(survey.paths):
-        if not (0 <= path.a < count and 0 <= path.b < count and path.a != path.b):
-            raise ValueError(
-                f"paths[{number}] joins cards {path.a} and {path.b}, and there are {count} cards"
-            )
+    survey: Survey = _read({key: entry for key, entry in value.items() if key != "format"}, Survey, "")
     return survey
 
 
+_WORDS: dict[Any, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+"""Kinds of values in JSON."""
+
+
 def _read(value: Any, kind: Any, place: str) -> Any:
-    """``value`` as one of ``kind``, an annotation of the classes above."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _record(value, kind, place)
+    """``value`` as one of ``kind``, an annotation of the classes of a survey."""
+    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _read(value, parts[0], place)
+    wanted = dict if dataclasses.is_dataclass(kind) else list if origin is tuple else origin
+    # A bool is an int to Python, and none here; a whole number is a float.
+    right = isinstance(value, int | float if wanted is float else wanted)
+    if not right or (isinstance(value, bool) and wanted is not bool):
+        raise ValueError(f"{place or 'the whole'} is {value!r:.60}, not {_WORDS[wanted]}")
+    if dataclasses.is_dataclass(kind):
+        return _record(value, kind, place + "." * bool(place))
     if origin is tuple:
-        _expect(value, list, "a list", place)
         return tuple(_read(entry, parts[0], f"{place}[{n}]") for n, entry in enumerate(value))
     if origin is dict:
-        _expect(value, dict, "an object", place)
         return {key: _read(entry, parts[1], f"{place}.{key}") for key, entry in value.items()}
-    return _scalar(value, kind, place)
+    return origin(value)
 
 
-def _record(value: Any, kind: Any, place: str) -> Any:
-    _expect(value, dict, "an object", place)
-    hints, fields = typing.get_type_hints(kind), {entry.name: entry for entry in dataclasses.fields(kind)}
-    for name in value:
-        if name not in fields:
-            raise ValueError(f"nothing is called {_at(place, name)}")
-    for name, entry in fields.items():
-        missing = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-        if missing and name not in value:
-            raise ValueError(f"{_at(place, name)} is missing")
-    return kind(**{name: _read(entry, hints[name], _at(place, name)) for name, entry in value.items()})
-
-
-_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def _scalar(value: Any, kind: type, place: str) -> Any:
-    """A bool is an int to Python, and none here; a whole number is a float."""
-    right = isinstance(value, int | float if kind is float else kind)
-    if not right or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{place} is {value!r}, not {_WORDS[kind]}")
-    return kind(value)
-
-
-def _expect(value: Any, kind: type, words: str, place: str) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(f"{place or 'the whole'} is {value!r:.60}, not {words}")
-
-
-def _at(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
+def _record(value: dict[str, Any], kind: Any, place: str) -> Any:
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    for name in value.keys() - hints.keys():
+        raise ValueError(f"nothing is called {place}{name}")
+    for entry in dataclasses.fields(kind):
+        if entry.name not in value and entry.default is missing and entry.default_factory is missing:
+            raise ValueError(f"{place}{entry.name} is missing")
+    return kind(**{name: _read(entry, hints[name], place + name) for name, entry in value.items()})

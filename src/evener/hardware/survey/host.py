@@ -11,10 +11,9 @@ import torch
 
 from evener.hardware.cgroups import cpu_quota, memory_limit
 from evener.hardware.procfs import text_of
-from evener.hardware.survey.facts import Host, NumaNode
+from evener.hardware.survey.facts import Host
 
-NODES = Path("/sys/devices/system/node")
-SHM = Path("/dev/shm")
+SHM = "/dev/shm"
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -32,8 +31,7 @@ def read_host() -> Host:
         available_nbytes=memory.available,
         cpu_quota=cpu_quota(),
         memory_limit_nbytes=memory_limit(),
-        shm_nbytes=_size(SHM),
-        numa=numa_nodes(NODES),
+        shm_nbytes=psutil.disk_usage(SHM).total if os.path.isdir(SHM) else None,
         vectors=torch.backends.cpu.get_cpu_capability(),
     )
 
@@ -50,23 +48,9 @@ def cores_allowed() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def numa_nodes(nodes: Path) -> tuple[NumaNode, ...]:
-    """From a directory such as ``/sys/devices/system/node``."""
-    found = sorted((int(path.name[4:]), path) for path in nodes.glob("node[0-9]*"))
-    return tuple(NumaNode(number, text_of(path / "cpulist")) for number, path in found)
-
-
 def processor_name() -> str:
     """The name of the processor; Python knows it on few systems."""
     names = (
         line.partition(":")[2] for line in text_of(_CPUINFO).splitlines() if line.startswith("model name")
     )
     return next(names, platform.processor()).strip()
-
-
-def _size(place: Path) -> int | None:
-    try:
-        found = os.statvfs(place)
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks

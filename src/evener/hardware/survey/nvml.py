@@ -14,23 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from evener.hardware.survey.facts import Card, Path, Tenant
-from evener.hardware.survey.kernel import bare_uuid, numa_of
-
-# Numbers of nvml.h, which are the same in all versions; not every version of the module has names for them.
-_HEAT = 0x20 | 0x40
-"""nvmlClocksEventReasonSwThermalSlowdown and ...HwThermalSlowdown."""
-_POWER = 0x80
-"""nvmlClocksEventReasonHwPowerBrakeSlowdown; the cap that software sets is the usual end of a card under load."""
-_SLOWDOWN = 0x08
-"""nvmlClocksEventReasonHwSlowdown, which is set with both of them, and alone by cards that do not tell them apart."""
-_LEVELS = {0: "board", 10: "switch", 20: "switches", 30: "host bridge", 40: "node", 50: "system"}
-"""nvmlGpuTopologyLevel_t."""
-_MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
-"""nvmlComputeMode_t; the exclusiveness of a thread (1) has become that of a process (3)."""
-_MOST_LINKS = 36
-"""NVML_NVLINK_MAX_LINKS; a card refuses those that it has not."""
-_GPU_SENSOR, _UNCORRECTED, _VOLATILE, _NVLINK = 0, 1, 0, 2
+from evener.hardware.survey.facts import Card, Tenant
+from evener.hardware.survey.kernel import bare_uuid
 
 
 @dataclass(frozen=True)
@@ -40,7 +25,6 @@ class Answers:
     driver: str | None = None
     cuda: str | None = None
     cards: tuple[Card, ...] = ()
-    paths: tuple[Path, ...] = ()
     refusal: str = ""
     """Why it said nothing."""
 
@@ -56,22 +40,19 @@ def find_nvml() -> Any:
 
 
 def ask_nvml(nvml: Any) -> Answers:
-    """All that is to be known of the cards and the ways between them.
+    """All that the library says of the driver and the cards.
 
     Args:
         nvml: The module ``pynvml``, or what stands in for it.
     """
     try:
         with opened(nvml):
-            handles = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
             ask = Questions(nvml)
+            number = ask("nvmlSystemGetCudaDriverVersion_v2")  # 12040 is 12.4
             return Answers(
                 driver=ask("nvmlSystemGetDriverVersion"),
-                cuda=_cuda(ask("nvmlSystemGetCudaDriverVersion_v2")),
-                cards=tuple(_card(ask, handle) for handle in handles),
-                paths=tuple(
-                    _path(ask, handles, a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))
-                ),
+                cuda=f"{number // 1000}.{number % 1000 // 10}" if number else None,
+                cards=tuple(_card(ask, handle) for handle in ask.handles()),
             )
     except nvml.NVMLError as error:
         return Answers(refusal=str(error))
@@ -81,9 +62,8 @@ def ask_brakes(nvml: Any) -> dict[str, tuple[str, ...]]:
     """Of each card, by its uuid, why its clocks are low now; empty where nobody answers."""
     try:
         with opened(nvml):
-            handles = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
             ask = Questions(nvml)
-            return {_uuid(ask, handle): _brakes(ask, handle) for handle in handles}
+            return {ask.uuid(handle): _brakes(ask, handle) for handle in ask.handles()}
     except nvml.NVMLError:
         return {}
 
@@ -102,45 +82,52 @@ class Questions:
     """Calls functions of the library by name; what one cannot answer, or the module does not know, is None."""
 
     def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
+        self.nvml = nvml
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        function: Callable[..., Any] | None = getattr(self._nvml, name, None)
+        function: Callable[..., Any] | None = getattr(self.nvml, name, None)
         try:
             found = function(*arguments) if function is not None else None
-        except self._nvml.NVMLError:
+        except self.nvml.NVMLError:
             return None
         return found.decode() if isinstance(found, bytes) else found
 
+    def handles(self) -> list[Any]:
+        """One for each card of the machine, in the library's order."""
+        return [self.nvml.nvmlDeviceGetHandleByIndex(n) for n in range(self.nvml.nvmlDeviceGetCount())]
+
+    def uuid(self, handle: Any) -> str:
+        """The name of a card as torch has it; empty if the library does not say."""
+        return bare_uuid(self("nvmlDeviceGetUUID", handle) or "")
+
 
 def _card(ask: Questions, handle: Any) -> Card:
-    memory = ask("nvmlDeviceGetMemoryInfo", handle)
-    pci = _pci(ask, handle)
+    nvml, memory = ask.nvml, ask("nvmlDeviceGetMemoryInfo", handle)
+    exclusive = (nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, nvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD)
+    modes = {nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited"} | dict.fromkeys(exclusive, "exclusive")
+    capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
+    limit = ask("nvmlDeviceGetPowerManagementLimit", handle)
+    usual = ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)
     return Card(
         name=ask("nvmlDeviceGetName", handle) or "NVIDIA card",
         kind="nvidia",
-        uuid=_uuid(ask, handle),
-        architecture=_architecture(ask("nvmlDeviceGetCudaComputeCapability", handle)),
+        uuid=ask.uuid(handle),
+        architecture="sm_{}{}".format(*capability) if capability else "",
         memory_nbytes=memory and memory.total,
         free_nbytes=memory and memory.free,
-        pci=pci,
-        numa=numa_of(pci),
+        pci=_pci(ask, handle),
         pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
         pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
         pcie_widest=ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
-        temperature=ask("nvmlDeviceGetTemperature", handle, _GPU_SENSOR),
+        temperature=ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
         brakes=_brakes(ask, handle),
-        power_limit_watts=_watts(ask("nvmlDeviceGetPowerManagementLimit", handle)),
-        power_default_watts=_watts(ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)),
-        compute_mode=_MODES.get(ask("nvmlDeviceGetComputeMode", handle), ""),
+        power_limit_watts=limit and limit / 1000,
+        power_default_watts=usual and usual / 1000,
+        compute_mode=modes.get(ask("nvmlDeviceGetComputeMode", handle), ""),
         mig=bool((ask("nvmlDeviceGetMigMode", handle) or [0])[0]),
         memory_errors=_memory_errors(ask, handle),
         tenants=tenants(ask, handle),
     )
-
-
-def _uuid(ask: Questions, handle: Any) -> str:
-    return bare_uuid(ask("nvmlDeviceGetUUID", handle) or "")
 
 
 def _pci(ask: Questions, handle: Any) -> str:
@@ -150,22 +137,24 @@ def _pci(ask: Questions, handle: Any) -> str:
     return (text.decode() if isinstance(text, bytes) else text).lower()[-12:]
 
 
-def _architecture(capability: Any) -> str:
-    return "sm_{}{}".format(*capability) if capability else ""
-
-
 def _brakes(ask: Questions, handle: Any) -> tuple[str, ...]:
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-    if reasons is None:  # its name before driver 535
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-    found = [name for name, bits in (("heat", _HEAT), ("power", _POWER)) if reasons & bits]
-    return tuple(found or (["heat or power"] if reasons & _SLOWDOWN else []))
+    """Why the clocks are low. The cap that software sets on power is the usual end of a card under load, and no reason.
+
+    Some cards do not tell heat from power, and set the bit for both alone. "Throttle" is the name that all versions of
+    the module have.
+    """
+    nvml, reasons = ask.nvml, ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+    bits = {"heat": heat, "power": nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown}
+    found = tuple(name for name, bit in bits.items() if reasons & bit)
+    return found or ("heat or power",) * bool(reasons & nvml.nvmlClocksThrottleReasonHwSlowdown)
 
 
 def _memory_errors(ask: Questions, handle: Any) -> int:
-    errors = ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE) or 0
-    remapped = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
-    return int(errors) + int(bool(remapped[2])) + int(bool(remapped[3]))  # pending, failed
+    """Errors that could not be corrected, one more for a repair that waits for a reset, and one for a failed repair."""
+    which = (ask.nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, ask.nvml.NVML_VOLATILE_ECC)
+    _, _, pending, failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+    return int(ask("nvmlDeviceGetTotalEccErrors", handle, *which) or 0) + bool(pending) + bool(failed)
 
 
 def tenants(ask: Questions, handle: Any) -> tuple[Tenant, ...]:
@@ -173,35 +162,3 @@ def tenants(ask: Questions, handle: Any) -> tuple[Tenant, ...]:
     found = ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
     others = [each for each in found if each.pid != os.getpid()]
     return tuple(Tenant(each.pid, each.usedGpuMemory or 0) for each in others)
-
-
-def _path(ask: Questions, handles: list[Any], a: int, b: int) -> Path:
-    level = ask("nvmlDeviceGetTopologyCommonAncestor", handles[a], handles[b])
-    joined = ask("nvmlDeviceGetP2PStatus", handles[a], handles[b], _NVLINK) == 0
-    return Path(a, b, _nvlinks(ask, handles, a, b) if joined else 0, _LEVELS.get(level, ""))
-
-
-def _nvlinks(ask: Questions, handles: list[Any], a: int, b: int) -> int:
-    """Links of ``a`` that lead to ``b``, or where they all lead to switches, that lead there."""
-    ends = [_far_end(ask, handles[a], link) for link in range(_MOST_LINKS) if _is_up(ask, handles[a], link)]
-    cards = {_pci(ask, handle) for handle in handles}
-    return sum(end == _pci(ask, handles[b]) or end not in cards for end in ends)
-
-
-def _is_up(ask: Questions, handle: Any, link: int) -> bool:
-    return bool(ask("nvmlDeviceGetNvLinkState", handle, link))
-
-
-def _far_end(ask: Questions, handle: Any, link: int) -> str:
-    found = ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-    text = found.busId if found is not None else ""
-    return (text.decode() if isinstance(text, bytes) else text).lower()[-12:]
-
-
-def _cuda(number: int | None) -> str | None:
-    """``12040`` is 12.4."""
-    return None if not number else f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else milliwatts / 1000

@@ -1,8 +1,8 @@
-"""``transformers.Trainer`` on all devices, by their speed, as if they were one: the same arguments, the same training.
+"""A ``Trainer`` with the arguments of ``transformers.Trainer``, which trains on all devices, each at its own speed.
 
-``arguments``: what of ``TrainingArguments`` is honoured; ``batches``, ``losses``, ``optimizing``: of these a task;
-``assessing``: an evaluation as ``transformers`` tells of it; ``following``: its state, callbacks and checkpoints beside
-a run; ``trainer``: the door.
+``arguments``: checks ``TrainingArguments`` and turns them into settings; ``batches``, ``losses``, ``optimizers``,
+``sampler``: the parts of a task; ``evaluation``: evaluates as ``transformers`` does; ``callbacks``, ``trainer_state``:
+state, callbacks and checkpoints during a run; ``trainer``: the public class.
 """
 
 from evener.integrations.transformers.trainer import Trainer

@@ -1,4 +1,4 @@
-"""What of ``TrainingArguments`` is honoured, what changes nothing of a training, and that all else is refused."""
+"""Checks ``TrainingArguments``, refuses those that are not supported, and turns the others into settings of Evener."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CHANGE_NOTHING = {
     *("ddp_backend", "ddp_timeout", "average_tokens_across_devices", "length_column_name"),
     *("save_safetensors", "overwrite_output_dir"),
 }
-"""Where results go, and how others than Evener run: whatever these are, the training is the same."""
+"""Further accepted arguments. All but ``length_column_name`` are ignored, since they do not change the training."""
 _INSTEAD = {
     "accelerator_config": "Evener reads, divides and accumulates batches itself",
     "auto_find_batch_size": "settings={'micro_batch': 'auto'} finds room for a batch",
@@ -87,12 +87,17 @@ _FSDP_CHANGES_NOTHING = {
     *("backward_prefetch", "limit_all_gathers", "activation_checkpointing", "cpu_offload"),
     "reshard_after_forward",
 }
-"""How the weights are wrapped and fetched, which Evener decides; the last three are read."""
+"""Accepted keys of ``fsdp_config``. Evener wraps and gathers weights in its own way and ignores most of them. It reads
+only ``activation_checkpointing``, ``cpu_offload`` and ``reshard_after_forward``.
+"""
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raises:
-    ConfigurationError: For an argument that is not honoured, unless it is as where nothing is said.
+    """Checks that Evener's Trainer supports every argument that is not at its default.
+
+    Raises:
+        ConfigurationError: If an unsupported argument differs from its default, or an argument has an unsupported
+            value.
     """
     usual = TrainingArguments(args.output_dir, use_cpu=args.use_cpu, eval_strategy=args.eval_strategy)
     known = _HONOURED | _CHANGE_NOTHING
@@ -131,12 +136,14 @@ def _check_fsdp(args: TrainingArguments) -> None:
         words = ", ".join(strange) or f"reshard_after_forward={said['reshard_after_forward']!r}"
         raise ConfigurationError(
             f"fsdp_config with {words} is not honoured by Evener's Trainer; leave it out, or give settings={{'mesh': "
-            "'data=2,sharded=4'}} for a hybrid of both"
+            "'data=2,sharded=4'} for a hybrid of both"
         )
 
 
 def _check_checkpointing(args: TrainingArguments) -> None:
-    """Which implementation computes again changes nothing; which layers do, Evener says in its own words."""
+    """Refuses all options of activation checkpointing but ``use_reentrant``, which does not change results. Evener's
+    own setting ``recompute`` says which layers are recomputed.
+    """
     said = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     others = sorted(said.keys() - {"use_reentrant"})
     if others:
@@ -147,7 +154,7 @@ def _check_checkpointing(args: TrainingArguments) -> None:
 
 
 def settings_in(args: TrainingArguments) -> dict[str, Any]:
-    """Settings of Evener that the arguments say, besides the size of a batch and how long the run is."""
+    """Returns the settings of Evener that the arguments give, except for batch size and length of the run."""
     said: dict[str, Any] = {
         "seed": args.seed,
         "device": "cpu" if args.use_cpu else None,
@@ -167,7 +174,7 @@ def settings_in(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _sharded(args: TrainingArguments) -> dict[str, Any]:
-    """FSDP as ``sharded``: weights, gradients and state divided, or all but the weights."""
+    """Maps the FSDP arguments to strategy ``sharded``: ZeRO-3, or ZeRO-2 if weights are not resharded after forward."""
     said = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
     keeps_weights = str(said.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op")
     found: dict[str, Any] = {"strategy": "sharded", "strategy_option": (f"zero={2 if keeps_weights else 3}",)}
@@ -179,11 +186,11 @@ def _sharded(args: TrainingArguments) -> dict[str, Any]:
 
 
 SAID_OTHERWISE = ("batch_size", "epochs", "steps", "evaluate_every", "keep_best")
-"""Settings that the arguments say in other words."""
+"""Settings that may not be given, because ``TrainingArguments`` have other names for them."""
 
 
 def length(args: TrainingArguments, steps_an_epoch: int) -> dict[str, int]:
-    """How long the run is, as settings of Evener."""
+    """Returns the length of the run as settings of Evener: ``steps`` or ``epochs``."""
     if args.max_steps > 0:
         return {"steps": args.max_steps}
     if args.num_train_epochs % 1:
@@ -192,8 +199,10 @@ def length(args: TrainingArguments, steps_an_epoch: int) -> dict[str, int]:
 
 
 def check_overridden(kind: type, base: type) -> None:
-    """Raises:
-    ConfigurationError: If a class derived from ``base`` has a method that ``transformers`` calls and ``base`` does not.
+    """Checks that a subclass of ``base`` overrides no method that Evener's Trainer never calls.
+
+    Raises:
+        ConfigurationError: If ``kind`` has a method of ``transformers.Trainer`` that ``base`` lacks.
     """
     derived = kind.__mro__[: kind.__mro__.index(base)]
     written = {name for each in derived for name, value in vars(each).items() if callable(value)}
@@ -206,10 +215,10 @@ def check_overridden(kind: type, base: type) -> None:
 
 
 def checked_keys(ignored: list[str] | None) -> list[str] | None:
-    """Names of outputs that are no predictions, of which Evener keeps the logits alone.
+    """Returns ``ignored``: names of outputs that are not predictions. Evener keeps the logits alone as predictions.
 
     Raises:
-        ConfigurationError: If these are among them.
+        ConfigurationError: If ``ignored`` names the logits.
     """
     if "logits" in (ignored or ()):
         raise ConfigurationError("ignore_keys names logits, which are the predictions of Evener's Trainer")

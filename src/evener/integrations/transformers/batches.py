@@ -1,4 +1,4 @@
-"""From items of a dataset to inputs and labels of a model, as ``transformers`` chooses them."""
+"""Turns items of a dataset into inputs and labels of a model, with the columns that ``transformers`` would choose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from evener.errors import DataError
 
 
 class Collation:
-    """A collator, of whose batch the model gets what it takes.
+    """Wraps a collator: passes on the entries of its batch that the model's ``forward`` takes.
 
     Args:
-        removes: Whether the collator gets no columns but those that the model takes, and labels.
+        collate: Makes a batch from a list of items.
+        model: The model whose ``forward`` signature says which entries it takes.
+        removes: True to give the collator only the labels and the columns that the model takes.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, removes: bool) -> None:
@@ -30,10 +32,10 @@ class Collation:
         self._columns = self._taken | {"label", "label_ids", "labels"}
 
     def __call__(self, items: list[Any]) -> tuple[dict[str, Any], Any]:
-        """Inputs and labels; of items without labels their number of zeros.
+        """Returns inputs and labels of a batch. For items of :class:`Unlabelled`, the labels are zeros, one per item.
 
         Raises:
-            DataError: If there are no labels where some are needed.
+            DataError: If the collator made no labels and the items are not from :class:`Unlabelled`.
         """
         if isinstance(items[0], _Unlabelled):
             return self._inputs(self.batch([item.item for item in items])), torch.zeros(len(items))
@@ -45,7 +47,7 @@ class Collation:
         return self._inputs(batch), batch["labels"]
 
     def batch(self, items: list[Any]) -> Mapping[str, Any]:
-        """What the collator makes of them."""
+        """Returns the collator's batch of these items."""
         if self._removes and all(isinstance(item, Mapping) for item in items):
             items = [{name: item[name] for name in item if name in self._columns} for item in items]
             if not items[0]:
@@ -61,7 +63,7 @@ class Collation:
         return {name: value for name, value in batch.items() if name in taken and name != "labels"}
 
     def labelled(self, dataset: Any) -> bool:
-        """Whether the samples of a dataset have labels, by its first one."""
+        """Returns True if the first sample of the dataset has labels."""
         return "labels" in self.batch([dataset[0]])
 
 
@@ -71,7 +73,7 @@ class _Unlabelled:
 
 
 class Unlabelled(Dataset[Any]):
-    """A dataset whose samples have no labels."""
+    """Wraps a dataset whose samples have no labels."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

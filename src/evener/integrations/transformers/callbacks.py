@@ -1,4 +1,4 @@
-"""State and callbacks of a trainer, and what is told of them, as ``transformers`` has them."""
+"""State, callbacks and logging of a trainer, with the interface of ``transformers``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _NEVER_CALLED = (
     "on_prediction_step",
     "on_push_begin",
 )
-"""Events inside of what Evener does in one piece."""
+"""Events of ``TrainerCallback`` that Evener's Trainer never fires, for they fall inside of Evener's own operations."""
 
 
-class Told(ABC):
-    """What of a trainer does not train, and what follows its training asks of it."""
+class TrainerEvents(ABC):
+    """The part of a trainer that does not train: state, callbacks, logs.
+    :class:`~evener.integrations.transformers.trainer_state.Following` uses it during a run.
+    """
 
     model: Any
     train_dataset: Any
     engine: Engine | None = None
-    """While the trainer is in a run, on each of its ranks."""
+    """The engine of the current run, on each of its ranks. None outside of a run."""
     ignore_keys: list[str] | None = None
 
     log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
@@ -53,10 +55,10 @@ class Told(ABC):
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     def add_callback(self, callback: Any) -> None:
-        """One more, or a class of one.
+        """Adds a callback, given as an object or a class.
 
         Raises:
-            ConfigurationError: If it waits for an event that does not come.
+            ConfigurationError: If it handles an event that Evener's Trainer never fires.
         """
         kind = callback if isinstance(callback, type) else type(callback)
         silent = [
@@ -73,11 +75,11 @@ class Told(ABC):
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Takes one out, or the first of a class, and returns it."""
+        """Removes and returns a callback, or the first one of a class."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Takes one out, or the first of a class."""
+        """Removes a callback, or the first one of a class."""
         self.callback_handler.remove_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -88,11 +90,11 @@ class Told(ABC):
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0, or the process of the script."""
+        """Returns True on rank 0, and in the process of the script outside of a run."""
         return not is_launched() or detect().rank == 0
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its machine, or the process of the script."""
+        """Returns True on the first rank of a host, and in the process of the script outside of a run."""
         return not is_launched() or detect().local_rank == 0
 
     @abstractmethod
@@ -102,14 +104,14 @@ class Told(ABC):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """The metrics over a dataset."""
+        """Returns the metrics over a dataset."""
 
     @abstractmethod
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model."""
 
     def let_go(self) -> None:
-        """The run is over: nothing of it is kept here."""
+        """Drops all references to the engine, optimizer and scheduler of a run that is over."""
         self.engine = None
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None

@@ -1,4 +1,4 @@
-"""An evaluation on all ranks as ``transformers`` tells of it: arrays in the order of the dataset, and their metrics."""
+"""Evaluates on all ranks and reports as ``transformers`` does: arrays in the order of the dataset, and metrics."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from evener.distributed.session import Session
 from evener.errors import ConfigurationError
 from evener.integrations.transformers.batches import Collation, Unlabelled
 from evener.training.engine import Engine
-from evener.training.evaluation import Examined, examine
+from evener.training.evaluation import EvaluationResult, examine
 
 _PADDING = -100
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """How a model is evaluated."""
+    """Evaluates a model on a dataset: batch size, collator, metrics and options."""
 
     batch_size: int
-    """Samples of a rank at once."""
+    """Samples per rank in one batch."""
     collation: Collation
     compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None
     preprocess: Callable[[Any, Any], Any] | None
-    """From logits and labels of a pass to what is kept of them."""
+    """Maps logits and labels of a batch to the predictions that are kept. None to keep the logits."""
     loss_only: bool
     included: tuple[str, ...] = ()
-    """What ``compute_metrics`` gets besides predictions and labels: ``inputs``, ``loss``."""
+    """Further inputs of ``compute_metrics`` besides predictions and labels: ``inputs``, ``loss``."""
     loss: Loss | None = None
-    """By which the loss of a sample is computed."""
+    """Computes the loss per sample if ``included`` has ``loss``."""
 
-    def of(self, engine: Engine, dataset: Any, prefix: str, predicts: bool) -> EvalLoopOutput:
-        """Predictions and labels on rank 0, None on others; metrics and the number of samples, the same on all.
+    def evaluate(self, engine: Engine, dataset: Any, prefix: str, predicts: bool) -> EvalLoopOutput:
+        """Evaluates the model on a dataset. All ranks must call this together.
 
-        All ranks call it. Labels and metrics are None, and empty, where the samples have none.
+        Rank 0 gets predictions and labels, other ranks None. Metrics and the number of samples are the same on all
+        ranks. If the samples have no labels, the labels are None and ``compute_metrics`` is not called.
 
         Raises:
-            ConfigurationError: If the dataset has no order.
+            ConfigurationError: If the dataset has no ``__getitem__``.
         """
         began = time.time()
         if not hasattr(dataset, "__getitem__"):
@@ -73,7 +74,7 @@ class Assessment:
         metrics = engine.session.control.broadcast_object(metrics)
         return EvalLoopOutput(predictions, labels, metrics, examined.samples)
 
-    def _examined(self, engine: Engine, dataset: Any, labelled: bool, wanted: bool) -> Examined:
+    def _examined(self, engine: Engine, dataset: Any, labelled: bool, wanted: bool) -> EvaluationResult:
         options = replace(
             engine.feed.evaluation_options(engine.steps_done),
             batch_size=self.batch_size * engine.learner.data.degree,
@@ -93,7 +94,7 @@ class Assessment:
         return kept | ({"losses": self._losses(scores, labels)} if "loss" in self.included else {})
 
     def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The mean over each sample's own labels; NaN for a sample without any."""
+        """Returns the mean loss of each sample over the sample's own labels; NaN for a sample without labels."""
         assert self.loss is not None
         loss = getattr(self.loss, "tokens", self.loss)
         pairs = [(scores[i : i + 1], labels[i : i + 1]) for i in range(len(labels))]
@@ -101,7 +102,9 @@ class Assessment:
         return torch.stack([mean.detach().cpu() for mean in means])
 
     def _further(self, engine: Engine, dataset: Any, kept: dict[str, Any]) -> dict[str, Any]:
-        """What `included` names, of all samples in the order of the dataset; on rank 0."""
+        """Returns the further inputs of ``compute_metrics`` that `included` names, on rank 0, in the dataset's
+        order.
+        """
         found: dict[str, Any] = {"losses": kept["losses"]} if "loss" in self.included else {}
         if "inputs" in self.included:
             name = getattr(engine.model, "main_input_name", "input_ids")
@@ -115,8 +118,8 @@ class Assessment:
 
 
 @dataclass(frozen=True)
-class Applied:
-    """A model evaluated or asked outside of a run, on ranks of its own."""
+class ModelOutsideRun:
+    """A job that evaluates a model, or predicts with it, outside of a training run. It is called on each rank."""
 
     task: Task
     config: RunConfig
@@ -125,7 +128,7 @@ class Applied:
     prefix: str
     predicts: bool
     everywhere: bool
-    """Whether each rank gets predictions and labels."""
+    """True if every rank gets predictions and labels; otherwise rank 0 alone has them."""
 
     def __call__(self) -> EvalLoopOutput:
         config = self.config
@@ -133,15 +136,15 @@ class Applied:
             Session(device=config.device, timeout_seconds=config.timeout_seconds) as session,
             Engine(self.task, config, session=session) as engine,
         ):
-            found = self.assessment.of(engine, self.dataset, self.prefix, self.predicts)
+            found = self.assessment.evaluate(engine, self.dataset, self.prefix, self.predicts)
             return session.control.broadcast_object(found) if self.everywhere else found
 
 
 _OF_THE_CLOCK = ("runtime", "samples_per_second", "steps_per_second")
 
 
-def tell(engine: Engine, metrics: dict[str, Any], samples: int, seconds: float) -> None:
-    """Tells Evener's own observers, without what only measures the evaluation."""
+def notify_observers(engine: Engine, metrics: dict[str, Any], samples: int, seconds: float) -> None:
+    """Reports an evaluation to Evener's own observers, without the metrics of its speed."""
     named = {name.removeprefix("eval_"): value for name, value in metrics.items()}
     kept = {
         name: float(value)
@@ -152,7 +155,7 @@ def tell(engine: Engine, metrics: dict[str, Any], samples: int, seconds: float) 
     engine.observers.evaluation(EvaluationRecord(engine.steps_done, epoch, kept, samples, seconds))
 
 
-def _loss_in(examined: Examined) -> dict[str, float]:
+def _loss_in(examined: EvaluationResult) -> dict[str, float]:
     return {name: value for name, value in examined.metrics.items() if name == "loss"}
 
 
@@ -164,8 +167,9 @@ def _named(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(pieces: list[Any]) -> Any:
-    """Arrays of all samples, of tensors of some of them each, also nested; shorter ones are filled up with -100 along
-    dimension 1, as ``transformers`` does."""
+    """Concatenates the tensors of several batches into arrays of all samples, also in nested dicts and tuples. Shorter
+    arrays are padded with -100 along dimension 1, as ``transformers`` does.
+    """
     first = pieces[0]
     if isinstance(first, dict):
         return {name: joined([piece[name] for piece in pieces]) for name in first}

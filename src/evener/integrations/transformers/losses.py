@@ -1,4 +1,4 @@
-"""What the loss of a model of ``transformers`` is a mean over, by the kind of the model and its config."""
+"""Finds the loss of a model of ``transformers`` by its class name and config, as a sum and a count."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OF_TOKENS = {
     "ForTokenClassification": False,
     "ForConditionalGeneration": False,
 }
-"""Endings of the names of models, and whether each place is compared with the next label."""
+"""Suffixes of model class names. True for next-token prediction, False if each position has its own label."""
 _ROUNDING = 1e-5
-"""Relative, of float32 sums over the labels of a batch: about 1e-7 was seen."""
+"""Relative tolerance for float32 sums over the labels of a batch. About 1e-7 was measured."""
 _OF_SAMPLES = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
 _REGRESSION, _ONE_LABEL, _MANY_LABELS = (
     "regression",
@@ -35,10 +35,10 @@ _REGRESSION, _ONE_LABEL, _MANY_LABELS = (
 
 
 def loss_of(model: nn.Module, label_smoothing: float = 0.0) -> Loss:
-    """The model's own loss as a sum over terms, with the labels smoothed as ``transformers.Trainer`` does.
+    """Returns the model's own loss as a sum over terms. Labels are smoothed as ``transformers.Trainer`` does.
 
     Raises:
-        ConfigurationError: If the kind of the model does not tell it, or its labels cannot be smoothed.
+        ConfigurationError: If the model's class does not determine the loss, or its labels cannot be smoothed.
     """
     kind = type(model).__name__
     for ending, causal in _OF_TOKENS.items():
@@ -63,13 +63,13 @@ def loss_of(model: nn.Module, label_smoothing: float = 0.0) -> Loss:
 
 
 class SampleLoss(Loss):
-    """Of models with one answer for each sample.
+    """Loss of models that give one answer per sample.
 
     Args:
-        problem: As ``config.problem_type`` says: ``regression`` is the mean of squares, ``single_label_classification``
-            cross entropy, ``multi_label_classification`` binary cross entropy of each label; None tells the last two
-            apart by the type of the labels.
-        label_smoothing: Part of each class that goes to all classes alike.
+        problem: As ``config.problem_type``: ``regression`` is the mean squared error, ``single_label_classification``
+            cross entropy, ``multi_label_classification`` binary cross entropy of each label. None chooses between the
+            last two: floating-point labels mean ``multi_label_classification``.
+        label_smoothing: Part of each label that is spread evenly over all classes.
     """
 
     def __init__(self, problem: str | None, label_smoothing: float = 0.0) -> None:
@@ -115,14 +115,14 @@ def _labels(targets: Any) -> Tensor:
 def check_own_loss(
     model: nn.Module, loss: Loss, forward: Callable[[nn.Module, Any], Any], inputs: Any, labels: Tensor
 ) -> None:
-    """Compares the model's own loss of a batch with the one that is trained on, in evaluation and in training.
+    """Compares the model's own loss of a batch with the loss that is trained on, in evaluation and in training mode.
 
-    Both are computed by the same operations up to the last sum, so that only rounding may differ. Random numbers are
-    the same for both. A copy of the model computes them: it counts in training, and ``transformers`` puts hooks into
-    it, with which it could not go to another process.
+    Both are computed by the same operations up to the last sum, so that only rounding may differ. Both draw the same
+    random numbers. The check uses a copy of the model, for two reasons: a forward pass in training mode may change
+    buffers, and ``transformers`` adds hooks that keep a model from being sent to another process.
 
     Raises:
-        ConfigurationError: If the model's own loss has other terms, which would be left out.
+        ConfigurationError: If the model's own loss differs: it has further terms, which would be left out.
     """
     model = copy.deepcopy(model)
     device = next(model.parameters()).device
@@ -147,7 +147,7 @@ def _drawn_alike(compute: Callable[[], Tensor]) -> float:
 
 
 def _widened(outputs: Any) -> Any:
-    """Models compute their loss of half precision in float32."""
+    """Casts logits of half precision to float32, in which models of ``transformers`` compute their loss."""
     if isinstance(outputs, dict):
         return {**outputs, "logits": _widened(outputs["logits"])}
     return outputs.float() if outputs.itemsize == 2 else outputs

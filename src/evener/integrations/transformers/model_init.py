@@ -1,4 +1,4 @@
-"""What the Trainer is given, or takes where it is given nothing: a model and a collator."""
+"""Prepares the model that the Trainer is given, and chooses a collator if none is given."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from evener.errors import ConfigurationError
 
 
 def model_of(model: nn.Module | None, model_init: Callable[[], nn.Module] | None, seed: int) -> nn.Module:
-    """The model that was given, or the one that ``model_init`` makes.
+    """Returns the given model, or the one that ``model_init`` makes. Switches ``use_cache`` off in its config.
 
     Raises:
-        ConfigurationError: If there are both, or none.
+        ConfigurationError: If both or neither are given.
     """
     if (model is None) == (model_init is None):
         raise ConfigurationError("Trainer takes either a model or model_init, which makes one")
@@ -27,12 +27,12 @@ def model_of(model: nn.Module | None, model_init: Callable[[], nn.Module] | None
         model = model_init()
     config: Any = getattr(model, "config", None)
     if config is not None and hasattr(config, "use_cache"):
-        config.use_cache = False  # of keys and values, which training has no use for
+        config.use_cache = False  # training does not use a key-value cache
     return model
 
 
 def copied(model: nn.Module, deterministic: bool) -> nn.Module:
-    """The model of a rank, which computes by deterministic algorithms alone if that is asked for."""
+    """Copies the model for a rank. If ``deterministic``, switches PyTorch to deterministic algorithms."""
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
@@ -43,14 +43,15 @@ def copied(model: nn.Module, deterministic: bool) -> nn.Module:
 
 
 def _known(kind: type[nn.Module], config: Any) -> None:
-    """Makes a model of this kind without memory: ``transformers`` notes when it makes one which outputs, such as the
-    scores of routers, models of the kind can return, and has noted nothing in a process to which one was sent."""
+    """Builds a model of this class on the meta device. ``transformers`` records when a model is built which outputs the
+    class can return, such as router scores. A process that received the model by pickle has no such record.
+    """
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         kind(copy.deepcopy(config))
 
 
 def usual_collator(processing_class: Any) -> Any:
-    """The collator where none was given, as ``transformers`` chooses it."""
+    """Returns the collator that ``transformers`` uses if none is given."""
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return DataCollatorWithPadding(processing_class)
     return default_data_collator

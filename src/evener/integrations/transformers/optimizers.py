@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of ``transformers`` for the parameters of a task's own model."""
+"""Factories of ``transformers`` optimizers and schedulers for the parameters of a rank's own model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Make = Callable[[Any], Any]
 def optimizer_of(
     model: nn.Module, args: TrainingArguments, given: tuple[type, dict[str, Any]] | None
 ) -> Make:
-    """What makes the optimizer that ``args`` name, or the class that is given, without decay of biases and norms."""
+    """Returns a factory of the optimizer in ``given`` or named by ``args``. Biases and norms get no weight decay."""
     kind, options = given or TheirTrainer.get_optimizer_cls_and_kwargs(args, model)
-    options = {name: value for name, value in options.items() if name != "fused"}  # Evener's own choice
+    options = {name: value for name, value in options.items() if name != "fused"}  # set by Evener
     decaying = set(TheirTrainer.get_decay_parameter_names(None, model))
 
     def make(named_parameters: Any) -> torch.optim.Optimizer:
@@ -38,7 +38,7 @@ def optimizer_of(
 
 
 def scheduler_of(args: TrainingArguments, steps: int) -> Make:
-    """What makes the scheduler that ``args`` name, for a run of so many steps."""
+    """Returns a factory of the scheduler that ``args`` name, for a run of ``steps`` steps."""
     return lambda optimizer: get_scheduler(
         args.lr_scheduler_type,
         optimizer,
@@ -49,10 +49,10 @@ def scheduler_of(args: TrainingArguments, steps: int) -> Make:
 
 
 def made_again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Make:
-    """What makes an optimizer as ``optimizer`` is of ``model``, of the parameters with the same names.
+    """Returns a factory that makes the same optimizer for another copy of ``model``. Parameters are matched by name.
 
     Raises:
-        ConfigurationError: If it has taken a step, or has parameters of another model.
+        ConfigurationError: If ``optimizer`` has taken a step, or has parameters that are not the model's.
     """
     if optimizer.state:
         raise ConfigurationError(
@@ -82,16 +82,17 @@ def made_again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Make:
 
 
 def _as_begun(group: dict[str, Any]) -> dict[str, Any]:
-    """A group as it was before a scheduler took hold of it."""
+    """Returns a parameter group with the learning rate that it had before a scheduler changed it."""
     kept = {name: value for name, value in group.items() if name != "initial_lr"}
     return {**kept, "lr": group.get("initial_lr", group["lr"])}
 
 
 def bound_again(scheduler: LRScheduler) -> Make:
-    """What makes a scheduler as ``scheduler`` is, of another optimizer.
+    """Returns a factory that makes the same scheduler for another optimizer.
 
     Raises:
-        ConfigurationError: If it has taken a step, or does not tell what it was made of.
+        ConfigurationError: If ``scheduler`` has taken a step, its constructor arguments cannot be read from its
+            attributes, or it is a ``ReduceLROnPlateau``.
     """
     kind = type(scheduler)
     if getattr(scheduler, "last_epoch", 0) > 0:

@@ -1,4 +1,4 @@
-"""The balance loss of a mixture of experts, over the tokens of all ranks.
+"""Load-balancing loss of a mixture of experts, computed over the tokens of all ranks.
 
 A mixture whose config has ``output_router_logits`` adds c A to the mean over labels, with (Fedus, Zoph and Shazeer,
 "Switch Transformers", 2021, equations 4 to 6)::
@@ -6,9 +6,9 @@ A mixture whose config has ``output_router_logits`` adds c A to the mean over la
     A = E sum over e of f_e P_e        f_e: part of all tokens that expert e was chosen for, of all layers together
                                        P_e: mean of its probability
 
-f has no gradient, and P is a mean over tokens. So A is a sum over tokens once f and the number of tokens are known of
-the whole batch, for which the ranks add up E + 2 numbers. With micro-batches A is that of each of them, and they are
-weighted by their labels.
+f has no gradient, and P is a mean over tokens. So A is a sum over tokens, once f and the number of tokens of the whole
+batch are known. For that, the ranks all-reduce E + 2 numbers. With micro-batches, A is computed for each micro-batch,
+and these values are weighted by the number of labels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ ROUTERS, MASK = "router_logits", "attention_mask"
 
 
 def balanced(model: nn.Module, tokens: Loss, smoothed: bool) -> Loss:
-    """``tokens``, and the balance loss too where the model adds one to its own.
+    """Returns ``tokens``, with the load-balancing loss added if the model adds one to its own loss.
 
-    ``transformers.Trainer`` computes smoothed labels outside of the model, which adds nothing then.
+    Returns ``tokens`` alone if labels are smoothed: ``transformers.Trainer`` then computes the loss outside of the
+    model, without the load-balancing loss.
     """
     config: Any = getattr(model, "config", None)
     coefficient = getattr(config, "router_aux_loss_coef", 0.0)
@@ -43,12 +44,12 @@ def balanced(model: nn.Module, tokens: Loss, smoothed: bool) -> Loss:
 
 
 class BalancedLoss(Loss):
-    """The mean over labels, and the balance loss of all tokens of the batch.
+    """Mean over labels, plus the load-balancing loss over all tokens of the batch.
 
     Args:
         tokens: The loss of the labels.
-        coefficient: c.
-        chosen: Experts of each token.
+        coefficient: The factor c of the load-balancing loss.
+        chosen: Experts per token.
     """
 
     def __init__(self, tokens: Loss, coefficient: float, chosen: int) -> None:
@@ -64,7 +65,7 @@ class BalancedLoss(Loss):
         own = torch.cat([assigned, rows.reshape(1), labels.reshape(1)])
         scope = current()
         if scope is not None and scope.weight == 0:
-            own = torch.zeros_like(own)  # a placeholder counts for nothing
+            own = torch.zeros_like(own)  # a placeholder batch does not count
         whole = all_reduce(own, data_group(), replicated=True)
         experts, (rows, labels) = len(assigned), whole[-2:]
         if not rows:
@@ -74,9 +75,10 @@ class BalancedLoss(Loss):
         return total + share.to(total.dtype)
 
     def _routed(self, outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this rank's tokens: how many each expert was chosen for, the sum of its probabilities, and their number.
+        """Returns, for this rank's tokens: how often each expert was chosen, its summed probabilities, and their
+        number.
 
-        A token counts once for each layer.
+        A token counts once per layer.
         """
         layers, mask = outputs[ROUTERS], outputs[MASK]
         assigned, probability, rows = [], [], []
@@ -97,7 +99,11 @@ class BalancedLoss(Loss):
 
 
 def with_routers(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """What `BalancedLoss` takes: logits, the routers' scores of each layer and the attention mask."""
+    """Calls the model and returns the inputs of `BalancedLoss`: logits, router scores per layer, attention mask.
+
+    Raises:
+        LossError: If the model returned no router scores.
+    """
     outputs: Any = call_model(model, inputs)
     found = getattr(outputs, ROUTERS, None)
     if not isinstance(found, tuple | list) or not all(isinstance(each, Tensor) for each in found):
@@ -109,5 +115,5 @@ def with_routers(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def forward_for(loss: Loss) -> Callable[[nn.Module, Any], Any]:
-    """The ``forward`` of a task with this loss, which gives what it takes."""
+    """Returns the ``forward`` of a task with this loss: it returns the outputs that the loss takes."""
     return with_routers if isinstance(loss, BalancedLoss) else logits

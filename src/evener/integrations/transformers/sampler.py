@@ -1,4 +1,4 @@
-"""The order of samples that ``TrainingArguments`` ask for, as the order of a task."""
+"""Order of samples as ``TrainingArguments`` ask for it, for ``Task(order=...)``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from evener.errors import ConfigurationError
 
 
 class Sampling:
-    """Lists the samples of an epoch.
+    """Lists the samples of an epoch in order.
 
     Args:
         strategy: ``random``, ``sequential`` or ``group_by_length``.
-        size: Samples of the training set.
-        listed: Samples of an epoch; the others are left out.
-        batch_size: Samples of a global batch, which have about one length with ``group_by_length``.
-        lengths: Of each sample, where samples are grouped by them.
+        size: Samples in the training set.
+        listed: Samples per epoch; the others are left out.
+        batch_size: Samples per global batch. With ``group_by_length``, these have about the same length.
+        lengths: Length of each sample; used by ``group_by_length`` alone.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Sampling:
 def sampling_of(
     args: TrainingArguments, dataset: Any, together: int, batch_size: int, processing_class: Any
 ) -> Sampling | None:
-    """The order that ``args`` say; None where it is Evener's usual one.
+    """Returns the order that ``args`` ask for. Returns None if that is Evener's default order.
 
     Args:
-        together: Samples of the ranks in one micro-batch, of which an incomplete one is dropped if that is asked for.
-        batch_size: Samples of a global batch.
+        together: Samples of all ranks in one micro-batch. With ``dataloader_drop_last``, an incomplete one is dropped.
+        batch_size: Samples per global batch.
 
     Raises:
-        ConfigurationError: If no batch is left, or the lengths of samples are not known.
+        ConfigurationError: If no sample is left, or the lengths of samples are not known.
     """
     grouped = "group_by_length" if getattr(args, "group_by_length", False) else "random"
     strategy = str(getattr(args, "train_sampling_strategy", grouped))

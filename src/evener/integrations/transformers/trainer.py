@@ -1,4 +1,4 @@
-"""In place of ``transformers.Trainer``: what its arguments say becomes a task and settings of :func:`evener.fit`."""
+"""Evener's replacement for ``transformers.Trainer``: turns its arguments into a task and settings for a run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from evener.integrations.transformers.arguments import (
     settings_in,
 )
 from evener.integrations.transformers.batches import Collation
-from evener.integrations.transformers.callbacks import Told
-from evener.integrations.transformers.evaluation import Applied, Assessment, tell
+from evener.integrations.transformers.callbacks import TrainerEvents
+from evener.integrations.transformers.evaluation import Assessment, ModelOutsideRun, notify_observers
 from evener.integrations.transformers.losses import check_own_loss, loss_of
 from evener.integrations.transformers.model_init import copied, model_of, usual_collator
 from evener.integrations.transformers.optimizers import bound_again, made_again, optimizer_of, scheduler_of
@@ -51,17 +51,17 @@ from evener.training.fit import check_plan, fit
 from evener.training.run import Trained
 
 
-class Trainer(Told):
-    """In place of ``transformers.Trainer``, with its arguments.
+class Trainer(TrainerEvents):
+    """Replacement for ``transformers.Trainer`` with the same arguments.
 
     Args:
-        model: As for ``transformers.Trainer``; its weights are those of the training when that is over.
-        loss: The task's loss, for models whose kind does not tell it.
-        settings: Of :func:`evener.fit`, besides those that ``args`` say; ``balance`` is ``auto`` where neither it nor a
+        model: As for ``transformers.Trainer``. It has the trained weights after :meth:`train`.
+        loss: The loss of the task, for models whose class does not determine it.
+        settings: Settings of :func:`evener.fit` that ``args`` do not give. ``balance`` defaults to ``auto`` if no
             strategy is given.
 
     Raises:
-        ConfigurationError: For an argument that is not honoured.
+        ConfigurationError: If an argument is not supported.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Trainer(Told):
             )
         if args.full_determinism:
             enable_full_determinism(args.seed)  # ranks inherit its environment variables
-        self.model: Any = model_of(model, model_init, args.seed)  # save_pretrained is not of every Module
+        self.model: Any = model_of(model, model_init, args.seed)  # Any: not every Module has save_pretrained
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -106,7 +106,7 @@ class Trainer(Told):
             )
         self._loss = loss or loss_of(self.model, args.label_smoothing_factor)
         self._said, self._settings = settings_in(args), dict(settings or {})
-        if "strategy" not in {*self._said, *self._settings}:  # others than the usual one may have no shares
+        if "strategy" not in {*self._said, *self._settings}:  # other strategies may not support shares
             self._settings.setdefault("balance", "auto")
         micro = {"micro_batch"} if args.gradient_accumulation_steps > 1 else set()
         clashing = sorted(self._settings.keys() & {*self._said, *SAID_OTHERWISE, *micro})
@@ -116,7 +116,7 @@ class Trainer(Told):
         self._make_scheduler: Callable[[Any], Any] | None = None
         self._take_optimizers(*optimizers, optimizer_cls_and_kwargs)
         self.summary: RunSummary | None = None
-        """Of the last training, as :func:`evener.fit` has it."""
+        """Summary of the last training, as :func:`evener.fit` returns it. None before the first training."""
         super().__init__(args, self.model, processing_class, callbacks or [])
 
     def _take_optimizers(self, optimizer: Any, scheduler: Any, named: Any) -> None:
@@ -137,13 +137,13 @@ class Trainer(Told):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Trains; the model then has the weights that came of it, or the best ones if they are asked for.
+        """Trains. Afterwards the model has the last weights, or the best ones with ``load_best_model_at_end``.
 
         Args:
-            resume_from_checkpoint: A checkpoint, or True for the last one in ``output_dir``.
+            resume_from_checkpoint: Path of a checkpoint, or True for the last one in ``output_dir``.
 
         Raises:
-            EvenerError: Whatever ended the run.
+            EvenerError: If the run failed.
         """
         if trial is not None:
             raise ConfigurationError("Evener's Trainer has no hyperparameter search: leave trial out")
@@ -162,13 +162,13 @@ class Trainer(Told):
         following = Following(self, resumed, steps, math.ceil(steps / self._steps_an_epoch(config)))
         try:
             show = not self.args.disable_tqdm
-            trained = fit(self.task(config), config, show=show, attendant=following)
+            trained = fit(self.task(config), config, show=show, callback=following)
         finally:
             self.let_go()
         return self._take(trained)
 
     def _take(self, trained: Trained) -> TrainOutput:
-        followed: Followed = trained.attended
+        followed: Followed = trained.callback_result
         self.summary, self.state = trained.summary, followed.state
         for callback, found in zip(self.callback_handler.callbacks, followed.callbacks, strict=True):
             vars(callback).update(found)
@@ -196,7 +196,7 @@ class Trainer(Told):
         return path
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model as ``from_pretrained`` reads it, on one rank; in a run, all ranks call it."""
+        """Writes the model on rank 0, as ``from_pretrained`` reads it. In a run, all ranks must call this together."""
         if self.engine is not None:
             tensors = self.engine.learner.tensors()
             if self.is_world_process_zero():
@@ -213,7 +213,7 @@ class Trainer(Told):
         torch.save(self.args, path / "training_args.bin")
 
     def _check_saves(self) -> None:
-        """Now, and not when the training is over."""
+        """Checks before the training that the model can be saved, and loaded if ``load_best_model_at_end`` is set."""
         kind = type(self.model).__name__
         if not hasattr(self.model, "save_pretrained"):
             raise ConfigurationError(
@@ -227,7 +227,7 @@ class Trainer(Told):
             )
 
     def _check_loss(self) -> None:
-        """The model's own loss on a batch is what is trained on, or it has terms that would be left out."""
+        """Checks on one batch that the model's own loss has no terms that the training would leave out."""
         if self._given_loss is not None:
             return
         count = min(self.args.per_device_train_batch_size, len(self.train_dataset))
@@ -243,9 +243,9 @@ class Trainer(Told):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """The loss, and what ``compute_metrics`` makes of the predictions, over all samples of a dataset or of several.
+        """Returns the loss and the metrics of ``compute_metrics`` over a dataset, or over each dataset of a dict.
 
-        In a run, as by a callback, all ranks call it.
+        In a run, for example in a callback, all ranks must call this together.
         """
         checked_keys(ignore_keys)
         own = eval_dataset is None
@@ -264,7 +264,7 @@ class Trainer(Told):
         output = self._assessed(dataset, prefix, predicts=False)
         metrics: dict[str, float] = output.metrics
         if own and self.engine is not None:
-            tell(self.engine, metrics, output.num_samples, time.perf_counter() - began)
+            notify_observers(self.engine, metrics, output.num_samples, time.perf_counter() - began)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -272,9 +272,9 @@ class Trainer(Told):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The logits of all samples in the order of the dataset; labels and metrics too, where it has labels.
+        """Returns the logits of all samples in the order of the dataset; with labels and metrics if it has labels.
 
-        In a run, as by a callback, all ranks call it, and rank 0 alone gets logits and labels.
+        In a run, for example in a callback, all ranks must call this together. Rank 0 alone gets logits and labels.
         """
         checked_keys(ignore_keys)
         output = self._assessed(test_dataset, metric_key_prefix, predicts=True)
@@ -293,9 +293,9 @@ class Trainer(Told):
             self._loss,
         )
         if self.engine is not None:
-            return assessment.of(self.engine, dataset, prefix, predicts)
+            return assessment.evaluate(self.engine, dataset, prefix, predicts)
         config = self.config().replace(run_dir=None, weights=None, resume=None, **self._dtype_of_evaluation())
-        job = Applied(
+        job = ModelOutsideRun(
             self.task(config, dataset), config, assessment, dataset, prefix, predicts, is_launched()
         )
         return launch(
@@ -306,18 +306,20 @@ class Trainer(Told):
         )[0]
 
     def _dtype_of_evaluation(self) -> dict[str, Any]:
-        """Outside of a training the model is cast if that is asked for."""
+        """Returns the dtype setting for evaluations outside of a run, from ``bf16_full_eval`` and
+        ``fp16_full_eval``.
+        """
         asked = {"bf16_full_eval": "bfloat16", "fp16_full_eval": "float16"}
         named = next((dtype for name, dtype in asked.items() if getattr(self.args, name)), None)
         return {} if named is None else {"dtype": named, "precision": None}
 
-    # What is trained
+    # Settings and task
 
     def config(self, resumed: Path | None = None) -> RunConfig:
-        """The settings of the run.
+        """Returns the settings of the run.
 
         Args:
-            resumed: The checkpoint that it goes on from.
+            resumed: The checkpoint to resume from.
         """
         args = self.args
         config = RunConfig(**self._said, evaluate_every=0).replace(**self._settings)
@@ -353,7 +355,7 @@ class Trainer(Told):
         return config.steps or self._steps_an_epoch(config) * (config.epochs or 1)
 
     def task(self, config: RunConfig, applied_to: Any = None) -> Task:
-        """What is trained, or applied to a dataset."""
+        """Returns the task to train, or to evaluate on the dataset ``applied_to``."""
         model, args = self.model, self.args
         dataset = self.train_dataset if applied_to is None else applied_to
         steps = 1 if applied_to is not None else self._steps(config)

@@ -1,7 +1,7 @@
-"""What ``transformers`` keeps beside a training: its state, callbacks and control, evaluations and checkpoints.
+"""Keeps the state of ``transformers`` during a training: state, callbacks, control, evaluations, checkpoints.
 
-It acts after each step on all ranks, with the callbacks of each of them, as under ``torchrun``. What a callback asks
-for on one rank is asked for on all, after the same step.
+After each step, every rank calls its own callbacks, as under ``torchrun``. If a callback asks for something on one
+rank, all ranks do it after the same step.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from transformers.trainer_utils import speed_metrics
 from evener.core.os_errors import in_words
 from evener.core.records import Note
 from evener.errors import ConfigurationError
-from evener.integrations.transformers.callbacks import Told
+from evener.integrations.transformers.callbacks import TrainerEvents
 from evener.training.engine import Engine
-from evener.training.lifecycle.attendant import Attendant
+from evener.training.lifecycle.callback import Callback
 from evener.training.step.step import Step
 
 STATE = "trainer_state.json"
 ENGINE = "evener"
-"""In a checkpoint: where the engine's own is."""
+"""Directory in a checkpoint that holds the engine's own checkpoint."""
 _ALIKE = (DefaultFlowCallback, PrinterCallback, EarlyStoppingCallback)
-"""Callbacks that decide by what all ranks know."""
+"""Callbacks that decide the same on all ranks. If there are no others, the ranks need not exchange flags."""
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _STEPS_LATE = 4
-"""A step's loss is known after so many more without waiting for it."""
+"""Number of steps after which a step's loss can be read without waiting for the device."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What a training leaves beside its weights."""
+    """Results of a training besides the weights."""
 
     state: TrainerState
     training_loss: float
     metrics: dict[str, float]
     callbacks: list[dict[str, Any]]
-    """Attributes of each callback on this rank, those that can travel."""
+    """Attributes of each callback on this rank; only those that can be pickled."""
 
 
-class Following(Attendant):
-    """Beside one training of a trainer."""
+class Following(Callback):
+    """Runs the events, evaluations and checkpoints of one training of a trainer."""
 
     _engine: Engine
 
-    def __init__(self, trainer: Told, resumed: Path | None, steps: int, epochs: int) -> None:
+    def __init__(self, trainer: TrainerEvents, resumed: Path | None, steps: int, epochs: int) -> None:
         self._trainer, self._resumed = trainer, resumed
         self._max_steps, self._epochs = steps, epochs
         self._began = 0.0
         self._waiting: deque[Step] = deque()
         self._losses: list[float] = []
-        """Of the steps since the start."""
+        """Losses of the steps since the start."""
         self._first = self._logged = 0
-        """The step at the start, and that of the last line."""
+        """Step at the start, and step of the last log entry."""
 
     def begin(self, engine: Engine) -> None:
         trainer = self._trainer
@@ -93,9 +93,10 @@ class Following(Attendant):
             self._call("on_step_begin")
 
     def _agreed_state(self) -> bool:
-        """Takes up the state of the rank that knows most; returns whether the training had begun before.
+        """Takes over the state of the rank that has progressed furthest. All ranks must call this together.
 
-        That is so where it is back at a checkpoint, and where some ranks stay and another is replaced.
+        Returns True if the training had begun before: after a return to a checkpoint, or if a rank was replaced while
+        others stayed.
         """
         trainer, engine, again = self._trainer, self._engine, bool(self._began)
         began = self._began or time.time()
@@ -152,7 +153,7 @@ class Following(Attendant):
         self._go_on(step.batch.last, state.global_step >= self._max_steps)
 
     def _go_on(self, next_epoch: bool, complete: bool) -> None:
-        """To the next step, unless a callback ends the run."""
+        """Begins the next step, unless the run is complete or a callback ends it."""
         control, engine = self._trainer.control, self._engine
         if control.should_epoch_stop:
             raise ConfigurationError(
@@ -170,7 +171,7 @@ class Following(Attendant):
         self._call("on_step_begin")
 
     def _call(self, event: str) -> None:
-        """Calls the callbacks, and agrees with the other ranks about what they ask for."""
+        """Calls the callbacks, and combines their requests with those of the other ranks."""
         trainer = self._trainer
         called = getattr(trainer.callback_handler, event)
         trainer.control = called(trainer.args, trainer.state, trainer.control)
@@ -187,7 +188,7 @@ class Following(Attendant):
             setattr(control, flag, any(asked))
 
     def _act(self, step: Step) -> None:
-        """What is due: a line of the log, an evaluation, a checkpoint."""
+        """Logs, evaluates and saves a checkpoint, as far as they are due."""
         control = self._trainer.control
         if control.should_log and self._engine.steps_done > self._logged:
             self._log(step)
@@ -242,7 +243,7 @@ class Following(Attendant):
     # Checkpoints
 
     def _save(self) -> None:
-        """Writes one under another name, which it gets when it is complete."""
+        """Writes a checkpoint under a temporary name, and renames it when it is complete."""
         trainer, engine, args = self._trainer, self._engine, self._trainer.args
         home = Path(args.output_dir)
         made, partial = (
@@ -287,13 +288,13 @@ class Following(Attendant):
 
 
 def _mean(losses: list[float]) -> float:
-    """Of those that are numbers: a batch without any label has none."""
+    """Returns the mean of the finite losses; NaN if there are none. A batch without labels has no finite loss."""
     known = [loss for loss in losses if math.isfinite(loss)]
     return sum(known) / len(known) if known else math.nan
 
 
-def _travelling(callback: Any, trainer: Told) -> dict[str, Any]:
-    """Attributes of a callback that another process can have."""
+def _travelling(callback: Any, trainer: TrainerEvents) -> dict[str, Any]:
+    """Returns the attributes of a callback that can be pickled for another process."""
     found: dict[str, Any] = {}
     for name, value in vars(callback).items():
         if value is trainer or isinstance(value, torch.nn.Module):
@@ -305,7 +306,7 @@ def _travelling(callback: Any, trainer: Told) -> dict[str, Any]:
 
 
 def rotate(home: Path, limit: int | None, best: str | None) -> None:
-    """Removes the oldest checkpoints over ``limit``, but neither the newest nor the best."""
+    """Removes the oldest checkpoints beyond ``limit``, but never the newest or the best."""
     found = sorted(home.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     found = [path for path in found if path.name.removeprefix("checkpoint-").isdecimal()]
     if not limit or limit < 1 or len(found) <= limit:

@@ -1,4 +1,4 @@
-"""Batches cut along their sequences, and the proof that a model may be given pieces."""
+"""Context parallelism: batches cut along their sequences, and the check that a model may be given pieces."""
 
 from evener.strategies.context.context import ContextParallel
 

@@ -1,18 +1,18 @@
-"""The positions of every sequence divided over the ranks; the model is replicated.
+"""The strategy ``context``: divides the positions of every sequence over the ranks; the model is replicated.
 
-For sequences whose activations are too many for one device. Each rank computes its positions through all layers, which
-look at one position at a time, and only attention brings positions together (:mod:`evener.nn.attention`)::
+For sequences whose activations are too large for one device. Each rank computes its positions through all layers, which
+look at one position at a time. Only attention combines positions (:mod:`evener.nn.attention`)::
 
     rank 0   positions 0 1 6 7   ─▶ embed ─▶ norm ─▶ ┐           ┌ ─▶ mlp ─▶ head ─▶ loss of 0 1 6 7 ─┐
                                                      ├ attention ┤                                    ├ sum
     rank 1   positions 2 3 4 5   ─▶ embed ─▶ norm ─▶ ┘           └ ─▶ mlp ─▶ head ─▶ loss of 2 3 4 5 ─┘
 
-Totals, counts and gradients are summed over the ranks of the axis like over those that divide the samples. A batch is
-cut where it has been loaded, padding included. In evaluation the outputs for all positions come together in order, so
+Totals, counts and gradients are summed over the ranks of the axis, as over ranks that divide the samples. A batch is
+cut after it has been loaded, padding included. In evaluation the outputs for all positions are gathered in order, so
 that metrics see whole sequences, whatever they count.
 
-That a model looks along the sequence in some other way cannot be read off its modules. So it is tried, before the
-first step (:mod:`evener.strategies.context.equivalence_check`).
+The modules of a model do not show whether it looks along the sequence in some other way. So the model is tried before
+the first step (:mod:`evener.strategies.context.equivalence_check`).
 """
 
 from __future__ import annotations
@@ -38,38 +38,39 @@ from evener.strategies.base import Strategy
 from evener.strategies.context.cutting import Cutting, map_named
 from evener.strategies.context.equivalence_check import alike, check_likeness
 from evener.strategies.ddp import summing
-from evener.strategies.interfaces import Cut, Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
 
 AXIS = "context"
-"""The axis of the mesh over which positions are divided."""
+"""Mesh axis over which positions are divided."""
 
 
 @dataclass(frozen=True)
 class ContextParallel(Strategy):
-    """The positions of the sequences divided over the ranks.
+    """Divides the positions of the sequences over the ranks.
 
     Raises:
-        ConfigurationError: For an option that cannot be.
+        ConfigurationError: If an option has a value that does not exist or is out of range.
     """
 
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard", "tensor")
 
     method: str = "ring"
-    """How attention reaches other ranks' positions: ``ring``, or ``ulysses``, which divides the heads."""
+    """Method by which attention reaches other ranks' positions: ``ring``, or ``ulysses``, which divides the heads."""
     order: str = "zigzag"
     """``zigzag``, in which all ranks have equal work under a causal mask, or ``contiguous``."""
     dim: int = 1
-    """The dimension of the positions in inputs and targets."""
+    """Dimension of the positions in inputs and targets."""
     cut: str | None = None
-    """Names of the tensors that are sequences, such as ``inputs.words,targets``; all that have that dimension."""
+    """Names of the tensors that are sequences, such as ``inputs.words,targets``. None takes all with dimension
+    ``dim``."""
     output_dim: int | None = None
-    """The dimension of the positions in outputs; found by its size if that is possible."""
+    """Dimension of the positions in outputs. None finds it by its size if that is possible."""
     trial: int = 128
-    """How many positions of the first batch the model is tried with, on pieces and on whole sequences; 0 for none."""
+    """Number of positions of the first batch on which pieces and whole sequences are compared; 0 skips the trial."""
 
     def __post_init__(self) -> None:
         for name, known in (("method", tuple(METHODS)), ("order", ORDERS)):
@@ -86,13 +87,13 @@ class ContextParallel(Strategy):
         if self.trial < 0:
             raise ConfigurationError(f"strategy 'context': trial={self.trial}; it must be 0 or more")
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({AXIS: world_size})
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         if self.method == "ulysses":
             _check_heads(model, mesh.degree(AXIS))
-        # Stages of a pipeline attend by themselves: a call of the model ends where one of them does.
+        # Pipeline stages enter attention by themselves, because a call of the model ends with the stage.
         if mesh.degree("pipeline") == 1:
             attend_within(model)
         return normalize_together(model, mesh)
@@ -103,14 +104,15 @@ class ContextParallel(Strategy):
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
 
-    def pieces(self, learner: Learner) -> Cut:
-        # A group of its own: what attention sends in backward never meets the buckets of gradients.
+    def pieces(self, learner: Learner) -> BatchSlicer:
+        # A separate process group keeps attention's messages in backward apart from gradient buckets.
         group = learner.mesh.new_group(AXIS)
-        return Cut() if group is None else Pieces(self, learner, group)
+        return BatchSlicer() if group is None else SequencePieces(self, learner, group)
 
 
 def _check_heads(model: nn.Module, ranks: int) -> None:
-    """Ranks that a mesh gives different numbers of heads must refuse together."""
+    """Raises ConfigurationError if there are fewer heads than ranks. Along other mesh axes ranks may have different
+    numbers of heads; the fewest count, so that all ranks refuse together."""
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and fewest_heads(module) < ranks:
             raise ConfigurationError(
@@ -119,8 +121,8 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
             )
 
 
-class Pieces(Cut):
-    """The pieces of this rank."""
+class SequencePieces(BatchSlicer):
+    """Cuts micro-batches to the positions of this rank."""
 
     def __init__(self, options: ContextParallel, learner: Learner, group: ProcessGroup) -> None:
         names = None if options.cut is None else frozenset(name.strip() for name in options.cut.split(","))
@@ -161,14 +163,14 @@ class Pieces(Cut):
     def _targets(self, targets: Any, sequence: DividedSequence, rank: int | None = None) -> Any:
         return self._cutting.part(targets, "targets", lambda leaf: sequence.part(leaf, sequence.dim, rank))
 
-    # What is tried before the first step
+    # Checks before the first step
 
     def _check_count(self, targets: Any, sequence: DividedSequence) -> None:
-        """The terms of the pieces must be those of the whole, each once."""
+        """Raises TaskError unless the loss counts of all pieces add up to the count of the whole targets."""
         try:
             count = self._learner.task.exact_loss().count
         except LossError:
-            return  # a loop of the user's own counts by itself
+            return  # the user's own loop counts by itself
         ranks = range(self._group.size())
         of_pieces = [float(count(self._targets(targets, sequence, rank))) for rank in ranks]
         whole = float(count(targets))
@@ -186,13 +188,13 @@ class Pieces(Cut):
         self._tried = True
         length, ranks = min(options.trial, self._length_of_inputs(micro)), self._group.size()
         if length > ranks and length % ranks == 0:
-            length -= 1  # pieces of unequal length, for which no other dimension can be taken
+            length -= 1  # unequal pieces: no other dimension can be mistaken for the positions
         inputs = self._cutting.part(micro.inputs, "inputs", lambda leaf: leaf.narrow(options.dim, 0, length))
         short = dataclasses.replace(micro, inputs=inputs, targets=None)
         piece = self._with_inputs(short, self._sequence(length))
         check_likeness(self._learner, short, piece, lambda outputs: self.whole(outputs, piece))
 
-    # Outputs of the pieces made whole
+    # Whole outputs from those of pieces
 
     def _whole(self, name: str, leaf: Any, sequence: DividedSequence) -> Any:
         if not isinstance(leaf, Tensor):
@@ -215,7 +217,7 @@ class Pieces(Cut):
         return self._common(name, leaf, shapes)
 
     def _common(self, name: str, leaf: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
-        """What has no positions must be of the whole sequence already, and so alike on all ranks."""
+        """Returns an output without positions. Raises TaskError if it is not the same on all ranks."""
         same = len(set(shapes)) == 1
         if same:
             rows = messages.gathered(leaf[None], 0, [1] * len(shapes), self._group)
@@ -230,6 +232,6 @@ class Pieces(Cut):
 
 
 def _has_positions(shapes: list[tuple[int, ...]], dim: int, sizes: list[int]) -> bool:
-    """Whether every rank has the positions of its piece along ``dim``, and all else is alike."""
+    """Returns True if every rank has its piece's positions along ``dim``, and all other dimensions are equal."""
     others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     return len(others) == 1 and [shape[dim] for shape in shapes] == sizes

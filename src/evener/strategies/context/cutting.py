@@ -1,7 +1,8 @@
-"""Which tensors of a sample are sequences, and what of them a rank gets.
+"""Selects the tensors of a sample that are sequences, and cuts a rank's piece out of them.
 
-By default all that have a dimension for positions: they must then be of one length. A tensor that has one but is no
-sequence cannot be told by its shape, so where lengths differ the user names those that are::
+By default these are all tensors that have a dimension for positions; they must then have the same length there. The
+shape cannot tell a tensor that has such a dimension but is no sequence. If lengths differ, the user names the
+sequences::
 
     inputs              the tensor itself                 inputs.1          the second of a tuple or list
     targets.words       the entry of a dict, or the field of a dataclass
@@ -22,7 +23,7 @@ Named = dict[str, Tensor]
 
 
 def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What :func:`~evener.data.batch.map_leaves` goes through, in its order, each with its name."""
+    """Yields the leaves that :func:`~evener.data.batch.map_leaves` visits, in its order, each with its name."""
     if isinstance(tree, Tensor) or hasattr(tree, "to"):
         yield name, tree
     elif isinstance(tree, Mapping):
@@ -40,28 +41,28 @@ def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def map_named(function: Callable[[str, Any], Any], tree: Any, name: str) -> Any:
-    """``tree`` with ``function`` applied to the name and value of every leaf."""
+    """Returns ``tree`` with ``function`` applied to the name and value of every leaf."""
     names = (found for found, _ in named_leaves(tree, name))
     return map_leaves(lambda leaf: function(next(names), leaf), tree)
 
 
 class Cutting:
-    """How the tensors of a micro-batch are cut.
+    """Cuts the tensors of a micro-batch.
 
     Args:
-        dim: The dimension of the positions.
-        names: Of the tensors that are sequences; None for all that have such a dimension.
+        dim: Dimension of the positions.
+        names: Names of the tensors that are sequences. None means all that have the dimension ``dim``.
     """
 
     def __init__(self, dim: int, names: frozenset[str] | None) -> None:
         self.dim, self._names = dim, names
 
     def length(self, micro: MicroBatch) -> int:
-        """How many positions the sequences of the micro-batch have.
+        """Returns the number of positions of the sequences in the micro-batch.
 
         Raises:
-            TaskError: If there are none, or they are of several lengths.
-            ConfigurationError: If a tensor was named that there is not.
+            TaskError: If there are no sequences, or they have several lengths.
+            ConfigurationError: If one of the names is not a sequence of the inputs.
         """
         found = self._sequences(micro.inputs, "inputs")
         everything = found | self._sequences(micro.targets, "targets")
@@ -81,14 +82,14 @@ class Cutting:
         return next(iter(lengths.values()))
 
     def part(self, tree: Any, name: str, take: Callable[[Tensor], Tensor]) -> Any:
-        """``tree`` with each sequence replaced by what ``take`` has of it, contiguous as the whole is: models ask
-        for ``x.view(-1)``."""
+        """Returns ``tree`` with ``take`` applied to each sequence. The results are made contiguous, as the whole is,
+        because models call ``x.view(-1)``."""
         return map_named(
             lambda found, leaf: take(leaf).contiguous() if self.is_sequence(found, leaf) else leaf, tree, name
         )
 
     def is_sequence(self, name: str, leaf: Any) -> bool:
-        """Whether a leaf is to be cut."""
+        """Returns True if a leaf is to be cut."""
         if not isinstance(leaf, Tensor):
             _check_opaque(name, leaf)
             return False
@@ -99,7 +100,7 @@ class Cutting:
 
     def _check_names(self, micro: MicroBatch, found: Named) -> None:
         missing = sorted((self._names or frozenset()) - set(found))
-        # In evaluation and prediction targets stay whole, and may be of another kind.
+        # Only inputs are checked: in evaluation and prediction targets stay whole, and may be of another kind.
         missing = [name for name in missing if name.startswith("inputs")]
         if missing:
             there = ", ".join(name for name, _ in named_leaves(micro.inputs, "inputs"))

@@ -1,12 +1,12 @@
-"""Whether a model computes from pieces of sequences what it computes from whole ones: it is tried.
+"""Tries whether a model computes the same from pieces of sequences as from whole sequences.
 
-Positions counted from the start of the piece, a convolution or a recurrence along the sequence, a mean over its
-positions, attention that is not PyTorch's: no list of modules knows them all, and each is wrong without an error. But
-every rank of a team has loaded the whole samples. So before the first step the model runs in evaluation mode on a short
-stretch of them, divided and whole, and the outputs must be the same.
+Many models do not: positions counted from the start of the piece, a convolution or a recurrence along the sequence, a
+mean over its positions, attention that is not PyTorch's. No list of modules covers them all, and each gives wrong
+results without an error. But every rank of the axis has loaded the whole samples. So before the first step the model
+runs in evaluation mode on a short stretch of them, divided and whole, and the outputs must be the same.
 
-A weight that begins as zeros hides what it will be multiplied with, such as an embedding of positions. Parameters whose
-elements are all equal are given random values during the trial.
+A weight that begins as zeros, such as an embedding of positions, hides an error in its inputs. So parameters whose
+elements are all equal get random values during the trial.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from evener.nn.context import scope
 from evener.nn.sequence_layout import DividedSequence
 from evener.strategies.context.cutting import named_leaves
 from evener.strategies.learner import Learner
-from evener.torch_internals.layers import AnyBatchNorm
-from evener.torch_internals.module_tensors import own_buffers
+from evener.torch_internals.modules import AnyBatchNorm, own_buffers
 
 _LOOKING_ALONG = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d)
-"""Modules of torch that most probably go along the sequence."""
+"""Modules of torch that most probably look along the sequence."""
 _SEED = 0x5EED
 _CURES = (
     "Attention by torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention or evener.nn.attention is "
@@ -43,12 +42,12 @@ _CURES = (
 def check_likeness(
     learner: Learner, micro: MicroBatch, piece: MicroBatch, join: Callable[[Tree], Tree]
 ) -> None:
-    """Runs the model on a micro-batch and on the pieces of it. All ranks call it together.
+    """Compares the model's outputs for a micro-batch and for the pieces of it. All ranks must call this together.
 
     Args:
-        micro: Whole sequences.
-        piece: This rank's piece of them.
-        join: From the outputs for all pieces, those for the whole.
+        micro: Micro-batch with whole sequences.
+        piece: This rank's piece of it.
+        join: Makes the outputs for whole sequences out of the outputs for all pieces.
 
     Raises:
         TaskError: On all ranks, if the outputs differ on one.
@@ -89,7 +88,8 @@ def _outputs(learner: Learner, micro: MicroBatch, what: str) -> Tree:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no parameter of equal elements; afterwards all is as before."""
+    """Puts the model in evaluation mode, and adds noise to parameters of equal elements, for the block. Restores all of
+    it, buffers and random states included."""
     modes = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
         stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
@@ -114,14 +114,14 @@ def _hides(tensor: Tensor) -> bool:
 
 
 def _fill(name: str, tensor: Tensor) -> None:
-    """Adds random values, by the name alone and so alike on all ranks."""
+    """Adds random values. They depend on the name alone, so that they are the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + _SEED)
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
     tensor.add_(noise.to(tensor), alpha=0.3)
 
 
 def _difference(whole: Tree, joined: Tree, computed: torch.dtype) -> str:
-    """How the outputs differ, in words; empty if they do not."""
+    """Describes in words how the outputs differ. Returns an empty string if they do not."""
     pairs = zip(named_leaves(whole, "outputs"), named_leaves(joined, "outputs"), strict=False)
     for (name, one), (_, other) in pairs:
         if type(one) is not type(other):
@@ -135,8 +135,8 @@ def _difference(whole: Tree, joined: Tree, computed: torch.dtype) -> str:
 
 
 def alike(one: Tensor, other: Tensor, computed: torch.dtype = torch.float32) -> bool:
-    """Whether the two are the same but for rounding, in a type of no more digits than that in which they were
-    ``computed``."""
+    """Returns True if two tensors are equal but for rounding. ``computed`` is the dtype of the computation, which may
+    be coarser than that of the tensors."""
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
     size = float(one.abs().nan_to_num(posinf=0.0).max())
@@ -144,7 +144,8 @@ def alike(one: Tensor, other: Tensor, computed: torch.dtype = torch.float32) -> 
 
 
 def _bound(x: Tensor, computed: torch.dtype) -> float:
-    """What rounding may come to; devices of other kinds may have products of lower precision."""
+    """Returns the largest relative difference that counts as rounding. It is wider on devices other than the CPU, whose
+    products may have lower precision."""
     if x.dtype == torch.float64:
         return 1e-8
     exact = x.dtype == computed == torch.float32 and x.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""A model in stages: read as a graph, cut at module names, its stages run over ranks by a schedule."""
+"""Pipeline parallelism: reads the model as a graph, cuts it at module names, and runs the stages by a schedule."""
 
 from evener.strategies.pipeline.pipeline import Pipeline, draw
 

@@ -1,7 +1,7 @@
-"""The best cut of a model: by what its layers take, by the speed and the memory of the ranks, and by what would cross.
+"""Finds the best cut of a model, by times of layers, speed and memory of ranks, and the values that cross.
 
-Times are noisy and all ranks measure the same layers. So how fast a rank is says the layer in the middle of all, by how
-much longer it took there than where it was fastest, and not the sum, which one disturbance moves.
+Times are noisy, but all ranks measure the same layers. So the slowness of a rank is a weighted median over layers of
+its time relative to the fastest rank. A single disturbance would distort a sum of times.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from evener.balance.layer_partition import partition_layers
 from evener.errors import ConfigurationError, EvenerError
 from evener.hardware.memory_size import memory_nbytes
 from evener.strategies.learner import Learner
-from evener.strategies.pipeline.costs import Costs, measure
+from evener.strategies.pipeline.costs import LayerCosts, measure
 from evener.strategies.pipeline.p2p import one_way
 from evener.strategies.pipeline.stages import layers_of
 
 _ALIKE = 1.15
-"""Ranks of which one takes less than this many times another's are taken as equally fast."""
+"""Ranks whose times differ by less than this factor are taken as equally fast."""
 _PING_NBYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """What the cut goes by, of each place on the axis."""
+class StageRanks:
+    """Speed and memory limit of each place on the axis."""
 
     speeds: tuple[float, ...]
-    """Relative to the fastest."""
+    """Speeds relative to the fastest."""
     limits: tuple[float, ...]
-    """The most bytes of weights."""
+    """Most bytes of weights."""
 
     def of_stages(self, stages: int) -> tuple[list[float], list[float]]:
-        """Speeds and limits of each stage; stage ``s`` is at place ``s`` modulo the number of places."""
+        """Returns speeds and limits of each stage; stage ``s`` is at place ``s`` modulo the number of places."""
         places = len(self.speeds)
         each = stages // places
         return (
@@ -54,10 +54,13 @@ def partition(
     speeds: Sequence[float],
     limits: Sequence[float],
 ) -> list[range]:
-    """The layers of each stage; none for one whose speed is 0.
+    """Returns the layers of each stage; none for a stage whose speed is 0.
 
     Args:
-        crossing: For each cut between two layers, the seconds for which what crosses it is on its way.
+        crossing: For each cut between two layers, the seconds to send the values that cross it.
+
+    Raises:
+        ConfigurationError: If there are fewer layers than stages with a speed above 0.
     """
     working = [stage for stage, speed in enumerate(speeds) if speed]
     if len(layers) < len(working):
@@ -83,7 +86,8 @@ def partition(
 
 
 def own_limits(learner: Learner, axis: str) -> list[float]:
-    """The most bytes of weights at each place on the axis: the gradients want as much again. A collective call."""
+    """Returns the most bytes of weights at each place on the axis: half of the memory, as gradients need as much again.
+    All ranks must call this together."""
     session = learner.session
     have = memory_nbytes(session.device, session.environment.local_world_size) / 2
     return _of_places(session.control.gather_objects(have), learner, axis)
@@ -91,13 +95,14 @@ def own_limits(learner: Learner, axis: str) -> list[float]:
 
 def measured(
     model: nn.Module, graph: fx.Graph, example: dict[str, Any] | None, learner: Learner
-) -> list[Costs]:
-    """What each rank of the world measures of the layers; by their weights if they cannot be measured.
+) -> list[LayerCosts]:
+    """Returns the layer costs that each rank of the world measures. If a rank cannot measure, all use weight sizes
+    instead.
 
-    All ranks come to the same cut by the same times, also where several have the same place on the axis.
+    All ranks must call this together. They get the same rows, so that all find the same cut.
     """
     session = learner.session
-    own: Costs | None = None
+    own: LayerCosts | None = None
     try:
         own = measure(model, graph, example or {}, session.device, learner.settings.weight_type)
     except EvenerError:
@@ -115,11 +120,13 @@ def measured(
         layer: 1.0 + sum(p.numel() for p in model.get_submodule(layer).parameters())
         for layer in layers_of(graph)
     }
-    return [Costs(weights, (0,) * (len(weights) - 1))] * session.world_size
+    return [LayerCosts(weights, (0,) * (len(weights) - 1))] * session.world_size
 
 
-def seconds_and_speeds(rows: Sequence[Costs], learner: Learner, axis: str) -> tuple[list[float], list[float]]:
-    """Of each layer at full speed, and of each place on the axis, of whose several ranks the slowest counts."""
+def seconds_and_speeds(
+    rows: Sequence[LayerCosts], learner: Learner, axis: str
+) -> tuple[list[float], list[float]]:
+    """Returns the seconds of each layer at full speed, and the speed of the slowest rank at each place on the axis."""
     slowness = _slowness([list(row.seconds.values()) for row in rows])
     columns = zip(*(row.seconds.values() for row in rows), strict=True)
     seconds = [min(took / slow for took, slow in zip(column, slowness, strict=True)) for column in columns]
@@ -132,7 +139,7 @@ def seconds_and_speeds(rows: Sequence[Costs], learner: Learner, axis: str) -> tu
 
 
 def _slowness(times: Sequence[Sequence[float]]) -> list[float]:
-    """How many times as long each rank takes as the fastest, in the layer in the middle of all time spent."""
+    """Returns for each rank its time relative to the fastest rank, as a median over layers weighted by their times."""
     fastest = [min(column) for column in zip(*times, strict=True)]
     found = [
         _middle([own / least for own, least in zip(row, fastest, strict=True)], fastest) for row in times
@@ -141,7 +148,7 @@ def _slowness(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _middle(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The median, each value counted by its weight."""
+    """Returns the weighted median."""
     left = sum(weights) / 2
     for value, weight in sorted(zip(values, weights, strict=True)):
         left -= weight
@@ -151,7 +158,7 @@ def _middle(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _of_places(values: Sequence[float], learner: Learner, axis: str) -> list[float]:
-    """The least of the ranks at each place on the axis."""
+    """Returns for each place on the axis the smallest value of its ranks."""
     layout = learner.mesh.layout
     found: dict[int, float] = {}
     for rank, value in enumerate(values):
@@ -161,7 +168,8 @@ def _of_places(values: Sequence[float], learner: Learner, axis: str) -> list[flo
 
 
 def seconds_per_byte(learner: Learner, axis: str) -> float:
-    """Of a message between neighbours on the axis, of which the slowest counts. A collective call."""
+    """Returns the seconds per byte of the slowest message between neighbours on the axis. All ranks must call this
+    together."""
     group = learner.mesh.new_group(axis)
     own = one_way(_PING_NBYTES, group, learner.session.device) if group is not None else 0.0
     return float(max(learner.session.control.gather_objects(own))) / _PING_NBYTES

@@ -1,7 +1,7 @@
-"""The calls of a model, by its code where that can be read, else by running it on the first samples.
+"""Finds the calls of a model: by reading its code if possible, otherwise by running it on the first samples.
 
-Reading is preferred: what it finds holds for every sample. A model whose code is read but for a part around blocks
-would be cut around that part only; there, too, it is run.
+Reading is preferred, because its result holds for every sample. Reading may fail in a part of the code around blocks;
+the model could then be cut only around that part. In this case, too, the model is run instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evener.strategies.pipeline.traced_run import Rehearsal, try_both
 from evener.strategies.pipeline.tracing import above, opened_in, read_both
 
 Graphs = dict[bool, fx.Graph]
-"""In training (True) and in evaluation (False)."""
+"""Graphs by mode: training (True) and evaluation (False)."""
 
 
 def calls_of(
@@ -28,15 +28,15 @@ def calls_of(
     named: Sequence[str],
     blocks: str | None,
 ) -> Graphs:
-    """The calls of the model, the same on all ranks. A collective call, where the code cannot be read.
+    """Returns the calls of the model, the same on all ranks. All ranks must call this together.
 
     Args:
-        example: What ``forward`` gets, of a few samples; None if there are none, and the model cannot be run.
+        example: Arguments of ``forward``, of a few samples. None if there are no samples; then the model cannot be run.
         named: Modules that must be calls of their own.
-        blocks: The list of blocks, by its name; the model is cut between these then, and not by its code.
+        blocks: Name of the list of blocks. The model is then cut between these, and its code is not read.
 
     Raises:
-        TaskError: If the model can be cut neither way, with the reason.
+        TaskError: If the model can be cut neither way; the message has the reason.
         ConfigurationError: If there are no such blocks.
     """
     if blocks is not None:

@@ -1,7 +1,7 @@
-"""What each layer of a model takes, and what crosses between them, measured on this rank before the model is divided.
+"""Measures the time of each layer and the bytes that cross between layers, on this rank, before the model is divided.
 
-Layer by layer: the calls of the model are made for an example, each layer with memory of its own that is given back
-before the next. So no rank ever holds the whole model. Numbers do not matter to time, and are drawn small.
+The calls of the model are made for an example, layer by layer. Each layer gets memory of its own, which is freed before
+the next. So no rank ever holds the whole model. Values do not affect the time; they are drawn small.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from evener.data.batch import map_leaves
 from evener.hardware import accelerators
 from evener.nn.context import outside
 from evener.strategies.pipeline.stages import crossings
-from evener.strategies.pipeline.traced_run import Rehearsal, Tried
+from evener.strategies.pipeline.traced_run import Rehearsal, TracedCalls
 from evener.strategies.pipeline.tracing import inputs_of
 
 _PASSES, _TURNS = 3, 3
-"""Through the model, and of each layer in each pass; the fastest counts, for others were disturbed."""
+"""Passes through the model, and repetitions of each layer in a pass. The fastest counts, to avoid disturbances."""
 _PATIENCE = 5.0
 """Seconds after which no further pass begins."""
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of the layers of a model, in the order of their first calls."""
+class LayerCosts:
+    """Costs of the layers of a model, in the order of their first calls."""
 
     seconds: dict[str, float]
-    """Of forward and backward, by layer."""
+    """Seconds of forward and backward, by layer."""
     crossing: tuple[int, ...]
-    """Bytes that a cut before the second and each further layer would have to send on."""
+    """Bytes that a cut before the second and each further layer would have to send."""
 
 
 class Measuring(fx.Interpreter):
-    """Makes the calls of ``graph`` for an example, forward and backward of each layer by itself.
+    """Makes the calls of ``graph`` for an example, with forward and backward of each layer by itself.
 
     Args:
-        model: Whole, perhaps on the meta device; it stays as it is.
-        device: On which the layers are measured.
-        dtype: Of floating numbers; None leaves them.
+        model: Whole model, perhaps on the meta device; it stays unchanged.
+        device: Device on which the layers are measured.
+        dtype: Dtype of floating numbers; None leaves them.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Measuring(fx.Interpreter):
         super().__init__(model, graph=graph)
         self._device, self._dtype = device, dtype
         self.seconds: dict[str, float] = defaultdict(float)
-        """Of forward and backward, by layer, in the order of first calls."""
+        """Seconds of forward and backward by layer, in the order of first calls."""
         self.nbytes: dict[fx.Node, int] = {}
-        """Of what each call made."""
+        """Bytes of the result of each call."""
 
     def run_node(self, n: fx.Node) -> Any:
         found = super().run_node(n)
@@ -92,9 +92,9 @@ class Measuring(fx.Interpreter):
 
 
 class Rehearsed:
-    """The same of a model that was tried, whose own code makes the calls."""
+    """Measures a model whose code cannot be read; the model's own code makes the calls."""
 
-    def __init__(self, graph: Tried, rehearsal: Rehearsal) -> None:
+    def __init__(self, graph: TracedCalls, rehearsal: Rehearsal) -> None:
         self._nodes = [node for node in graph.nodes if node.op == "call_module"]
         self._rehearsal = rehearsal
         self.seconds: dict[str, float] = defaultdict(float)
@@ -106,7 +106,7 @@ class Rehearsed:
             run(self._called, self._rehearsal.inputs())
 
     def _called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Once, for the call may write into what it is given, such as a cache of keys.
+        # Not repeated, because the call may write into its arguments, such as a cache of keys.
         took, found = _timed_once(forward, args, kwargs, self._rehearsal.device)
         self.seconds[name] += took
         self.nbytes[self._nodes[len(self.nbytes)]] = sum(tensor.nbytes for tensor in taken_apart(found)[1])
@@ -114,7 +114,7 @@ class Rehearsed:
 
 
 def _timed(layer: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> tuple[float, Any]:
-    """Seconds of forward and backward, the least of some, and what the layer returns."""
+    """Returns the least seconds of several forward and backward passes, and the layer's result."""
     took, found = zip(*(_timed_once(layer, args, kwargs, device) for _ in range(_TURNS)), strict=True)
     return min(took), found[-1]
 
@@ -148,7 +148,7 @@ def _as_input(leaf: Any) -> Any:
 
 @contextmanager
 def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
-    """Seconds of the block, the device's work in it included."""
+    """Measures the seconds of the block, including the device's work in it."""
     took = 0.0
     _wait_for(device)
     began = time.perf_counter()
@@ -168,9 +168,9 @@ def measure(
     arguments: dict[str, Any],
     device: torch.device,
     dtype: torch.dtype | None,
-) -> Costs:
-    """Seconds of each layer and bytes between them, for the example ``arguments`` of the model."""
-    if isinstance(graph, Tried):
+) -> LayerCosts:
+    """Returns the seconds of each layer and the bytes between layers, for the example ``arguments`` of the model."""
+    if isinstance(graph, TracedCalls):
         rehearsal = Rehearsal(model, graph.leaves, arguments, device, dtype)
         return _costs(graph, device, partial(_rehearsed, graph, rehearsal), _PASSES * _TURNS)
     names = inputs_of(graph, inspect.signature(model.forward))
@@ -184,7 +184,7 @@ def measure(
     return _costs(graph, device, interpreted, _PASSES)
 
 
-def _rehearsed(graph: Tried, rehearsal: Rehearsal) -> Rehearsed:
+def _rehearsed(graph: TracedCalls, rehearsal: Rehearsal) -> Rehearsed:
     made = Rehearsed(graph, rehearsal)
     made.run()
     return made
@@ -192,8 +192,8 @@ def _rehearsed(graph: Tried, rehearsal: Rehearsal) -> Rehearsed:
 
 def _costs(
     graph: fx.Graph, device: torch.device, measured: Callable[[], Measuring | Rehearsed], most: int
-) -> Costs:
-    """Of the fastest of so many passes at most."""
+) -> LayerCosts:
+    """Returns the costs of the fastest of at most ``most`` passes."""
     passes: list[Measuring | Rehearsed] = []
     began = time.perf_counter()
     with outside(), accelerators.generators_kept(device):
@@ -201,9 +201,9 @@ def _costs(
             passes.append(measured())
     seconds = {layer: min(one.seconds[layer] for one in passes) for layer in passes[0].seconds}
     nbytes = passes[0].nbytes
-    return Costs(seconds, tuple(sum(nbytes[node] for node in crossing) for crossing in crossings(graph)))
+    return LayerCosts(seconds, tuple(sum(nbytes[node] for node in crossing) for crossing in crossings(graph)))
 
 
 def _kept(leaf: Any) -> Any:
-    """The model may write to what it is given."""
+    """Copies a tensor: the model may write to its arguments."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -14,8 +14,8 @@ import string
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
+from evener.core.drawing import svg_page, svg_text
 from evener.strategies.pipeline.schedule import (
     FORWARD,
     WEIGHT,
@@ -57,7 +57,7 @@ def as_svg(rows: Sequence[tuple[str, Timeline]], width: int = 1000) -> str:
     longest = max(length(timeline) for _, timeline in rows) or 1.0
     shapes, top = list[str](), 0
     for title, timeline in rows:
-        shapes.append(f'<text x="4" y="{top + 16}" font-size="14">{escape(title)}</text>')
+        shapes.append(f'<text x="4" y="{top + 16}" font-size="14">{svg_text(title)}</text>')
         for rank, actions in enumerate(timeline):
             y = top + 24 + 26 * rank
             shapes.append(f'<text x="4" y="{y + 16}" font-size="12">{rank}</text>')
@@ -69,8 +69,7 @@ def as_svg(rows: Sequence[tuple[str, Timeline]], width: int = 1000) -> str:
                     "</rect>"
                 )
         top += 40 + 26 * len(timeline)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 32}" height="{top}" font-family="sans-serif">'
-    return "\n".join([head, *shapes, "</svg>"])
+    return svg_page(width + 32, top, shapes)
 
 
 @dataclass(frozen=True)

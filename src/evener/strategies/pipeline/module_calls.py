@@ -1,6 +1,6 @@
-"""Calls of a model's modules, answered by somebody else while the model's own code runs around them.
+"""Intercepts calls of a model's modules while the model's own code runs around them.
 
-Only outermost calls are: what a module calls inside is its own affair::
+Only outermost calls are intercepted, not those that a module makes inside::
 
     model.forward ─▶ its code ─▶ blocks.0(x) ─▶ answer("blocks.0", forward, (x,), {}) ─▶ its code goes on
 """
@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Given the name of the module, its own ``forward`` and the arguments, what the call returns."""
+"""Gets the name of the module, its own ``forward`` and the arguments. Returns the result of the call."""
 
 
 def leaves_of(model: nn.Module, opened: Iterable[str]) -> tuple[str, ...]:
-    """The names of the modules that the opened ones hold and that are not open themselves."""
+    """Returns the names of the modules directly inside opened ones that are not opened themselves."""
     names = frozenset(opened)
     held = [name for name, _ in model.named_modules() if name not in names]
     return tuple(name for name in held if name.rpartition(".")[0] in names)
@@ -26,7 +26,7 @@ def leaves_of(model: nn.Module, opened: Iterable[str]) -> tuple[str, ...]:
 
 @contextmanager
 def answered(leaves: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
-    """In the block, ``answer`` is asked in place of the ``forward`` of each of these modules."""
+    """Calls ``answer`` in place of the ``forward`` of each of these modules, inside the block."""
     desk = _Desk(answer)
     before = [(vars(leaf), vars(leaf).get("forward")) for leaf in leaves.values()]
     for name, leaf in leaves.items():
@@ -42,14 +42,14 @@ def answered(leaves: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
 
 
 class _Desk:
-    """Where calls are answered, one at a time."""
+    """Shared state of the intercepted modules: the answer, and whether a call is being answered."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.busy = answer, False
 
 
 class _Asking:
-    """In the place of the ``forward`` of a module."""
+    """Replacement of the ``forward`` of a module."""
 
     def __init__(self, desk: _Desk, name: str, forward: Callable[..., Any]) -> None:
         self._desk, self._name, self._forward = desk, name, forward

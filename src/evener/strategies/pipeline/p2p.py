@@ -1,8 +1,8 @@
-"""What the ranks of a pipeline send each other, in order, without any of them waiting for a receiver.
+"""Point-to-point messages between the ranks of a pipeline. A send does not wait for its receiver.
 
-Between two ranks messages in one direction never pass each other: they are received in the order in which they were
-sent, whichever is needed first, and what came too early is kept. The two directions have a group each, since on a
-device one group is one queue, in which a send that waits for its receiver would hold up what comes the other way.
+Messages from one rank to another keep their order: they are received in the order in which they were sent, and kept if
+they came too early. The two directions have a process group each. On a device one group is one queue, in which a send
+that waits for its receiver would hold up the messages of the other direction.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from evener.hardware.timers import waiting
 _PINGS = 8
 
 
-class Line:
-    """Between the ranks along one axis of a mesh, which make it together."""
+class P2PChannel:
+    """Messages between the ranks along one axis of a mesh. These ranks must create it together."""
 
     def __init__(self, mesh: Mesh, axis: str, device: torch.device) -> None:
         self._index, self._device = mesh.index(axis), device
@@ -40,36 +40,36 @@ class Line:
         return group
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Sends them to rank ``to`` of the axis, and waits for nothing."""
+        """Sends tensors to rank ``to`` of the axis, without waiting."""
         for tensor in tensors:
             moved = tensor.detach().contiguous()
             work = dist.isend(moved, group=self._group(to > self._index), group_dst=to)
             self._under_way.append((work, moved))
 
     def receive(self, rooms: Sequence[Tensor], source: int) -> list[dist.Work | None]:
-        """Begins to fill ``rooms`` with what rank ``source`` of the axis sends next; :meth:`wait` ends it."""
+        """Begins to receive the next tensors of rank ``source`` of the axis into ``rooms``. :meth:`wait` ends it."""
         group = self._group(self._index > source)
         return [dist.irecv(room, group=group, group_src=source) for room in rooms]
 
     @cached_property
     def runs_ahead(self) -> bool:
-        """Whether a message may be awaited before it is needed. On a device what is sent would queue behind it."""
+        """True if a receive may begin before its result is needed. On a device, sends would queue behind it."""
         return dist.get_backend(self._group(True)) == dist.Backend.GLOO
 
     def wait(self, under_way: Iterable[dist.Work | None]) -> None:
-        """Until all of it is done."""
+        """Waits until all of the given work is done."""
         with waiting(), marked("another stage of the pipeline"):
             for work in under_way:
                 if work is not None:
                     work.wait()
 
-    def tell(self, words: Any, to: int) -> None:
+    def send_object(self, words: Any, to: int) -> None:
         """Sends an object that can be pickled."""
         text = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8).to(self._device)
         self.send([torch.tensor([len(text)], device=self._device), text], to)
 
-    def hear(self, source: int) -> Any:
-        """The object that rank ``source`` told next. The host waits for it."""
+    def receive_object(self, source: int) -> Any:
+        """Receives the next object of rank ``source``. The host waits for it."""
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self.wait(self.receive([length], source))
         text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
@@ -77,7 +77,7 @@ class Line:
         return pickle.load(io.BytesIO(bytes(text.cpu().tolist())))
 
     def finish(self) -> None:
-        """All that was sent has come."""
+        """Waits until everything that was sent has arrived."""
         self.wait(work for work, _ in self._under_way)
         self._under_way.clear()
 
@@ -86,19 +86,19 @@ class Line:
         return one_way(nbytes, self._group(True), self._device)
 
 
-LINES: dict[str, Callable[[Mesh, str, torch.device], Line]] = {}
-"""By backend of the world; a stand-in for ranks that are not there brings its own."""
+LINES: dict[str, Callable[[Mesh, str, torch.device], P2PChannel]] = {}
+"""Channel classes by backend of the world; a simulation of absent ranks registers its own."""
 
 
-def line_along(mesh: Mesh, axis: str, device: torch.device) -> Line:
-    """Between the ranks along an axis of the mesh, which make it together."""
+def line_along(mesh: Mesh, axis: str, device: torch.device) -> P2PChannel:
+    """Returns the channel between the ranks along an axis of the mesh. These ranks must call this together."""
     backend = "" if mesh.world is None else dist.get_backend(mesh.world)
-    return LINES.get(backend, Line)(mesh, axis, device)
+    return LINES.get(backend, P2PChannel)(mesh, axis, device)
 
 
 def one_way(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds for which a message of so many bytes to a neighbour is on its way, the least of some; 0 for a rank that
-    has none. All ranks of the group call it, neighbours in pairs."""
+    """Returns the seconds that a message of ``nbytes`` takes to a neighbour, the least of several; 0 for a rank without
+    a neighbour. All ranks of the group must call this together; neighbours measure in pairs."""
     index = group.rank()
     neighbour = index ^ 1
     if neighbour >= group.size():
@@ -115,7 +115,7 @@ def _ping(room: Tensor, group: dist.ProcessGroup, neighbour: int, first: bool) -
                 dist.send(room, group=group, group_dst=neighbour)
             else:
                 dist.recv(room, group=group, group_src=neighbour)
-        room[0].item()  # the host has not waited for a device yet
+        room[0].item()  # makes the host wait for the device
     return (time.perf_counter() - began) / 2
 
 
@@ -123,13 +123,14 @@ Key = Any
 
 
 class Inbox:
-    """What comes from one rank, in the order ``expected``; taken in any.
+    """Messages from one rank, received in the order ``expected`` and taken in any order.
 
-    The next message is awaited while the rank still works with the one before, so that it comes without a wait for this
-    rank's word that it has room.
+    The next message is being received while the rank still works on the one before. So the sender does not have to wait
+    until this rank has room.
 
     Args:
-        begin: Begins to receive what is named, which is the next one; the function that it gives waits for it.
+        begin: Begins to receive the message of a key. The returned function waits for it.
+        ahead: Whether to begin receiving before the message is needed.
     """
 
     def __init__(
@@ -140,8 +141,8 @@ class Inbox:
         self._coming: Callable[[], Any] | None = None
         self._look_ahead()
 
-    def take(self, key: Key) -> Any:
-        """What is named, when it has come."""
+    def receive(self, key: Key) -> Any:
+        """Waits for the message of ``key``, and returns it."""
         while key not in self._kept:
             following = self._expected[0]
             come = self._coming or self._begin(following)

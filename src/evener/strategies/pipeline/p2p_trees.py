@@ -1,4 +1,4 @@
-"""Trees of tensors sent from stage to stage, each form of them told once in words."""
+"""Sends trees of tensors from stage to stage. The form of a tree is sent once, and its tensors every time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from evener.errors import ConfigurationError
 from evener.strategies.pipeline.p2p import line_along
 
 Form = Any
-"""A tree of what is sent, with holes for tensors."""
+"""Tree with holes in the place of tensors."""
 
 
-class Post:
-    """Sends and receives what crosses cuts; each form of it is told once."""
+class P2PTrees:
+    """Sends and receives the trees that cross cuts, along ``axis`` of the mesh."""
 
     def __init__(self, mesh: Mesh, axis: str, device: torch.device) -> None:
         self.index, self.degree = mesh.index(axis), mesh.degree(axis)
@@ -26,17 +26,17 @@ class Post:
         self._forms: dict[Any, Form] = {}
 
     def send(self, key: Any, tree: Any, to: int) -> None:
-        """Sends a tree.
+        """Sends a tree to rank ``to`` of the axis.
 
         Args:
-            key: What the form of the tree follows from, or begins with None if nothing is known to tell it.
+            key: Determines the form of the tree. If it begins with None, the form is sent every time.
 
         Raises:
-            ConfigurationError: If it had another form before.
+            ConfigurationError: If the tree of this key had another form before.
         """
         form, tensors = taken_apart(tree)
         if key[0] is None or key not in self._forms:
-            self._line.tell(form, to)
+            self._line.send_object(form, to)
             self._forms[key] = form
         elif self._forms[key] != form:
             raise ConfigurationError(
@@ -47,42 +47,43 @@ class Post:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether receiving may begin before what comes is needed."""
+        """True if receiving may begin before the result is needed."""
         return self._line.runs_ahead
 
     def receive(self, key: Any, source: int) -> Any:
-        """The form of the next tree of that rank, and its tensors without gradient."""
+        """Returns the form of the next tree of rank ``source``, and its tensors, which have no gradient."""
         return self.begin(key, source)()
 
     def begin(self, key: Any, source: int) -> Callable[[], Any]:
-        """Begins to receive, if the form is known; the function that it gives waits for what :meth:`receive` gives."""
+        """Begins to receive, if the form is known. The returned function waits, and returns what :meth:`receive`
+        does."""
         if key[0] is None or key not in self._forms:
             return partial(self._heard, key, source)
         return self._rooms(self._forms[key], source)
 
     def _heard(self, key: Any, source: int) -> Any:
-        self._forms[key] = self._line.hear(source)
+        self._forms[key] = self._line.receive_object(source)
         return self._rooms(self._forms[key], source)()
 
     def _rooms(self, form: Form, source: int) -> Callable[[], Any]:
         rooms = [hole.room(self._device) for hole in holes_in(form)]
         under_way = self._line.receive(rooms, source)
 
-        def come() -> Any:
+        def receive() -> Any:
             self._line.wait(under_way)
             return form, rooms
 
-        return come
+        return receive
 
     @property
     def nbytes(self) -> int:
-        """Of the largest message so far."""
+        """Bytes of the largest message so far."""
         return max((sum(hole.nbytes for hole in holes_in(form)) for form in self._forms.values()), default=0)
 
     def one_way(self, nbytes: int) -> float:
-        """Seconds for which a message of so many bytes to a neighbour is on its way. A collective call."""
+        """Returns the seconds that a message of ``nbytes`` takes to a neighbour. All ranks must call this together."""
         return self._line.one_way(nbytes)
 
     def finish(self) -> None:
-        """All that was sent has come."""
+        """Waits until everything that was sent has arrived."""
         self._line.finish()

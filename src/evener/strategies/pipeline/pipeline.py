@@ -1,4 +1,4 @@
-"""The model cut into stages, one or several a rank; micro-batches pass through them one after the other.
+"""The strategy ``pipeline``: cuts the model into stages, one or several per rank, and sends micro-batches through them.
 
 ::
 
@@ -6,9 +6,9 @@
     rank 1    blocks 3-5            .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     rank 2    blocks 6-7, head      .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .      the loss is here
 
-Every rank keeps the whole tree of modules with all of its names, but of a weight that another rank's stage uses it
-holds an empty piece: state by name, clipping, penalties and checkpoints follow from that. A pipeline is as fast as its
-slowest stage, so that the model is cut by what its layers take, measured, and by how fast the ranks are.
+Every rank keeps the whole module tree with all of its names. A weight that only another rank's stage uses is an empty
+shard here. State dicts by name, clipping, penalties and checkpoints follow from that. A pipeline is as fast as its
+slowest stage, so the model is cut by the measured times of its layers and by the speeds of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from evener.components.amp.policy import own_forward
 from evener.components.model_init import in_type
-from evener.components.sharded_tensor.shard_spec import Slice, mark, slice_of
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec
 from evener.core.config.recompute import Recompute
 from evener.data.batch import map_leaves
 from evener.data.collate import collate_pairs, collate_with
@@ -33,10 +33,10 @@ from evener.nn.experts import Experts
 from evener.strategies.after_backward import summing_afterwards
 from evener.strategies.base import Strategy
 from evener.strategies.features import check_elementwise
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.auto_partition import (
-    Ranks,
+    StageRanks,
     measured,
     own_limits,
     partition,
@@ -50,49 +50,48 @@ from evener.strategies.pipeline.schedule import order_of
 from evener.strategies.pipeline.stage_forward import StagedForward, called_with
 from evener.strategies.pipeline.stages import NOTHING, Stages, layers_of, words_of
 from evener.strategies.pipeline.stepper import PipelineStepper
-from evener.strategies.pipeline.synchronizer import AroundStages
-from evener.strategies.pipeline.traced_run import Tried
+from evener.strategies.pipeline.synchronizer import PipelineGradSync
+from evener.strategies.pipeline.traced_run import TracedCalls
 from evener.strategies.pipeline.tracing import Arguments
-from evener.torch_internals.layers import AnyBatchNorm
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import AnyBatchNorm, own_parameters
 
 AXIS = "pipeline"
 _LOOKS_AT_SAMPLES = (AnyBatchNorm, Experts)
-"""Layers whose result depends on several samples together, so that a micro-batch must not be cut."""
+"""Layers whose result depends on several samples together: a micro-batch must not be cut."""
 
 
 @dataclass(frozen=True)
 class Pipeline(Strategy):
-    """Stages of the model on the ranks of the axis ``pipeline``.
+    """Runs stages of the model on the ranks of the axis ``pipeline``.
 
     Raises:
-        ConfigurationError: For options that cannot be, and a model that cannot be cut so.
+        ConfigurationError: If an option has an invalid value, or the model cannot be cut as the options say.
     """
 
     schedule: str = "1f1b"
     """``gpipe``, ``1f1b``, ``interleaved`` or ``zero-bubble``."""
     microbatches: int | None = None
-    """Into how many micro-batches a step is cut at least, if it has so many samples; None is two for each rank."""
+    """Least number of micro-batches per step, if it has so many samples. None gives two per rank."""
     cut: str | None = None
-    """Modules at which the second and each further stage begins, ``blocks.2,blocks.5``; None for the best."""
+    """Modules at which the second and each further stage begins: ``blocks.2,blocks.5``. None finds the best cut."""
     blocks: str | None = None
-    """The list of blocks between which the model is cut, ``transformer.h``; None for those that are found."""
+    """Name of the list of blocks between which the model is cut, such as ``transformer.h``. None finds the lists."""
     stages_per_rank: int = 1
-    """For ``interleaved`` and ``zero-bubble``."""
+    """Number of stages per rank; more than one for ``interleaved`` and ``zero-bubble`` only."""
     balance: str = "time"
-    """How the model is cut: by the measured ``time`` of its layers and ranks, or into ``equal`` numbers of layers."""
+    """Way to cut the model: by the measured ``time`` of its layers and ranks, or into ``equal`` numbers of layers."""
     memory: str | None = None
-    """The most bytes of weights that each rank's stages may have, ``4e9,1e9``, and ``-`` for any. None is half of what
-    each rank's device has, for gradients want as much again."""
+    """Most bytes of weights per rank, such as ``4e9,1e9``; ``-`` for no limit. None allows half of each rank's device
+    memory, because gradients need as much again."""
 
     axis: ClassVar[str] = AXIS
     divides_model: ClassVar[bool] = True
     combines: ClassVar[tuple[str, ...]] = ("data", "shard", "context", "tensor")
     sums_in_backward: ClassVar[bool] = False
     example: ClassVar[Arguments | None] = None
-    """What the model's ``forward`` gets, of a few samples; of an object that is prepared."""
+    """Example arguments of the model's ``forward``, of a few samples. Set on the result of :meth:`prepared`."""
     tried: ClassVar[dict[bool, fx.Graph] | None] = None
-    """The calls of a model whose code cannot be read; of an object that is prepared."""
+    """Graphs of a model whose code cannot be read, by training mode. Set on the result of :meth:`prepared`."""
 
     def __post_init__(self) -> None:
         if self.stages_per_rank < 1:
@@ -104,7 +103,7 @@ class Pipeline(Strategy):
             raise ConfigurationError(f"microbatches is {self.microbatches}; it must be at least 1")
         _limits(self.memory)
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({AXIS: world_size})
 
     # The cut
@@ -116,7 +115,7 @@ class Pipeline(Strategy):
         cut = self.cut if self.cut is not None else self._best_cut(model, graphs[True], example, learner)
         found = replace(self, cut=cut)
         object.__setattr__(found, "example", example)
-        if isinstance(graphs[True], Tried):
+        if isinstance(graphs[True], TracedCalls):
             object.__setattr__(found, "tried", graphs)
         return found
 
@@ -136,11 +135,13 @@ class Pipeline(Strategy):
         weights = learner.settings.weights
         if weights is not None and learner.data.degree == 1 and len(weights) == ranks:
             speeds = [weight / max(weights) for weight in weights]
-        given = Ranks(tuple(speeds), tuple(self._limits(learner))).of_stages(ranks * self.stages_per_rank)
+        given = StageRanks(tuple(speeds), tuple(self._limits(learner))).of_stages(
+            ranks * self.stages_per_rank
+        )
         return words_of(layers, partition(model, layers, seconds, crossing, *given))
 
     def _limits(self, learner: Learner) -> list[float]:
-        """The most bytes of weights of each rank of the axis."""
+        """Returns the most bytes of weights for each rank of the axis."""
         ranks = learner.mesh.degree(AXIS)
         if self.memory is None:
             return own_limits(learner, AXIS)
@@ -154,7 +155,7 @@ class Pipeline(Strategy):
 
     # The model
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         ranks = mesh.degree(AXIS)
         cut, count = self.cut, ranks * self.stages_per_rank
         assert cut is not None, "prepared() has found one"
@@ -171,7 +172,7 @@ class Pipeline(Strategy):
         return self.around(learner, summing_afterwards(learner))
 
     def around(self, learner: Learner, inner: Synchronizer) -> Synchronizer:
-        return AroundStages(learner, AXIS, staged(learner), inner)
+        return PipelineGradSync(learner, AXIS, staged(learner), inner)
 
     def stepper(self, learner: Learner) -> Stepper:
         together = any(isinstance(module, _LOOKS_AT_SAMPLES) for module in learner.model.modules())
@@ -190,17 +191,16 @@ class Pipeline(Strategy):
 
 
 def staged(learner: Learner) -> StagedForward:
-    """What the model of a learner of this strategy runs."""
+    """Returns the staged ``forward`` of the learner's model."""
     found = own_forward(learner.model)
     assert isinstance(found, StagedForward)
     return found
 
 
 def draw(learner: Learner) -> Drawing:
-    """The last step, predicted and measured, with its bubble: ``print(draw(engine.learner))``. A collective call.
-
-    Times are those of the host, which on a GPU is not what computes.
-    """
+    """Returns a drawing of the last step, predicted and measured, with its bubble: ``print(draw(engine.learner))``. All
+    ranks must call this together. Times are those of the host; on a GPU these are not the times of the computation.
+    Raises ConfigurationError if the strategy is not a pipeline, or no step has run yet."""
     stepper = learner.stepper
     if not isinstance(stepper, PipelineStepper):
         raise ConfigurationError(f"strategy {learner.name!r} has no pipeline that could be drawn")
@@ -213,7 +213,8 @@ def draw(learner: Learner) -> Drawing:
 
 
 def _leave_to_owners(model: nn.Module, owners: dict[str, set[int]], mesh: Mesh) -> list[Away]:
-    """Of a weight that one place on the axis uses, all others keep an empty piece; gives those that this rank does."""
+    """Replaces every weight that one place on the axis uses by a shard, which is empty at all other places. Returns the
+    weights of which this rank has an empty shard."""
     degree, index = mesh.degree(AXIS), mesh.index(AXIS)
     names = {parameter: name for name, parameter in model.named_parameters()}
     made: dict[Tensor, nn.Parameter] = {}
@@ -227,7 +228,7 @@ def _leave_to_owners(model: nn.Module, owners: dict[str, set[int]], mesh: Mesh) 
                 piece = made.setdefault(parameter, _part(parameter, min(users), degree, index))
                 own_parameters(module)[key] = piece
                 if index not in users:
-                    inner = slice_of(parameter)
+                    inner = shard_spec(parameter)
                     whole = tuple(parameter.shape) if inner is None else inner.whole_shape(parameter.shape)
                     away.append(Away(module, key, names[parameter], whole))
     return away
@@ -241,9 +242,9 @@ def _part(parameter: nn.Parameter, owner: int, degree: int, index: int) -> nn.Pa
         else range(rows if place > owner else 0, rows if place > owner else 0)
         for place in range(degree)
     )
-    piece = Slice(AXIS, 0, pieces, index, within=slice_of(parameter))
-    own = parameter.detach().narrow(0, piece.own.start, len(piece.own)).clone()
-    return mark(nn.Parameter(own, parameter.requires_grad), piece)
+    piece = ShardSpec(AXIS, 0, pieces, index, within=shard_spec(parameter))
+    own = parameter.detach().narrow(0, piece.local_bounds.start, len(piece.local_bounds)).clone()
+    return set_shard_spec(nn.Parameter(own, parameter.requires_grad), piece)
 
 
 def _named(cut: str | None) -> list[str]:
@@ -259,11 +260,11 @@ def _limits(text: str | None) -> list[float]:
         ) from None
 
 
-# What the layers take
+# The example for measuring layers
 
 
 def _example(model: nn.Module, learner: Learner, pieces: int) -> dict[str, Any] | None:
-    """The arguments of ``forward`` for as many samples as a micro-batch may have; None if there are no samples."""
+    """Returns the arguments of ``forward`` for as many samples as a micro-batch may have; None without samples."""
     task = learner.task
     count = max(2, task.batch_size // pieces)
     items = list(itertools.islice(_items(task.train), count))

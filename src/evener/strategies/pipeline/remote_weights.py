@@ -1,11 +1,12 @@
-"""Weights of other ranks' stages, as the code around blocks sees them in a stage: the form of the whole, no numbers.
+"""Stand-ins for weights of other ranks' stages: the shape of the whole weight, without numbers.
 
-Of such a weight this rank holds an empty piece, whose size the code would take for the weight's. ::
+This rank holds an empty shard of such a weight. The code around blocks would take the shard's size for the weight's. ::
 
     wte.weight.shape[0]   wte.weight.dtype   next(self.parameters()).device      answered
     wte.weight.norm()     x @ wte.weight                                         refused
 
-Numbers are refused in the last resort: whoever used them in the trial by which the model was cut has the weight.
+Uses of numbers are refused here only as a last resort: a stage that used them in the trial run, by which the model was
+cut, has the weight.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from torch import Tensor, nn
 
 from evener.errors import TaskError
 from evener.nn.weight_stand_in import SeenWeight
-from evener.torch_internals.fake_tensors import active_fake_mode
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.dispatch import active_fake_mode
+from evener.torch_internals.modules import own_parameters
 
 
 @dataclass(frozen=True)
 class Away:
-    """A weight of other stages, in one of the places where the model has it."""
+    """A weight of other stages, at one of the places where the model holds it."""
 
     module: nn.Module
     key: str
     name: str
-    """In the model."""
+    """Name in the model."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole weight."""
 
 
 @contextmanager
 def whole_forms(away: Sequence[Away]) -> Iterator[None]:
-    """In the block these weights have the form of the whole."""
+    """Gives these weights the shape of the whole inside the block."""
     held = [(own_parameters(each.module), each.key) for each in away]
     before = [weights[key] for weights, key in held]
     made: dict[int, Tensor] = {}
@@ -71,7 +72,7 @@ def _form(own: Tensor, each: Away) -> Tensor:
     form = torch.empty((), dtype=own.dtype, device=own.device).expand(each.shape)
     form.requires_grad_(own.requires_grad)
     if active_fake_mode() is not None:
-        return form  # of an estimate, in which no number is used
+        return form  # memory estimates use no numbers
     found = form.detach().as_subclass(_OfAnotherStage)
     found.layer, found.form = each.name, form
     return found

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does in which order, as data: forward and backward of a stage for a micro-batch.
+"""Pipeline schedules as data: the order in which each rank runs forward and backward of a stage for a micro-batch.
 
 Three stages on three ranks, four micro-batches, ``F`` forward and ``B`` backward, each of one unit of time::
 
@@ -13,8 +13,8 @@ Three stages on three ranks, four micro-batches, ``F`` forward and ``B`` backwar
 ``interleaved`` (Narayanan et al., 2021) gives each rank several stages, rank r the stages r, r + n, r + 2n, ..., so
 that it waits less for the first micro-batch. ``zero-bubble`` (Qi et al., 2024; their ZB-1P) divides backward into the
 gradient of the inputs (``I``), for which the stage before waits, and that of the weights (``W``), which fills gaps.
-Both orders are those of ``torch.distributed.pipelining``, which imports torch's compiler, for a second: it is imported
-when one of them is asked for.
+Both orders come from ``torch.distributed.pipelining``. Its import loads torch's compiler and takes a second, so it is
+imported only when one of them is asked for.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 class Action(NamedTuple):
-    """What a rank does next."""
+    """One action of a rank: a forward or backward pass of a stage for a micro-batch."""
 
     kind: str
-    """``F`` forward, ``B`` backward, or of backward ``I`` that of the inputs and ``W`` that of the weights."""
+    """``F`` forward, ``B`` full backward, ``I`` backward of the inputs, ``W`` backward of the weights."""
     stage: int
     micro: int
 
@@ -45,15 +45,15 @@ class Action(NamedTuple):
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""For each rank, what it does one after the other."""
+"""For each rank, its actions in order."""
 
 
 @lru_cache(maxsize=64)
 def order_of(schedule: str, ranks: int, stages: int, micros: int) -> Order:
-    """What each of ``ranks`` does; stage ``s`` is on rank ``s % ranks``.
+    """Returns the actions of each of ``ranks``; stage ``s`` is on rank ``s % ranks``.
 
     Raises:
-        ConfigurationError: If there is no such schedule, or it does not have so many stages a rank.
+        ConfigurationError: If there is no such schedule, or it does not allow so many stages per rank.
     """
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
@@ -87,7 +87,8 @@ _OF_TORCH = {"interleaved": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleI
 
 
 def _of_torch(name: str, ranks: int, stages: int, micros: int) -> Order:
-    """torch wants a multiple of its rounds; what is more than there is, is left out again, and the order holds."""
+    """Takes the order from torch, which wants a multiple of its rounds. Surplus micro-batches are planned and then left
+    out, which keeps the order valid."""
     rounds = max(1, micros // ranks)
     planned = -(-micros // rounds) * rounds
     while planned % max(1, planned // ranks):
@@ -117,34 +118,35 @@ def _of_torch(name: str, ranks: int, stages: int, micros: int) -> Order:
     )
 
 
-# When
+# Times
 
 
-class Timed(NamedTuple):
-    """An action with its time, in seconds from the begin of the step."""
+class TimedAction(NamedTuple):
+    """An action with its times, in seconds from the beginning of the step."""
 
     action: Action
     began: float
     ended: float
 
 
-Timeline = tuple[tuple[Timed, ...], ...]
-"""For each rank, its actions in their order."""
+Timeline = tuple[tuple[TimedAction, ...], ...]
+"""For each rank, its timed actions in order."""
 Cost = Callable[[Action], float]
 
 
 def simulate(order: Order, cost: Cost, message: float = 0.0) -> Timeline:
-    """When each action runs, if every one takes its ``cost`` and begins as soon as its rank and its input are there.
+    """Predicts when each action runs: it takes ``cost`` seconds and begins as soon as its rank is free and its input is
+    there.
 
     Args:
-        message: Seconds for which what goes from rank to rank is on its way.
+        message: Seconds that a message between ranks takes.
 
     Raises:
-        ConfigurationError: If ranks would wait for each other for ever.
+        ConfigurationError: If the ranks would wait for each other forever.
     """
     stages = 1 + max((action.stage for actions in order for action in actions), default=0)
     ended: dict[Action, tuple[float, int]] = {}
-    found: list[list[Timed]] = [[] for _ in order]
+    found: list[list[TimedAction]] = [[] for _ in order]
     moved = True
     while moved:
         moved = False
@@ -158,7 +160,7 @@ def simulate(order: Order, cost: Cost, message: float = 0.0) -> Timeline:
                 if needed is not None:
                     came, source = ended[needed]
                     began = max(began, came + (message if source != rank else 0.0))
-                found[rank].append(Timed(action, began, began + cost(action)))
+                found[rank].append(TimedAction(action, began, began + cost(action)))
                 ended[action] = ended[action._replace(kind=_done(action))] = found[rank][-1].ended, rank
                 moved = True
     if any(len(done) < len(actions) for done, actions in zip(found, order, strict=True)):
@@ -167,7 +169,7 @@ def simulate(order: Order, cost: Cost, message: float = 0.0) -> Timeline:
 
 
 def needs(action: Action, stages: int) -> Action | None:
-    """What another stage must have done before; a full backward and that of the inputs are one here."""
+    """Returns the action of another stage whose result this one needs, or None. ``I`` also stands for ``B``."""
     if action.kind == FORWARD:
         return action._replace(stage=action.stage - 1) if action.stage else None
     if action.kind == WEIGHT or action.stage == stages - 1:
@@ -180,19 +182,19 @@ def _done(action: Action) -> str:
 
 
 def length(timeline: Timeline) -> float:
-    """Seconds of the step."""
+    """Returns the duration of the step in seconds."""
     return max((timed.ended for actions in timeline for timed in actions), default=0.0)
 
 
 def bubble(timeline: Timeline) -> float:
-    """The part of the ranks' time in which they have nothing to do: 0 if none waits."""
+    """Returns the fraction of the ranks' time in which they are idle: 0 if none waits."""
     whole = length(timeline) * len(timeline)
     busy = sum(timed.ended - timed.began for actions in timeline for timed in actions)
     return 1.0 - busy / whole if whole else 0.0
 
 
 def sent(order: Order, source: int, target: int) -> list[Action]:
-    """What rank ``source`` does whose result goes to rank ``target``, in its order."""
+    """Returns the actions of rank ``source`` whose results go to rank ``target``, in the order of ``source``."""
     ranks, stages = len(order), 1 + max(action.stage for actions in order for action in actions)
 
     def to(action: Action) -> int | None:
@@ -206,30 +208,28 @@ def sent(order: Order, source: int, target: int) -> list[Action]:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A schedule as one rank needs it."""
+class RankSchedule:
+    """A schedule as one rank sees it."""
 
     order: Order
     index: int
-    """This rank."""
+    """Index of this rank."""
     expected: tuple[tuple[Action, ...], ...]
-    """From each rank, what comes of it here, in the order in which it is sent."""
+    """For each rank, the actions whose results it sends here, in that order."""
 
     @property
-    def own(self) -> tuple[Action, ...]:
-        """What this rank does."""
+    def own_actions(self) -> tuple[Action, ...]:
+        """Actions of this rank."""
         return self.order[self.index]
 
     @cached_property
     def backward(self) -> str:
-        """The kind of action that sends a gradient back."""
-        return INPUT if any(action.kind == INPUT for action in self.own) else BACKWARD
+        """Kind of action that sends a gradient back: ``I`` if backward is divided, else ``B``."""
+        return INPUT if any(action.kind == INPUT for action in self.own_actions) else BACKWARD
 
 
 @lru_cache(maxsize=64)
-def plan_of(schedule: str, ranks: int, stages: int, micros: int, index: int) -> Plan:
-    """Raises:
-    ConfigurationError: As :func:`order_of`.
-    """
+def plan_of(schedule: str, ranks: int, stages: int, micros: int, index: int) -> RankSchedule:
+    """Returns the schedule for rank ``index``. Raises ConfigurationError as :func:`order_of` does."""
     order = order_of(schedule, ranks, stages, micros)
-    return Plan(order, index, tuple(tuple(sent(order, source, index)) for source in range(ranks)))
+    return RankSchedule(order, index, tuple(tuple(sent(order, source, index)) for source in range(ranks)))

@@ -1,4 +1,4 @@
-"""What a rank does in one step of a pipeline, action by action.
+"""Runs the actions of one rank in one step of a pipeline.
 
 ::
 
@@ -28,57 +28,66 @@ from evener.nn.attention_dispatch import attending
 from evener.nn.context import Scope, resumed
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.p2p import Inbox
-from evener.strategies.pipeline.p2p_trees import Post
-from evener.strategies.pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Plan, Timed
+from evener.strategies.pipeline.p2p_trees import P2PTrees
+from evener.strategies.pipeline.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    RankSchedule,
+    TimedAction,
+)
 from evener.strategies.pipeline.stage_forward import StagedForward
-from evener.torch_internals.pipeline_backward import backward_of_inputs, backward_of_weights
+from evener.torch_internals.autograd import backward_of_inputs, backward_of_weights
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a rank of a pipeline works with."""
+class StageLocation:
+    """The learner, staged forward and message channel of one rank of a pipeline."""
 
     learner: Learner
     forward: StagedForward
-    post: Post
+    post: P2PTrees
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages of the model."""
         return len(self.forward.stages)
 
     def key(self, inputs: str | None, kind: str, stage: int) -> Any:
-        """What the form of a message follows from: the :func:`signature` of the model's inputs, and which it is."""
+        """Returns the key of a message's form: :func:`signature` of the model's inputs, modes, kind and stage."""
         return inputs, self.learner.model.training, torch.is_grad_enabled(), kind, stage
 
 
 @dataclass
-class Saved:
-    """Of a forward pass, until its backward."""
+class SavedForward:
+    """Tensors and scope of a forward pass, kept until its backward."""
 
     scope: Scope
     inputs: list[Tensor]
-    """Which came from the stage before, and want a gradient."""
+    """Inputs from the stage before that require a gradient."""
     outputs: list[Tensor]
-    """Which want a gradient: the loss, or what was handed on."""
+    """Outputs that require a gradient: the loss, or the values that were handed on."""
     groups: list[dict[str, Any]] | None = None
-    """What the gradients of the weights are made of, where they come later than those of the inputs."""
+    """Intermediate results for the gradients of the weights, if these are computed later than those of the inputs."""
 
 
-class Turn:
-    """One step of a rank.
+class ScheduleRunner:
+    """Runs one step of a rank.
 
     Args:
         pieces: All micro-batches of the step.
         divisor: See :class:`evener.strategies.interfaces.Stepper`.
-        looked_at: How many of the first pieces are those of one micro-batch, if it is to be seen whether they come to
-            what the whole would; 0 if not.
+        looked_at: Number of leading pieces that belong to the first micro-batch, to check that their losses add up to
+            the
+            loss of the whole micro-batch. 0 skips the check.
     """
 
     def __init__(
         self,
-        place: Place,
-        plan: Plan,
+        place: StageLocation,
+        plan: RankSchedule,
         pieces: Sequence[MicroBatch],
         divisor: Callable[[], float],
         step: int,
@@ -90,7 +99,7 @@ class Turn:
         self._learner, self._post, self._last = place.learner, place.post, place.stages - 1
         self._began = time.perf_counter()
         self._divisor: float | None = None
-        self._saved: dict[tuple[int, int], Saved] = {}
+        self._saved: dict[tuple[int, int], SavedForward] = {}
         self._inboxes = [
             Inbox(expected, partial(self._begin, source), place.post.runs_ahead)
             for source, expected in enumerate(plan.expected)
@@ -102,14 +111,14 @@ class Turn:
             WEIGHT: self._backward_of_weights,
         }
         self.totals: list[Readout] = []
-        """Of the last stage."""
-        self.timed: list[Timed] = []
-        """On the host, when each action ran, from when what it needs had come until what it made was sent."""
+        """Summed loss terms of each piece, on the rank of the last stage."""
+        self.timed: list[TimedAction] = []
+        """Host times of each action, from the arrival of its input until its result was sent."""
         self.outputs: list[tuple[Any, Tensor]] = []
-        """Of the pieces looked at and their totals, until it is known that the loss is a sum over samples."""
+        """Outputs and totals of the checked pieces, kept until the loss is known to be a sum over samples."""
 
-    def take(self, action: Action) -> None:
-        """Does what the schedule says."""
+    def run_action(self, action: Action) -> None:
+        """Runs one action of the schedule."""
         with attending(self._pieces[action.micro].sequence):
             self._actions[action.kind](action.stage, action.micro)
 
@@ -121,8 +130,8 @@ class Turn:
         return self._place.key(self._signatures[micro], kind, stage)
 
     def _arrived(self, kind: str, stage: int, micro: int) -> Any:
-        """What stage ``stage`` sent of its action."""
-        return self._inboxes[stage % self._post.degree].take(Action(kind, stage, micro))
+        """Waits for the message that stage ``stage`` sends after its action, and returns it."""
+        return self._inboxes[stage % self._post.degree].receive(Action(kind, stage, micro))
 
     # Forward
 
@@ -145,10 +154,12 @@ class Turn:
             outputs = self._send_on(stage, micro, found)
             self._note(FORWARD, stage, micro, began)
         self._divide()
-        self._saved[stage, micro] = Saved(current, inputs, [each for each in outputs if each.requires_grad])
+        self._saved[stage, micro] = SavedForward(
+            current, inputs, [each for each in outputs if each.requires_grad]
+        )
 
     def _send_on(self, stage: int, micro: int, found: tuple[Any, ...]) -> list[Tensor]:
-        # Copies where backward comes in two parts, which detaches them: a view cannot be.
+        # Split backward detaches outputs in place, which does not work for a view: sends copies.
         split = self._plan.backward == INPUT
         values = (
             map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
@@ -164,7 +175,7 @@ class Turn:
             self.outputs.append((map_leaves(detached, found), total.detach()))
 
     def _divide(self) -> float:
-        """The divisor, which all ranks ask for after their first forward pass."""
+        """Returns the divisor. All ranks ask for it after their first forward pass."""
         if self._divisor is None:
             self._divisor = self._ask()
         return self._divisor
@@ -181,8 +192,10 @@ class Turn:
         self._send_back(stage, micro, saved)
         self._note(BACKWARD, stage, micro, began)
 
-    def _gradients(self, stage: int, micro: int, saved: Saved) -> tuple[list[Tensor], list[Tensor] | None]:
-        """The outputs that have a gradient, and it."""
+    def _gradients(
+        self, stage: int, micro: int, saved: SavedForward
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Returns the outputs that have a gradient, and their gradients."""
         if stage == self._last:
             return saved.outputs, None
         form, tensors = self._arrived(self._plan.backward, stage + 1, micro)
@@ -190,7 +203,7 @@ class Turn:
         found = [(output, gradient) for output, gradient in came if gradient is not None]
         return [output for output, _ in found], [gradient for _, gradient in found]
 
-    def _send_back(self, stage: int, micro: int, saved: Saved) -> None:
+    def _send_back(self, stage: int, micro: int, saved: SavedForward) -> None:
         self._learner.pace.work_done()
         if stage:
             gradients = tuple(leaf.grad for leaf in saved.inputs)
@@ -219,21 +232,21 @@ class Turn:
 
     def _note(self, kind: str, stage: int, micro: int, began: float) -> None:
         ended = time.perf_counter()
-        self.timed.append(Timed(Action(kind, stage, micro), began - self._began, ended - self._began))
+        self.timed.append(TimedAction(Action(kind, stage, micro), began - self._began, ended - self._began))
 
-    # What is refused
+    # Checks
 
     @contextmanager
     def _watched(self, micro: int) -> Iterator[None]:
-        """Looks for buffers to which the second piece gives other values: the whole would have given the first alone.
+        """Looks for buffers that the second piece changes: the whole micro-batch would have changed them only once.
 
         Warns:
-            UserWarning: On the rank of that stage, if there is one.
+            UserWarning: On the rank of the stage that has such a buffer.
         """
         if micro != 1 or self._looked_at < 2:
             yield
             return
-        before = [(buffer, buffer.clone()) for buffer in self._learner.loose_buffers()]
+        before = [(buffer, buffer.clone()) for buffer in self._learner.loose_buffers.tensors()]
         yield
         changed = [held for held, old in before if held.shape == old.shape and not torch.equal(held, old)]
         for name, buffer in self._learner.model.named_buffers() if changed else ():
@@ -247,7 +260,7 @@ class Turn:
                 return
 
     def refusal(self, micro: MicroBatch) -> str | None:
-        """Why the loss is not that of the whole micro-batch, whose pieces were looked at."""
+        """Returns the reason why the pieces' losses do not add up to the whole micro-batch's; None if they do."""
         found, own, count = self.outputs, len(micro.samples), self._looked_at
         if not all(by_samples(outputs, _samples(outputs)) for outputs, _ in found) or own != sum(
             _samples(outputs) for outputs, _ in found
@@ -269,7 +282,10 @@ class Turn:
 
 
 def _leaves(form: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """Those of what came that want a gradient, and all of it for the calls of a stage, which may write to it."""
+    """Returns the received tensors that require a gradient, and the whole received tree. The stage may write to the
+    tree:
+    trained leaves in it are copies.
+    """
     leaves = [
         tensor.requires_grad_(hole.trained) for tensor, hole in zip(tensors, holes_in(form), strict=True)
     ]
@@ -278,6 +294,6 @@ def _leaves(form: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], tuple[A
 
 
 def _samples(outputs: Any) -> int:
-    """By the first tensor; -1 where it has no rows."""
+    """Returns the number of samples of the outputs, by their first tensor. Returns -1 if that has no rows."""
     first = next(iter(taken_apart(outputs)[1]), None)
     return len(first) if first is not None and first.ndim else -1

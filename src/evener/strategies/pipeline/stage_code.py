@@ -1,8 +1,7 @@
-"""The calls of a stage as one function.
+"""Compiles the calls of a stage into one function.
 
-Its code is what :mod:`torch.fx` writes for a graph, with the model in the place of ``self``: a module or a weight is
-looked up with each call, so that one which has been put in the place of another is found, and a value is let go of
-where it was used last.
+The code is the code that :mod:`torch.fx` writes for a graph, with the model in the place of ``self``. Modules and
+weights are looked up in every call, so that replaced ones are found. A value is freed after its last use.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from evener.strategies.pipeline.stages import Stage
 
 
 def function_of(stage: Stage, inputs: Sequence[fx.Node]) -> Callable[..., Any]:
-    """The stage as a function of the model, its ``inputs`` and what the stage receives, one argument after the other.
+    """Returns the stage as a function of the model, its ``inputs`` and the received values, as positional arguments.
 
-    It returns the model's outputs in the last stage, in others what is handed on.
+    The function returns the model's outputs in the last stage, and the values to hand on in other stages.
     """
     graph = fx.Graph()
     own = {node: graph.placeholder(node.name) for node in (*inputs, *stage.received)}

@@ -1,7 +1,7 @@
-"""The model's ``forward``, which runs the stage that is at hand and no more.
+"""Replaces the model's ``forward`` by one that runs a single stage.
 
 ``Task.forward`` calls the model as it does on one device, and may do something with its inputs and outputs. On the rank
-of the last stage the call returns; on others it ends where the stage does, and what follows it is not reached::
+of the last stage the call returns. On others it ends with the stage, and the code after the call does not run::
 
     outputs = task.forward(model, inputs)    ─▶  model(...)  ─▶  stage 0: its calls ─▶ the values to hand on, raised
                                                                  last:    its calls ─▶ outputs, returned
@@ -28,7 +28,7 @@ from evener.strategies.pipeline.tracing import inputs_of
 
 
 class StageEndedError(BaseException):
-    """A stage has run, of which the values are handed on. No Exception, which the code around the model may catch."""
+    """Raised at the end of a stage, with the values to hand on. Not an Exception, which code around might catch."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         super().__init__("a stage of the pipeline has ended")
@@ -36,7 +36,7 @@ class StageEndedError(BaseException):
 
 
 class CalledError(BaseException):
-    """The model was called with these arguments."""
+    """Raised when the model is called, with the arguments of the call."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__("the model was called")
@@ -48,13 +48,13 @@ class StagedForward:
 
     def __init__(self, stages: Stages, owners: dict[str, set[int]]) -> None:
         self.stages, self.owners = stages, owners
-        """For each parameter and buffer that is used, the places on the axis where it is."""
+        """``owners``: for each used parameter and buffer, the places on the axis that use it."""
         self.away: Sequence[Away] = ()
-        """Weights of which this rank holds nothing."""
+        """Weights of which this rank has an empty shard."""
         self.refusal: str | None = None
-        """What this rank found wrong with the task in a step, which all ranks then raise together."""
+        """Reason why this rank rejects the task in this step, or None. All ranks then raise it together."""
         self.totals: Sequence[Readout] = ()
-        """Of the loss in a step, on the rank of the last stage."""
+        """Summed loss terms of the step, on the rank of the last stage."""
         self._signature = inspect.signature(stages.model.forward)
         self._run: Callable[..., Any] = (_Tried if stages.is_tried else _Read)(stages, self._signature)
         self._at_hand: tuple[int, tuple[Any, ...]] | None = None
@@ -77,10 +77,11 @@ class StagedForward:
         return found
 
     def run(self, number: int, received: tuple[Any, ...], forward: Forward, inputs: Tree) -> Any:
-        """What the stage hands on; from the last one the outputs that ``forward`` makes of the model's.
+        """Runs a stage. Returns the values to hand on; for the last stage, the outputs that ``forward`` makes of the
+        model's. Raises ConfigurationError if ``forward`` does not call the model.
 
         Args:
-            received: From the stage before.
+            received: Values from the stage before.
         """
         self._at_hand = number, received
         try:
@@ -97,7 +98,7 @@ class StagedForward:
 
 
 class _Read:
-    """Stages of a model whose code was read."""
+    """Runs stages of a model whose code was read."""
 
     def __init__(self, stages: Stages, signature: inspect.Signature) -> None:
         self._stages, self._signature = stages, signature
@@ -119,7 +120,7 @@ class _Read:
 
 
 class _Tried:
-    """Stages of a model whose calls were tried."""
+    """Runs stages of a model whose calls were found by running it."""
 
     def __init__(self, stages: Stages, signature: inspect.Signature) -> None:
         self._model = stages.model
@@ -133,17 +134,17 @@ class _Tried:
 def arguments_of(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """By the names of parameters, those that were not given with their defaults."""
+    """Returns all arguments by parameter name, with the defaults of those that were not given."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
 
 def called_with(model: nn.Module, forward: Forward, inputs: Tree) -> dict[str, Any]:
-    """The arguments with which ``forward`` calls the model.
+    """Returns the arguments with which ``forward`` calls the model.
 
     Raises:
-        ConfigurationError: If it does not call it.
+        ConfigurationError: If ``forward`` does not call the model.
     """
     signature = inspect.signature(model.forward)
 
@@ -160,7 +161,7 @@ def called_with(model: nn.Module, forward: Forward, inputs: Tree) -> dict[str, A
 
 @contextmanager
 def in_place_of_forward(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """``function`` is called for the model's ``forward``."""
+    """Replaces the model's ``forward`` by ``function`` inside the block."""
     before = vars(model).get("forward")
     model.forward = function
     try:

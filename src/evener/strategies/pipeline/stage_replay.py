@@ -1,13 +1,13 @@
-"""A stage of a model whose code cannot be read: that code runs again, and modules of other stages are not called.
+"""Runs a stage of a model whose code cannot be read: the code runs again, and modules of other stages are not called.
 
 ::
 
     stage 0    embed ✓  blocks.0 ✓  blocks.1 → here it stops             ✓ called
     stage 1    embed ○  blocks.0 ←  blocks.1 ✓  norm ✓  head ✓           ← what came of it   ○ nobody's business
 
-The values that a later stage needs of an earlier one are handed on from stage to stage. The rest of what earlier
-modules returned has its form here and no numbers (NaN), for the code around them may ask for shapes: a call that would
-use it all the same is found, and it is never a number of the training.
+The values that a later stage needs of an earlier one are handed on from stage to stage. Every other result of an
+earlier module is replaced by a tensor of the same shape without numbers (NaN, or 0 for integers), because the code
+around modules may ask for shapes. Passing such a tensor to a module raises an error.
 """
 
 from __future__ import annotations
@@ -25,46 +25,47 @@ from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
 from evener.strategies.pipeline.module_calls import answered
 from evener.strategies.pipeline.stages import Stage, Stages
-from evener.strategies.pipeline.traced_run import OVERWRITTEN, Tried
+from evener.strategies.pipeline.traced_run import OVERWRITTEN, TracedCalls
 
 
 @dataclass(frozen=True)
-class Form:
-    """Shape and type of a tensor that is not handed on."""
+class TensorForm:
+    """Shape and dtype of a tensor that is not handed on."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def to(self, *_: object) -> Form:
-        """Makes it a leaf of trees."""
+    def to(self, *_: object) -> TensorForm:
+        """Returns itself. The method makes the form a leaf of trees."""
         return self
 
     def made(self, device: torch.device) -> Tensor:
-        """A tensor of this form without a number in it."""
+        """Returns a tensor of this form, filled with NaN, or with 0 for integers."""
         kind = self.dtype
         nothing = torch.nan if kind.is_floating_point or kind.is_complex else 0
         return torch.full(self.shape, nothing, dtype=kind, device=device)
 
 
 Forms = tuple[Any, ...]
-"""The forms of the values that calls have returned so far."""
+"""Forms of all values that calls have returned so far."""
 
 
 class _StoppedError(BaseException):
-    """The next module is another stage's. No Exception, which the code around modules may catch."""
+    """Raised when the next module belongs to a later stage. Not an Exception, which code around modules might catch."""
 
 
 class Replay:
-    """The stages of a model that was tried, in training or in evaluation.
+    """Runs the stages of a model whose calls were found by running it, for one mode.
 
     Args:
-        forward: The model's own.
+        training: Whether the mode is training, not evaluation.
+        forward: The model's own ``forward``.
     """
 
     def __init__(self, stages: Stages, training: bool, forward: Callable[..., Any]) -> None:
         self._stages, self._training, self._forward = stages, training, forward
         graph = stages.graph(training)
-        assert isinstance(graph, Tried)
+        assert isinstance(graph, TracedCalls)
         self._graph = graph
 
     @cached_property
@@ -73,7 +74,7 @@ class Replay:
 
     @cached_property
     def _calls(self) -> list[tuple[fx.Node, int]]:
-        """With the stage of each."""
+        """All calls of modules, each with its stage."""
         stages = [self._stages.stage(number, self._training) for number in range(len(self._stages))]
         return [
             (node, number)
@@ -83,10 +84,10 @@ class Replay:
         ]
 
     def run(self, number: int, received: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        """Gives the values that the stage hands on; from the last one the model's outputs.
+        """Runs stage ``number``. Returns the values to hand on; for the last stage, the model's outputs.
 
         Raises:
-            ConfigurationError: If the model's code does not call the modules that it called when it was tried.
+            ConfigurationError: If the model's code calls other modules than in the trial run.
         """
         last = number == len(self._stages) - 1
         stage = self._stages.stage(number, self._training)
@@ -109,7 +110,7 @@ class Replay:
 
 
 class _Run:
-    """One stage at work on one micro-batch."""
+    """One run of a stage on one micro-batch."""
 
     def __init__(
         self,
@@ -124,11 +125,11 @@ class _Run:
         self._values: dict[fx.Node, Any] = dict(zip(stage.received, values, strict=True))
         self._forms: list[Any] = list(forms)
         self._made: list[Tensor] = []
-        """Without a number in them."""
+        """Stand-in tensors, which hold no numbers."""
         self._next = 0
 
     def called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module is called by the code around it."""
+        """Answers a module call of the code around modules."""
         place = self._next
         node, stage = self._calls[place] if place < len(self._calls) else (None, self._number)
         if node is None or node.target != name:
@@ -151,13 +152,13 @@ class _Run:
         return found
 
     def _filled(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Form):
+        if not isinstance(leaf, TensorForm):
             return leaf
         self._made.append(leaf.made(self._device))
         return self._made[-1]
 
     def _keep(self, node: fx.Node, found: Any) -> None:
-        """For later stages, as it is now, whatever the code around does with it."""
+        """Keeps a result for later stages. It is copied if the code around modules writes into it."""
         if node in self._stage.handed_on:
             self._values[node] = map_leaves(_copied, found) if node.meta[OVERWRITTEN] else found
         if self._next > len(self._forms):
@@ -178,9 +179,7 @@ class _Run:
         )
 
     def check_complete(self, model: str) -> None:
-        """Raises:
-        ConfigurationError: If calls are missing.
-        """
+        """Raises ConfigurationError if the code ended before all calls were made."""
         if self._next < len(self._calls):
             raise ConfigurationError(
                 f"{model}.forward ended before it called {self._calls[self._next][0].target}, which it called when it "
@@ -188,7 +187,7 @@ class _Run:
             )
 
     def handed_on(self) -> tuple[Any, ...]:
-        """Values, and the forms of all that was returned so far."""
+        """Returns the values to hand on, and the forms of everything that was returned so far."""
         return (*(self._values[node] for node in self._stage.handed_on), tuple(self._forms))
 
 
@@ -199,7 +198,7 @@ _WAYS = (
 
 
 def _form(leaf: Any) -> Any:
-    return Form(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+    return TensorForm(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _copied(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model's calls divided into stages: what each runs, what crosses from one to the next, and who owns which weight.
+"""Divides a model's calls into stages: which calls each runs, which values cross a cut, and who uses which weight.
 
 ::
 
@@ -6,9 +6,9 @@
     stage      0                         │ 1                  │ 2               cut "blocks.0,norm"
     crosses                     add's x ─▶ ─▶   blocks.1's x ─▶
 
-A stage is a run of consecutive calls, so that the stages one after the other are the model. What a later stage needs of
-an earlier one crosses every cut between them: a value that skips stages is carried through these. Inputs of the model
-cross nothing, for all ranks of a pipeline are given the same samples.
+A stage is a run of consecutive calls, so that running all stages in order is the model. A value that a later stage
+needs of an earlier one crosses every cut between them: stages in between pass it on. Inputs of the model cross no cut,
+because all ranks of a pipeline get the same samples.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from torch import Tensor, fx, nn
 
 from evener.errors import ConfigurationError, TaskError
 from evener.strategies.pipeline.tracing import Arguments, read_both
-from evener.torch_internals.layers import AnyBatchNorm
+from evener.torch_internals.modules import AnyBatchNorm
 
 NOTHING = "-"
-"""In a cut: a stage without layers, which hands on what it gets."""
+"""Entry of a cut: a stage without layers, which hands on what it receives."""
 _FREE = ("placeholder", "get_attr")
-"""Kinds of calls that every stage can make for itself."""
+"""Kinds of graph nodes that every stage can make for itself."""
 _ONCE = AnyBatchNorm
-"""Modules that remember what they were called with, and must not be called on two ranks."""
+"""Modules that keep state from their calls, and must not be called on two ranks."""
 
 
 def layers_of(graph: fx.Graph) -> list[str]:
-    """The modules that the model calls, in the order of their first calls: a stage can begin at each but the first."""
+    """Returns the modules that the model calls, by first call. A stage can begin at each but the first."""
     return list(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module"))
 
 
 def words_of(layers: Sequence[str], pieces: Sequence[range]) -> str:
-    """The cut that gives each stage these of the layers, one after the other."""
+    """Returns the text of the cut that gives each stage its range of ``layers``."""
     return ",".join(layers[piece.start] if piece else NOTHING for piece in pieces[1:])
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage does."""
+    """The calls of one stage."""
 
     calls: tuple[fx.Node, ...]
     received: tuple[fx.Node, ...]
-    """Whose results come from the stage before."""
+    """Nodes whose results come from the stage before."""
     handed_on: tuple[fx.Node, ...]
-    """Whose results the next stage gets."""
+    """Nodes whose results go to the next stage."""
 
 
 def crossings(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
-    """What would be handed on by a cut before the second and each further of the layers."""
+    """Returns for each layer but the first the nodes whose results would cross a cut in front of it."""
     layers = layers_of(graph)
     found = []
     for place in range(1, len(layers)):
@@ -68,19 +68,19 @@ def crossings(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
 
 
 class Stages:
-    """A model in stages.
+    """A model divided into stages.
 
     Args:
-        model: It stays whole, with all of its names.
-        cut: Modules at which the second and each further stage begins, with commas between them, or ``-`` for a stage
-            without layers.
-        stages: How many there are.
+        model: Stays whole, with all of its names.
+        cut: Modules at which the second and each further stage begins, separated by commas; ``-`` for a stage without
+            layers.
+        stages: Number of stages.
         arguments: See :func:`evener.strategies.pipeline.tracing.read_both`.
-        tried: The calls of a model whose code cannot be read (:mod:`evener.strategies.pipeline.traced_run`).
+        tried: Graphs of a model whose code cannot be read (:mod:`evener.strategies.pipeline.traced_run`).
 
     Raises:
-        ConfigurationError: If the cut is of other modules, or of another number of stages.
-        TaskError: If the model's code cannot be read, or a module would be called on two ranks that may not be.
+        ConfigurationError: If the cut names other modules, or has another number of stages.
+        TaskError: If the model's code cannot be read.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class Stages:
         return len(self._modes[True])
 
     def stage(self, number: int, training: bool) -> Stage:
-        """What stage ``number`` does."""
+        """Returns the calls of stage ``number``."""
         return self._modes[training][number]
 
     def graph(self, training: bool) -> fx.Graph:
-        """All calls of the model."""
+        """Returns the graph of all calls of the model."""
         return self._graphs[training]
 
     def users(self) -> dict[str, set[int]]:
-        """For each parameter and buffer, by one of its names, the stages that use it."""
+        """Returns the stages that use each parameter and buffer, keyed by its first name."""
         found: dict[str, set[int]] = {}
         for stages in self._modes.values():
             for number, stage in enumerate(stages):
@@ -132,13 +132,13 @@ class Stages:
 
     @cached_property
     def _tensors(self) -> dict[str, str]:
-        """For every name of a parameter or buffer its first one."""
+        """Maps every name of a parameter or buffer to its first name."""
         first: dict[Tensor, str] = {}
         return {name: first.setdefault(tensor, name) for name, tensor in _named(self.model)}
 
     @cached_property
     def _below(self) -> Mapping[str, list[str]]:
-        """For every module the first names of what it holds."""
+        """Maps every module name to the first names of the tensors in it."""
         found: dict[str, list[str]] = {
             name: [] for name, _ in self.model.named_modules(remove_duplicate=False)
         }
@@ -149,9 +149,7 @@ class Stages:
         return found
 
     def check_apart(self, rank_of: Sequence[int]) -> None:
-        """Raises:
-        TaskError: If a module that remembers how it was called is called on two ranks.
-        """
+        """Raises TaskError if a module that keeps state from its calls is called on two ranks."""
         callers: dict[nn.Module, dict[int, str]] = {}
         for number, stage in enumerate(self._modes[True]):
             for node in stage.calls if stage.calls else ():
@@ -178,7 +176,7 @@ def _divided(graph: fx.Graph, names: Sequence[str], model: nn.Module) -> list[St
 
 
 def _stage_of(graph: fx.Graph, names: Sequence[str], model: nn.Module) -> dict[fx.Node, int]:
-    """The stage of each call; of an input, and of a weight that is read, there is none."""
+    """Returns the stage of each call. Inputs and reads of weights have none."""
     found: dict[fx.Node, int] = {}
     stage, left = 0, list(names)
     for node in graph.nodes:
@@ -195,7 +193,7 @@ def _stage_of(graph: fx.Graph, names: Sequence[str], model: nn.Module) -> dict[f
 
 
 def _left_over(left: Sequence[str], graph: fx.Graph, model: nn.Module) -> int:
-    """How many stages without layers are at the end."""
+    """Returns the number of stages without layers at the end. Raises ConfigurationError for an unknown module."""
     lost = [name for name in left if name != NOTHING]
     if lost:
         layers = layers_of(graph)
@@ -220,7 +218,7 @@ def _stage(graph: fx.Graph, stage_of: Mapping[fx.Node, int], number: int, last: 
 
 
 def _crossing(stage_of: Mapping[fx.Node, int], boundary: int) -> tuple[fx.Node, ...]:
-    """What stages up to ``boundary`` make and later ones use."""
+    """Returns the nodes that stages up to ``boundary`` compute and later ones use."""
     return tuple(
         node
         for node, stage in stage_of.items()

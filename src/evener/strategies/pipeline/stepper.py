@@ -1,11 +1,12 @@
-"""Steps of a pipeline: each rank's part of a schedule, one action after the other.
+"""Runs the steps of a pipeline: each rank's part of a schedule, one action after the other.
 
-The order is a schedule's; carrying it out is done here and not by torch's runtime, which wants micro-batches of one
-shape in all steps, waits within what would count as work, and knows no scopes. Sends wait for nothing, so that ranks
-wait for each other only as the schedule says.
+Schedules give the order. Torch's own runtime is not used: it wants micro-batches of one shape in all steps, waits
+within time that would count as work, and knows no scopes. Sends do not wait, so that ranks wait for each other only as
+the schedule demands.
 
-Micro-batches of the run, which say what is normalized together, are cut further to fill the pipeline, into pieces of
-any size. A model with BatchNorm is not: it would normalize the pieces.
+Micro-batches of the run, which BatchNorm normalizes together, are cut further into pieces of any size, to fill the
+pipeline. A model with layers that look at several samples, such as BatchNorm, keeps its micro-batches whole, because
+these layers would see each piece by itself.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from evener.data.batch import Batch, MicroBatch
 from evener.nn.attention_dispatch import attending
 from evener.strategies.interfaces import StepOutcome, Stepper
 from evener.strategies.learner import Learner
-from evener.strategies.pipeline.p2p_trees import Post
-from evener.strategies.pipeline.schedule import FORWARD, Order, Timed, plan_of
-from evener.strategies.pipeline.schedule_runner import Place, Turn
+from evener.strategies.pipeline.p2p_trees import P2PTrees
+from evener.strategies.pipeline.schedule import FORWARD, Order, TimedAction, plan_of
+from evener.strategies.pipeline.schedule_runner import ScheduleRunner, StageLocation
 from evener.strategies.pipeline.stage_forward import StagedForward
 
 
@@ -32,35 +33,35 @@ class PipelineStepper(Stepper):
     """Runs the stages of this rank.
 
     Args:
-        axis: Of the mesh, along which the stages are.
-        forward: That of the learner's model.
+        axis: Mesh axis along which the stages lie.
+        forward: Staged forward of the learner's model.
         schedule: See :mod:`evener.strategies.pipeline.schedule`.
-        wanted: How many micro-batches a step has at least, if there are so many samples.
+        wanted: Least number of pieces per step, if there are so many samples.
     """
 
     def __init__(
         self, learner: Learner, axis: str, forward: StagedForward, schedule: str, wanted: int
     ) -> None:
-        self.place = Place(learner, forward, Post(learner.mesh, axis, learner.session.device))
+        self.place = StageLocation(learner, forward, P2PTrees(learner.mesh, axis, learner.session.device))
         self._schedule, self._wanted = schedule, wanted
         self._unchecked = wanted > 1
         self.order: Order = ()
-        """Of the last step."""
-        self.timed: list[Timed] = []
-        """When this rank did what in it."""
+        """Order of the last step."""
+        self.timed: list[TimedAction] = []
+        """Times of this rank's actions in the last step."""
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        place, learner, before = self.place, self.place.learner, self.place.learner.buffer_versions()
+        place, learner, before = self.place, self.place.learner, self.place.learner.loose_buffers.versions()
         cut = [self._pieces(micro, batch) for micro in batch.micro_batches]
         pieces = list(chain.from_iterable(cut))
         plan = plan_of(self._schedule, place.post.degree, place.stages, len(pieces), place.post.index)
         self.order = plan.order
         with learner.pace.step(step):
             looked_at = len(cut[0]) if self._unchecked and len(cut[0]) > 1 else 0
-            turn = Turn(place, plan, pieces, divisor, step, looked_at)
+            turn = ScheduleRunner(place, plan, pieces, divisor, step, looked_at)
             with learner.synchronizer.until_complete():
-                for action in plan.own:
-                    turn.take(action)
+                for action in plan.own_actions:
+                    turn.run_action(action)
                 place.post.finish()
             place.forward.refusal = self._of_several(before) or self._of_loss(turn, batch)
             self._unchecked = self._unchecked and not looked_at
@@ -70,7 +71,7 @@ class PipelineStepper(Stepper):
         return StepOutcome(
             totals=tuple(turn.totals),
             missing=missing,
-            buffers_changed=before != learner.buffer_versions(),
+            buffers_changed=before != learner.loose_buffers.versions(),
             compute_seconds=learner.pace.taken(),
             soundness=learner.synchronizer.soundness(),
         )
@@ -78,13 +79,13 @@ class PipelineStepper(Stepper):
     def _pieces(self, micro: MicroBatch, batch: Batch) -> list[MicroBatch]:
         return pieces_of(micro, -(-self._wanted // len(batch.micro_batches)))
 
-    def _of_loss(self, turn: Turn, batch: Batch) -> str | None:
+    def _of_loss(self, turn: ScheduleRunner, batch: Batch) -> str | None:
         return turn.refusal(batch.micro_batches[0]) if turn.outputs else None
 
     def _of_several(self, before: list[tuple[int, int]]) -> str | None:
-        """A buffer that stages on several ranks use, and one of them wrote to."""
+        """Returns a refusal if a buffer used by stages on several ranks was written to; None otherwise."""
         place = self.place
-        after = place.learner.buffer_versions()
+        after = place.learner.loose_buffers.versions()
         changed = {new[0] for old, new in zip(before, after, strict=True) if old != new}
         for name, buffer in place.learner.model.named_buffers() if changed else ():
             if id(buffer) in changed and len(place.forward.owners.get(name, ())) > 1:
@@ -95,7 +96,7 @@ class PipelineStepper(Stepper):
         return None
 
     def outputs(self, micro: MicroBatch) -> Tree:
-        """One stage after the other; several batches follow each other through them."""
+        """Runs this rank's stages one after the other. Several batches follow each other through the stages."""
         place, post, outputs = self.place, self.place.post, None
         key = partial(place.key, signature(micro.inputs), FORWARD)
         for stage in range(post.index, place.stages, post.degree):

@@ -1,13 +1,16 @@
-"""What the stages of a pipeline owe each other after backward.
+"""Gradient synchronization between the stages of a pipeline, after backward.
 
-A weight is one rank's, and elsewhere empty, so that its gradient is summed by nobody. What is left:
+A weight that one rank uses is empty elsewhere, so that its gradient is not summed over the pipeline. What remains:
 
-- *Who has a gradient.* A weight that no sample used has none and is not stepped. The ranks tell each other in one short
-  row, so that an optimizer keeps the same state everywhere, empty where the weight is.
-- *Whose numbers are not finite.* All ranks stop then: one that went on to the update would wait for one that has not.
-- *Weights of several stages* (tied ones, and numbers, which cannot be empty) are whole on every rank; their gradients
+- *Missing gradients.* A weight that no sample used has no gradient and is not stepped. The ranks exchange a short row
+of
+  flags for this, so that an optimizer keeps the same state everywhere, empty where the weight is.
+- *Gradients that are not finite.* All ranks stop together. A rank that went on to the update would wait for one that
+  has stopped.
+- *Weights of several stages* (tied weights) and scalars, which cannot be empty, are whole on every rank. Their
+gradients
   are summed over the axis.
-- *Buffers* are those of the stage that uses them.
+- *Buffers* are taken from the stage that uses them.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from evener.strategies.learner import Learner
 from evener.strategies.pipeline.stage_forward import StagedForward
 
 
-class AroundStages(Synchronizer):
-    """Sums over ``axis`` what several stages use.
+class PipelineGradSync(Synchronizer):
+    """Sums over ``axis`` the gradients of weights that several stages use.
 
     Args:
-        forward: That of the learner's model.
+        forward: Staged forward of the learner's model.
         inner: Sums the gradients over other axes.
     """
 
@@ -84,7 +87,7 @@ class AroundStages(Synchronizer):
             rows = self._learner.session.control.exchange([*map(float, tells)]).wait()
         trained = self._trained()
         if any(doubt for *_, doubt in rows):
-            return tuple(trained)  # asks who it was: an error that names the rank follows
+            return tuple(trained)  # leads to an error that names the rank with a number that is not finite
         missing = self._missing_everywhere(absent) if any(map(any, rows)) else set()
         for name, parameter in trained.items():
             if parameter.grad is None and name in self._owners and name not in missing:
@@ -95,19 +98,20 @@ class AroundStages(Synchronizer):
         return ()
 
     def _given_none(self, filled: Iterable[str]) -> list[str]:
-        """Weights of this rank's stages to which it gave no gradient: those that have none, and those that the sums of
-        other axes have ``filled``."""
+        """Returns the weights of this rank's stages to which it gave no gradient: those without one, and those that the
+        sums over other axes have ``filled``."""
         without = {name for name, parameter in self._trained().items() if parameter.grad is None}
         return [name for name in without.union(filled) if self._index in self._owners.get(name, ())]
 
     def _is_sound(self) -> bool:
-        """Whether this rank's numbers are finite, as far as the host need not wait for that."""
+        """Returns False if this rank's totals or gradients are not finite. Returns True on a GPU, without waiting."""
         if is_late(self._learner.session.device):
             return True
         return all(math.isfinite(number.value()) for number in (*self._forward.totals, *self._sound))
 
     def _missing_everywhere(self, absent: list[str]) -> set[str]:
-        """Weights to which no rank that uses them gave a gradient."""
+        """Returns the weights to which no rank that uses them gave a gradient. Raises ConfigurationError if a rank
+        rejects the task. All ranks must call this together."""
         with waiting():
             said = self._learner.session.control.gather_objects((absent, self._forward.refusal))
         for _, refusal in said:

@@ -1,8 +1,8 @@
-"""The calls of a model whose code cannot be read: found by running it, on the first samples, and looking on.
+"""Finds the calls of a model whose code cannot be read, by running it on the first samples and observing it.
 
-The result has the form of what reading gives, so that it is cut in the same way: the calls of modules in their order,
-each with the calls whose values reach it, by whatever code lies between. That code itself is not in it; every stage
-runs it again (:mod:`evener.strategies.pipeline.stage_replay`)::
+The result has the same form as that of reading, so that it is cut in the same way: the calls of modules in order, each
+with the calls whose values reach it, by whatever code lies between. That code itself is not recorded; every stage runs
+it again (:mod:`evener.strategies.pipeline.stage_replay`)::
 
     def forward(self, words):                                 embed
         x = self.embed(words); n = self.ask(x)          ─▶    blocks.0   needs embed, reads place
@@ -37,37 +37,37 @@ from evener.torch_internals.storages import address, memory_of
 Unseen = Callable[[], AbstractContextManager[None]]
 
 
-class Tried(fx.Graph):
-    """Calls of modules; its nodes are ordered and tied as those of a graph that was read, and cannot be run."""
+class TracedCalls(fx.Graph):
+    """Graph of module calls. Its nodes are ordered and linked as in a graph that was read, but it cannot be run."""
 
     leaves: tuple[str, ...] = ()
-    """The modules of which calls were looked for."""
+    """Modules whose calls were observed."""
     overwrites_inputs = False
-    """True if the code around modules writes into what the model is given."""
+    """True if the code around modules writes into the model's inputs."""
 
 
 OVERWRITTEN = "overwritten"
-"""A key in the ``meta`` of a node, for whether the code around modules writes into what the call returns."""
+"""Key in the ``meta`` of a node: True if the code around modules writes into the result of the call."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A model with an example of its arguments, to be run beside of training, one module in memory at a time."""
+    """A model with example arguments, to be run outside training, with one module's weights in memory at a time."""
 
     model: nn.Module
-    """Whole, perhaps on the meta device; it stays as it is."""
+    """Whole model, perhaps on the meta device; it stays unchanged."""
     leaves: tuple[str, ...]
-    """The modules whose calls are answered."""
+    """Modules whose calls are intercepted."""
     arguments: Arguments
     device: torch.device
-    """On which it runs."""
+    """Device on which the model runs."""
     dtype: torch.dtype | None
-    """The type of floating numbers; None leaves them."""
+    """Dtype of floating numbers; None leaves them."""
 
     @contextmanager
     def stage(self) -> Iterator[Callable[..., Any]]:
-        """A function that runs the model on arguments, the calls of its modules answered as it is told, with their
-        weights there, which are put there in a block of a third argument."""
+        """Yields a function that runs the model. It takes an answer for module calls, the model's arguments, and a
+        context in which a module's weights are allocated before its call is answered."""
         bodies = Bodies(self.model, self.device, self.dtype)
         leaves = {name: self.model.get_submodule(name) for name in self.leaves}
 
@@ -87,12 +87,12 @@ class Rehearsal:
             yield run
 
     def inputs(self) -> Arguments:
-        """A copy of the arguments: a model may write into what it is given."""
+        """Returns a copy of the arguments, because a model may write into them."""
         copied: Arguments = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, self.arguments)
         return copied
 
     def fewer(self) -> Arguments:
-        """The same of the first half of the samples, as far as their number tells which tensors have a row for each."""
+        """Returns a copy with half of the samples: tensors with as many rows as the first tensor are cut."""
         tensors = taken_apart(self.arguments)[1]
         rows = len(tensors[0]) if tensors and tensors[0].ndim else 0
 
@@ -105,11 +105,12 @@ class Rehearsal:
 
 
 def try_both(rehearsal: Rehearsal) -> dict[bool, fx.Graph]:
-    """The calls of the model in training (True) and in evaluation (False).
+    """Returns the calls of the model in training (True) and in evaluation (False).
 
     Raises:
-        TaskError: If the model cannot be run, calls nothing, or does what a run on several ranks would miss, with the
-            reason.
+        TaskError: If the model cannot be run, calls no module, or does something that would get lost on several ranks;
+            the
+            message has the reason.
     """
     found: dict[bool, fx.Graph] = {}
     for training in (True, False):
@@ -118,11 +119,11 @@ def try_both(rehearsal: Rehearsal) -> dict[bool, fx.Graph]:
     return found
 
 
-def _tried(rehearsal: Rehearsal) -> Tried:
+def _tried(rehearsal: Rehearsal) -> TracedCalls:
     name = type(rehearsal.model).__name__
     try:
         with rehearsal.stage() as run, nothing_changed(rehearsal.model, _around(rehearsal)):
-            run(_Noting(), rehearsal.inputs())  # what is made once and kept is there from now on
+            run(_Noting(), rehearsal.inputs())  # first run: the model makes whatever it makes once and keeps
             fewer = _called_for(run, rehearsal.fewer())
             inputs = rehearsal.inputs()
             flow = Flow(_places(rehearsal.model), inputs)
@@ -145,7 +146,7 @@ def _tried(rehearsal: Rehearsal) -> Tried:
 
 
 class _Noting:
-    """Answers calls by making them, and notes their names."""
+    """Answers calls by making them, and records their names."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -157,7 +158,7 @@ class _Noting:
 
 
 def _called_for(run: Callable[..., Any], inputs: Arguments) -> list[str] | None:
-    """The names of the modules that are called; None if the model does not take so few samples."""
+    """Returns the names of the called modules. Returns None if the model does not accept so few samples."""
     noting = _Noting()
     try:
         run(noting, inputs)
@@ -167,18 +168,18 @@ def _called_for(run: Callable[..., Any], inputs: Arguments) -> list[str] | None:
 
 
 def _around(rehearsal: Rehearsal) -> frozenset[str]:
-    """The modules around those whose calls are answered."""
+    """Returns the names of the modules around those whose calls are intercepted."""
     return frozenset({"", *(place for leaf in rehearsal.leaves for place in above(leaf))})
 
 
 def _places(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter and buffer by the address of its memory."""
+    """Returns the name of each parameter and buffer by the address of its memory."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {address(part.untyped_storage()): name for name, tensor in named for part in memory_of(tensor)}
 
 
-def _written_down(flow: Flow, needed: set[int], leaves: tuple[str, ...]) -> Tried:
-    graph = Tried()
+def _written_down(flow: Flow, needed: set[int], leaves: tuple[str, ...]) -> TracedCalls:
+    graph = TracedCalls()
     graph.leaves, graph.overwrites_inputs = leaves, flow.overwrites_inputs
     weights: dict[str, fx.Node] = {}
     read: list[fx.Node] = []
@@ -190,7 +191,7 @@ def _written_down(flow: Flow, needed: set[int], leaves: tuple[str, ...]) -> Trie
         return weights[name]
 
     for number, call in enumerate(flow.calls):
-        # Who makes this call runs the code up to the next one, and all before.
+        # The stage that makes this call also runs the code up to the next call, and all code before.
         read += [
             weight(name)
             for name, before in flow.reads.items()

@@ -1,7 +1,7 @@
-"""The outermost code of a model as a list of calls, which can be cut anywhere.
+"""Reads the outermost code of a model as a list of calls, which can be cut anywhere.
 
-``torch.fx`` runs ``forward`` once with stand-ins for its inputs and writes down what is called. Only the code *around*
-blocks is read so; a block is one call, whatever it does inside::
+``torch.fx`` runs ``forward`` once with proxies for its inputs and records the calls. Only the code *around* blocks is
+read; a block is one call, whatever it does inside::
 
     def forward(self, words):                                 words                  an input
         x = self.embed(words) + self.place(positions)   ─▶    embed  arange  place  add
@@ -9,11 +9,11 @@ blocks is read so; a block is one call, whatever it does inside::
             x = block(x)
         return self.head(self.norm(x))                        norm ─ head
 
-What is opened are the model itself, ``nn.Sequential`` and ``nn.ModuleList``, and modules around such lists. A module
-whose own code cannot be read stays one call. ``forward`` is read twice, in training and in evaluation, since it may ask
-``self.training``.
+The opened modules are the model itself, ``nn.Sequential`` and ``nn.ModuleList``, and modules around such lists. A
+module whose own code cannot be read stays one call. ``forward`` is read twice, in training and in evaluation, because
+it may ask ``self.training``.
 
-What the stand-ins would miss in silence is refused: attributes that ``forward`` changes, random numbers that it draws.
+Proxies would miss two things silently; these are refused: ``forward`` changes attributes, or draws random numbers.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ import torch
 from torch import fx, nn
 
 from evener.errors import TaskError
-from evener.torch_internals.autograd_function import applied
+from evener.torch_internals.autograd import applied
 
 Arguments = Mapping[str, Any]
-"""What ``forward`` is called with, by the names of its parameters."""
+"""Arguments of ``forward``, by parameter name."""
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace")
-"""Functions of torch that make a tensor from sizes, which stand-ins may be."""
+"""Functions of torch that make a tensor from sizes, which may be proxies."""
 
 
 def read_both(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -> dict[bool, fx.Graph]:
-    """The calls of the model in training (True) and in evaluation (False).
+    """Returns the calls of the model in training (True) and in evaluation (False).
 
     Args:
-        arguments: An example of what ``forward`` gets, of which None, numbers and words are taken as fixed.
+        arguments: Example arguments of ``forward``. None, numbers and strings among them are taken as fixed.
         named: Modules that must be calls of their own.
 
     Raises:
-        TaskError: If the code around the blocks cannot be read, with the reason.
+        TaskError: If the code around the blocks cannot be read; the message has the reason.
     """
     found = {}
     for training in (True, False):
@@ -57,7 +57,7 @@ def read_both(model: nn.Module, arguments: Arguments | None, named: Sequence[str
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """In the block the model trains, or does not."""
+    """Puts the model in training or evaluation mode inside the block."""
     before = {module: module.training for module in model.modules()}
     model.train(training)
     try:
@@ -92,7 +92,7 @@ def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -
 
 
 def inputs_of(graph: fx.Graph, signature: inspect.Signature) -> dict[fx.Node, str]:
-    """The parameter of ``forward`` that each input of its graph is, which the graph may call otherwise."""
+    """Maps each input node of the graph to its parameter of ``forward``, because the graph may use other names."""
     late = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = sorted(signature.parameters.values(), key=lambda parameter: parameter.kind in late)
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -100,7 +100,7 @@ def inputs_of(graph: fx.Graph, signature: inspect.Signature) -> dict[fx.Node, st
 
 
 class _Reader(fx.Tracer):
-    """Opens the modules of these names, and takes all others as one call."""
+    """Tracer that opens the modules of these names, and takes all others as one call."""
 
     proxy_buffer_attributes = True
 
@@ -108,7 +108,7 @@ class _Reader(fx.Tracer):
         super().__init__()
         self._opened = opened
         self.inside: list[str] = []
-        """The opened modules whose code is being read; they stay if reading fails."""
+        """Opened modules whose code is being read. They stay in the list if reading fails."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -123,12 +123,12 @@ class _Reader(fx.Tracer):
 
 
 def opened_in(model: nn.Module, named: Sequence[str]) -> frozenset[str]:
-    """The model itself, its lists of blocks and what is around them, and what is around the modules that are named."""
+    """Returns the names to open: the model, its lists of blocks, and all modules around these and around ``named``."""
     return frozenset({"", *_lists_of(model, ""), *(place for name in named for place in above(name))})
 
 
 def _lists_of(module: nn.Module, path: str) -> Iterator[str]:
-    """The lists of blocks in ``module`` and what is around them, but not the blocks."""
+    """Yields the lists of blocks in ``module`` and the modules around these, but not the blocks."""
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
         if isinstance(child, _LISTS) or _is_around(child, module):
@@ -137,19 +137,19 @@ def _lists_of(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def _is_around(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether ``child`` is code around a list of blocks, and not a block that has lists inside."""
+    """Returns True if ``child`` is code around a list of blocks, and not a block that has lists inside."""
     kinds = _LISTS if not isinstance(parent, _LISTS) else (nn.ModuleList,)
     return not isinstance(parent, nn.ModuleList) and any(isinstance(one, kinds) for one in child.modules())
 
 
 def above(name: str) -> Iterator[str]:
-    """The names of the modules that a module is in, but for the model."""
+    """Yields the names of the modules that contain a module, without the model itself."""
     parts = name.split(".")
     yield from (".".join(parts[:length]) for length in range(1, len(parts)))
 
 
 def _fixed(model: nn.Module, arguments: Arguments | None) -> dict[str, Any] | None:
-    """What is no tensor and holds none is what ``forward`` is to see itself."""
+    """Returns the arguments that ``forward`` sees as they are, not as proxies: None, numbers and strings."""
     parameters = inspect.signature(model.forward).parameters
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
@@ -163,7 +163,7 @@ def _fixed(model: nn.Module, arguments: Arguments | None) -> dict[str, Any] | No
 
 @contextmanager
 def _makers_recorded() -> Iterator[None]:
-    """``torch.arange(x.size(1))`` sees no tensor that could say that it is a stand-in."""
+    """Records functions such as ``torch.arange(x.size(1))``, which see no tensor that could be a proxy."""
     with ExitStack() as undo:
         for name in _MAKERS:
             undo.enter_context(mock.patch.object(torch, name, _recorded(getattr(torch, name))))
@@ -182,7 +182,7 @@ def _recorded(maker: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_function(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-    """A function with a backward of its own is one call, whatever its forward does; None without stand-ins."""
+    """Records a custom autograd function as one call, whatever its forward does; returns None without proxies."""
     proxies = _stand_ins(args)
 
     def call(*args: Any) -> Any:
@@ -200,7 +200,8 @@ def _stand_ins(arguments: Any) -> list[fx.Proxy]:
 
 @contextmanager
 def nothing_changed(model: nn.Module, opened: frozenset[str]) -> Iterator[None]:
-    """Refuses that ``forward`` keeps something in attributes: it would be done once, or by some of the stages."""
+    """Raises TaskError at the end of the block if ``forward`` has changed an attribute: the change would happen once,
+    or in some of the stages only."""
     modules = {name: module for name, module in model.named_modules() if name in opened}
     before = {name: dict(vars(module)) for name, module in modules.items()}
     yield
@@ -219,7 +220,7 @@ def nothing_changed(model: nn.Module, opened: frozenset[str]) -> Iterator[None]:
 
 @contextmanager
 def _nothing_drawn(model: nn.Module) -> Iterator[None]:
-    """Refuses random numbers, which stand-ins would make the same in every step."""
+    """Raises TaskError if random numbers were drawn in the block: these would be the same in every step."""
     drawn = torch.get_rng_state()
     yield
     if not torch.equal(drawn, torch.get_rng_state()):

@@ -1,8 +1,8 @@
-"""Weights for a trial of a model that may have none yet, or too many for this rank: one layer's at a time.
+"""Temporary weights for a trial run of a model that may have none yet, or too many for this rank: one layer at a time.
 
-Around layers every weight is one number that is read everywhere: it has shape, type and device, and no memory. In a
-layer, while it is called, weights have memory of their own. Numbers do not matter to what is looked for, and are drawn
-small where there are none; buffers keep theirs. Afterwards the model is as it was.
+Outside layers every weight is one number, expanded: it has shape, dtype and device, and takes no memory. While a layer
+is called, its weights have memory of their own. The trial does not depend on values. Weights without values are drawn
+small; buffers keep theirs. Afterwards the model is as before.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.model_init import in_type
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 _SMALL = 0.02
 
 
 class Bodies:
-    """The weights of a model.
+    """Exchanges the weights of a model for temporary ones.
 
     Args:
-        model: Whole, perhaps on the meta device.
-        device: On which it is tried.
-        dtype: Of floating numbers; None leaves them.
+        model: Whole model, perhaps on the meta device.
+        device: Device of the trial run.
+        dtype: Dtype of floating numbers; None leaves them.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -35,7 +35,7 @@ class Bodies:
 
     @contextmanager
     def light(self) -> Iterator[None]:
-        """In the block the model's weights have no memory, and what its code sets is forgotten at the end."""
+        """Inside the block the model's weights take no memory. Attributes that its code sets are reset at the end."""
         before = {module: dict(vars(module)) for module in self._model.modules()}
         try:
             with _exchanged(self._model, self._lightened):
@@ -48,7 +48,8 @@ class Bodies:
 
     @contextmanager
     def full(self, layer: nn.Module) -> Iterator[None]:
-        """In the block, within that of :meth:`light`, the weights and buffers of a layer are numbers in memory."""
+        """Gives the weights and buffers of a layer memory of their own, inside the block, which must be in
+        :meth:`light`."""
         with _exchanged(layer, self._filled):
             yield
 
@@ -81,7 +82,7 @@ class Bodies:
 
 @contextmanager
 def _exchanged(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """In the block the parameters and buffers are what ``make`` makes of them, tied ones of one."""
+    """Replaces parameters and buffers by the results of ``make`` inside the block; tied ones stay tied."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     made: dict[int, Tensor] = {}
     for each in module.modules():

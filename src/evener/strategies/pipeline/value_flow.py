@@ -1,4 +1,4 @@
-"""Which of the values that modules return reach which later call, seen by every operator that runs around them.
+"""Tracks which values that modules return reach which later call, by observing every operator that runs around modules.
 
 ::
 
@@ -7,9 +7,8 @@
     y = block(h)               call 1 needs value 0, and returns value 1
     return head(y + h)         call 2 needs values 0 and 1
 
-Memory is followed and not the tensors that lie in it, so that writing in place and views are seen as well. A tensor
-that a module has made and not returned, and that something else uses, would be missing on another rank: that is
-refused.
+Memory is tracked, not tensors, so that in-place writes and views are seen as well. If a module makes a tensor without
+returning it, and other code uses the tensor, it would be missing on another rank: this is refused.
 """
 
 from __future__ import annotations
@@ -25,67 +24,65 @@ from torch import Tensor
 from evener.components.tree_spec import taken_apart
 from evener.data.batch import map_leaves
 from evener.errors import TaskError
-from evener.torch_internals.dispatch_mode import READS_NUMBER, DispatchMode
-from evener.torch_internals.shared_storage import StorageWeakRef
-from evener.torch_internals.storages import address, memory_of
-from evener.torch_internals.written import written
+from evener.torch_internals.dispatch import READS_NUMBER, DispatchMode, written
+from evener.torch_internals.storages import StorageWeakRef, address, memory_of
 
 _PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch.Size | None
 _BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass
-class Called:
+class ModuleCall:
     """One call of a module."""
 
     name: str
     needs: set[int] = field(default_factory=set)
-    """The calls whose values it is given, or asks for."""
+    """Calls whose values this call is given or reads."""
     reads: set[str] = field(default_factory=set)
-    """Weights of other modules."""
+    """Names of weights that the call uses."""
     overwritten: bool = False
-    """True if the code around writes into what it returns."""
+    """True if the code around modules writes into the result."""
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """The content of a piece of memory."""
+    """Origin of the content of a piece of memory."""
 
     values: frozenset[int] = frozenset()
-    """Calls of whose values it is made."""
+    """Calls whose values the content was made of."""
     hidden: int | None = None
-    """The call that made it and has not returned it."""
+    """Call that made the content and has not returned it."""
     spoilt: int | None = None
-    """The call that wrote into it, though it was not its own."""
+    """Call that wrote into the memory although it was not its own."""
     drawn: bool = False
-    """True if the code around modules made it of random numbers."""
+    """True if the code around modules made the content of random numbers."""
 
 
 class Flow(DispatchMode):
-    """Follows one run of a model, in the block that it opens.
+    """Tracks one run of a model, inside the block that it opens.
 
     Args:
-        weights: The name of each parameter and buffer, by the address of its memory.
-        inputs: What the model is given.
+        weights: Name of each parameter and buffer, by the address of its memory.
+        inputs: Inputs of the model.
 
     Raises:
-        TaskError: In the block, for what a run on several ranks would miss.
+        TaskError: In the block, if the model does something that would get lost on several ranks.
     """
 
     def __init__(self, weights: dict[int, str], inputs: Any) -> None:
         super().__init__()
-        self.calls: list[Called] = []
+        self.calls: list[ModuleCall] = []
         self.reads: dict[str, int] = {}
-        """Weights that the code around modules reads, by how many calls came before."""
+        """Weights that the code around modules reads, each with the number of calls before it."""
         self._weights = weights
         self._marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
         self._within: int | None = None
         self._idle = False
         self._decided: dict[int, int] = {}
-        """Values by which the code around decides, by how many calls came before that."""
+        """Values that control flow around modules depends on, each with the number of calls before that."""
         self._inputs = frozenset(place for each in taken_apart(inputs)[1] for place in _addresses(each))
         self.overwrites_inputs = False
-        """True if the code around writes into what the model is given."""
+        """True if the code around modules writes into the model's inputs."""
         self._mark(taken_apart(inputs)[1], _Mark())
 
     def __torch_dispatch__(
@@ -108,13 +105,13 @@ class Flow(DispatchMode):
             self._made_within(taken_apart(found)[1], tensors, self._within)
         return found
 
-    # What modules do
+    # Calls of modules
 
     def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a call of a module; what it returns lies in memory of its own, and has no graph."""
+        """Runs a call of a module. Tensors in its result get memory of their own, and no graph."""
         number, came = len(self.calls), self._used(taken_apart((args, kwargs))[1])
         _refuse_drawn(came)
-        self.calls.append(Called(name, set(came.values)))
+        self.calls.append(ModuleCall(name, set(came.values)))
         self._within = number
         try:
             found = forward(*args, **kwargs)
@@ -133,12 +130,13 @@ class Flow(DispatchMode):
         with self.unseen():
             fresh = (
                 leaf.detach().requires_grad_(leaf.requires_grad).clone()
-            )  # no leaf, which nobody may write into
+            )  # not a leaf: in-place writes to a leaf are forbidden
         self._mark([fresh], _Mark(frozenset({number})))
         return fresh
 
     def ended(self, outputs: Any) -> set[int]:
-        """The values of which the model's outputs are made; calls now need all that was decided by, too."""
+        """Returns the values that the model's outputs are made of or depend on. Adds to each call's needs the values
+        that control flow before it depended on."""
         used = self._used(taken_apart(outputs)[1])
         _refuse_drawn(used)
         found = set(used.values)
@@ -147,14 +145,14 @@ class Flow(DispatchMode):
             call.needs |= {value for value in decided if value < number}
         return found | self._decided.keys()
 
-    # What the code around them does
+    # Code around modules
 
     def _looked_at(self, func: Any, tensors: list[Tensor], given: _Mark) -> _Mark:
         tags = getattr(func, "tags", ())
         if func is READS_NUMBER or any(tag in tags for tag in _BY_NUMBERS):
             for value in given.values:
                 self._decided.setdefault(value, len(self.calls))
-            if tensors[0].dtype is not torch.bool:  # what decides between calls shows in these
+            if tensors[0].dtype is not torch.bool:  # a bool decides between calls, which shows in their list
                 _refuse_drawn(given)
         return replace(given, drawn=given.drawn or torch.Tag.nondeterministic_seeded in tags)
 
@@ -170,10 +168,10 @@ class Flow(DispatchMode):
             if any(mark.hidden != number for _, mark in self._known(target)):
                 self._mark([target], _Mark(spoilt=number))
 
-    # Memory
+    # Marks of memory
 
     def _used(self, tensors: list[Tensor]) -> _Mark:
-        """The sources of all of the tensors together."""
+        """Returns the combined origin of the tensors."""
         found, drawn = set[int](), False
         for tensor in tensors:
             self._note_weight(tensor)
@@ -223,14 +221,14 @@ class Flow(DispatchMode):
                 self._marks[address(storage)] = StorageWeakRef(storage), mark
 
     def _made_within(self, tensors: Iterable[Tensor], given: Iterable[Tensor], number: int) -> None:
-        """A view of what was given stays what it was."""
+        """Marks new memory as hidden. Views of given tensors keep their mark."""
         old = {place for tensor in given for place in _addresses(tensor)}
         new = [tensor for tensor in tensors if not old.intersection(_addresses(tensor))]
         self._mark(new, _Mark(hidden=number))
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """In the block operators are no part of the run."""
+        """Ignores operators inside the block."""
         self._idle = True
         try:
             yield

@@ -1,16 +1,16 @@
-"""Buckets of gradients in the order of their owners, filled while backward runs.
+"""Buckets of gradients, ordered by the owners of the rows and filled while backward runs.
 
-A bucket is one flat tensor, in which the rows of one owner lie together, whatever weights they are of::
+A bucket is one flat tensor. The rows of one owner lie together in it, whichever weights they belong to::
 
     weights     a: rows 0 1 of rank 0, row 2 of rank 1      b: row 0 of rank 0, rows 1 2 of rank 1
     bucket      a0 a1 b0 + | a2 b1 b2 +
                 rank 0       rank 1
 
-At each ``+`` stands a number that is not finite if one of the sending rank's is not. Its sum tells all ranks alike,
-before any of them goes on to an update in which it would wait for one that has stopped.
+Each ``+`` is a flag: a number that is not finite if one of the sending rank's gradients is not finite. Its sum tells
+all ranks the same, before any of them begins an update in which it would wait for a rank that has stopped.
 
-Backward fills them from the last weights to the first. A full bucket is sent at once, but never before those in front
-of it, so that all ranks send the same in the same order, also where one of them skips a layer.
+Backward fills the buckets from the last weights to the first. A full bucket is sent at once, but never before those in
+front of it, so that all ranks send in the same order, also if one of them skips a layer.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from evener.hardware.timers import waiting
 from evener.strategies.sharded.owned_weight import Weight
 
 MOST_ON_THE_WAY = 2
-"""Buckets that are being summed while another is filled: what is in memory beyond the sums."""
+"""Number of buckets that may be in the middle of a sum while another is filled. These take memory besides the sums."""
 
 
 class Bucket:
-    """Which rows of which weights lie where.
+    """Layout of a bucket: which rows of which weights lie where.
 
     Args:
-        weights: Of one type on one device, dense.
-        degree: How many ranks own rows.
-        rank: This one among them.
+        weights: Dense weights of one dtype on one device.
+        degree: Number of ranks that own rows.
+        rank: Index of this rank among them.
     """
 
     def __init__(self, weights: Sequence[Weight], degree: int, rank: int) -> None:
@@ -50,31 +50,31 @@ class Bucket:
             length for of_rank in self._shapes for length in (*map(torch.Size.numel, of_rank), 1)
         ]
         self.sizes = [sum(map(torch.Size.numel, of_rank)) + 1 for of_rank in self._shapes]
-        """Elements of each rank."""
+        """Number of elements of each rank, including its flag."""
 
     @property
     def nbytes(self) -> int:
-        """Of its memory."""
+        """Bytes of the bucket's flat tensor."""
         return sum(self.sizes) * self.weights[0].whole.element_size()
 
     def room(self) -> Tensor:
-        """Memory for the bucket."""
+        """Allocates the flat tensor of the bucket."""
         with made_as(BUCKETS):
             return self.weights[0].whole.new_empty(sum(self.sizes))
 
     def views(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
-        """Of each rank, the rows of every weight in ``flat``, and behind them the number that tells of all."""
+        """Returns for each rank the views of its rows of every weight in ``flat``, followed by the view of its flag."""
         pieces = iter(flat.split_with_sizes(self._lengths))
         return [tuple(next(pieces).view(shape) for shape in (*of_rank, ())) for of_rank in self._shapes]
 
-    def own(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """The rows of every weight in ``flat``, which has those of this rank alone, and the number behind them."""
+    def own_rows(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Returns views of this rank's rows of every weight, then of the flag, in ``flat``, which holds only these."""
         shapes = (*self._shapes[self.rank], torch.Size(()))
         pieces = flat.split_with_sizes([shape.numel() for shape in shapes])
         return tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
     def copy_in(self, views: Sequence[Sequence[Tensor]], place: int, gradient: Tensor | None) -> None:
-        """Lays the gradient of a weight, or zeros, into its places."""
+        """Copies the gradient of weight number ``place`` into the views; zeros if ``gradient`` is None."""
         weight = self.weights[place]
         for rank, of_rank in enumerate(views):
             if gradient is None:
@@ -84,7 +84,7 @@ class Bucket:
 
 
 def buckets_of(weights: Iterable[Weight], nbytes: int, degree: int, rank: int) -> list[Bucket]:
-    """Weights of one type and device together, until these reach ``nbytes``; from the last to the first."""
+    """Groups weights of one dtype and device, from the last to the first, until a group reaches ``nbytes``."""
     found: list[list[Weight]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[Weight]] = {}
     for weight in reversed(list(weights)):
@@ -98,27 +98,27 @@ def buckets_of(weights: Iterable[Weight], nbytes: int, degree: int, rank: int) -
 
 
 Look = Callable[[Tensor, gradients.Named, float | None], Readout]
-"""Looks at one flat tensor of gradients, and says a number that is finite if all of it is; that of the host, if it is
-known."""
+"""Checks one flat tensor of gradients. Takes the tensor, the named gradients in it, and the check number of the host if
+it is known. Returns a number that is finite if all gradients are."""
 
 
 class Filling:
-    """A bucket while backward fills it, in the memory of ``flat``."""
+    """A bucket while backward fills it. Its memory is ``flat``."""
 
     def __init__(self, bucket: Bucket, flat: Tensor) -> None:
         self.flat = flat
         self._bucket, self._views = bucket, bucket.views(self.flat)
         self._filled: set[int] = set()
-        # Asked of each gradient as it comes, which is in the processor's cache then.
+        # On a CPU each gradient is checked when it comes, while it is in the processor's cache.
         self._number = None if is_late(flat.device) else 0.0
 
     @property
     def is_full(self) -> bool:
-        """Whether a gradient of every weight has come."""
+        """True if a gradient of every weight has come."""
         return len(self._filled) == len(self._bucket.weights)
 
-    def take(self, place: int) -> bool:
-        """Moves the gradient of a weight here, or zeros where there is none; whether there was one."""
+    def take_gradient(self, place: int) -> bool:
+        """Moves the gradient of a weight into the bucket, or zeros if it has none. Returns True if it had one."""
         weight = self._bucket.weights[place]
         gradient, weight.whole.grad = weight.whole.grad, None
         if self._number is not None and gradient is not None:
@@ -128,7 +128,7 @@ class Filling:
         return gradient is not None
 
     def tell(self, total: Tensor | None, look: Look) -> Readout:
-        """Marks the bucket if a number in it, or the total of the terms, is not finite; what ``look`` says of it."""
+        """Sets the flags, which are not finite if a gradient or ``total`` is not. Returns the result of ``look``."""
         for of_rank in self._views:
             of_rank[-1].zero_()
         found = look(self.flat, self._named, self._number)
@@ -138,31 +138,31 @@ class Filling:
         return found
 
     def _named(self) -> list[tuple[str, Tensor]]:
-        """Of each weight the rows of all ranks."""
+        """Returns pairs of a weight's name and a rank's rows of it, for all ranks."""
         names = [weight.name for weight in self._bucket.weights]
         return [each for of_rank in self._views for each in zip(names, of_rank[:-1], strict=True)]
 
     def has(self, place: int) -> bool:
-        """Whether a gradient of that weight has come."""
+        """Returns True if a gradient of weight number ``place`` has come."""
         return place in self._filled
 
     def lacking(self) -> Iterator[int]:
-        """The places of the weights of which no gradient has come."""
+        """Yields the numbers of the weights of which no gradient has come."""
         return (place for place in range(len(self._bucket.weights)) if not self.has(place))
 
 
 Start = Callable[[Bucket, Tensor], Pending]
-"""Starts to sum a bucket over the ranks; gives this rank's rows of the sum."""
+"""Starts to sum a bucket over the ranks. The returned call waits and gives this rank's rows of the sum."""
 
 
-class Round:
-    """Sums all buckets once, or a few times, adding up.
+class BucketRound:
+    """Sums all buckets, once or for several micro-batches, whose sums it adds up.
 
     Args:
-        start: Sums one.
+        start: Starts the sum of one bucket.
         last_one: Called before the last bucket is sent.
-        look: Called with what this rank adds, before it is lost in the sum of all.
-        room: Gives memory for a bucket that is to be summed.
+        look: Called with the gradients of this rank, before they are summed with those of others.
+        room: Allocates memory for a bucket that is to be summed.
     """
 
     def __init__(
@@ -181,12 +181,12 @@ class Round:
             for place, weight in enumerate(bucket.weights)
         }
         self.sums: dict[int, Tensor] = {}
-        """Of each bucket this rank's rows."""
+        """For each bucket, by number, this rank's rows of the sum."""
         self.given: set[Weight] = set()
         """Weights to which this rank gave a gradient."""
         self.soundness: list[Readout] = []
         self.total: Tensor | None = None
-        """Of the terms from which the gradients come, if known."""
+        """Summed loss terms of the micro-batch from which the gradients come; None if it is not known."""
         self._begin()
 
     def _begin(self) -> None:
@@ -195,15 +195,15 @@ class Round:
         self._on_the_way: deque[tuple[int, Pending]] = deque()
 
     def forget(self) -> None:
-        """A new sum begins."""
+        """Discards all sums, to begin a new one."""
         self.sums, self.given, self.soundness = {}, set(), []
         self._begin()
 
     def arrived(self, weight: Weight) -> None:
-        """The gradient of ``weight`` is complete; sends the buckets that are full.
+        """Takes the complete gradient of ``weight``, and sends the buckets that are full.
 
         Raises:
-            ConfigurationError: If it has been sent already.
+            ConfigurationError: If the gradient has already come.
         """
         number, place = self._places[weight]
         if number < self._sent or self._filling(number).has(place):
@@ -216,7 +216,7 @@ class Round:
             self._send()
 
     def finish(self) -> None:
-        """Sends what is left, and waits for all sums."""
+        """Sends the remaining buckets, and waits for all sums."""
         while self._sent < len(self.buckets):
             self._send()
         while self._on_the_way:
@@ -229,7 +229,7 @@ class Round:
         return self._open[number]
 
     def _take(self, filling: Filling, number: int, place: int) -> None:
-        if filling.take(place):
+        if filling.take_gradient(place):
             self.given.add(self.buckets[number].weights[place])
 
     def _send(self) -> None:

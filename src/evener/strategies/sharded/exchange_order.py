@@ -1,14 +1,15 @@
-"""The exchanges of sharded units, in one order on all ranks, and what each rank learns from them.
+"""Keeps the exchanges of sharded units in the same order on all ranks.
 
-Every gathering of a unit's weights and every sum of its gradients is a message between ranks. A rank whose samples take
-another way through the model would meet the others in the wrong one, and with blocks of one shape nobody would notice:
-half of block 1 and half of block 2 make a block. So the first pass of every kind is compared between the ranks, unit by
-unit, and each rank holds to that order afterwards, which costs no message::
+Gathering a unit's weights and summing its gradients are messages between ranks. A rank whose samples take another way
+through the model would meet the others in the wrong message. With blocks of one shape nobody would notice: half of
+block 1 and half of block 2 make a block. So ranks compare their first pass of every kind, unit by unit. Afterwards each
+rank checks its own passes against that order, without a message::
 
     pass 1      gather model    gather blocks.0   gather blocks.1        compared between the ranks
     pass 2      gather model    gather blocks.1                          TaskError, before a number is exchanged
 
-Both exchanges are pauses in a rank's own work. The sum is also where this rank's gradients are last seen alone.
+Both exchanges count as waiting, not as the rank's own work. The gradients of this rank alone are checked right before
+they are summed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import BUCKETS
 from evener.hardware.timers import waiting
 
-# Under their present names, for torch 2.13 warns about those of before.
+# The new names if torch has them: torch 2.13 warns about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _WEIGHTS, _GRADIENTS = 0, 1
@@ -34,11 +35,11 @@ _WORDS = ("weights", "gradients")
 
 
 class Turns:
-    """The order of a rank's exchanges.
+    """Records and checks the order of a rank's exchanges.
 
     Args:
         units: Names of the units.
-        group: The ranks that must keep to one order.
+        group: Ranks that must keep to one order.
     """
 
     def __init__(self, units: list[str], group: dist.ProcessGroup) -> None:
@@ -47,24 +48,24 @@ class Turns:
         self._order, self._place = list[int](), 0
 
     def start(self, kind: str) -> None:
-        """A pass begins that is like the others of its kind."""
+        """Begins a pass. All passes of the same ``kind`` must have the same order."""
         self._order, self._place = self._known.setdefault(kind, []), 0
 
     def ended(self) -> None:
-        """A forward or backward pass is over.
+        """Ends a forward or backward pass.
 
         Raises:
-            TaskError: If it left out a unit that others of its kind have been through.
+            TaskError: If the pass left out a unit that other passes of its kind went through.
         """
         if self._place < len(self._order):
             self._refuse("nothing more", self._order[self._place])
         self.start("backward")
 
-    def take(self, unit: int, what: int, device: torch.device) -> None:
-        """It is the turn of a unit's weights or gradients.
+    def take_turn(self, unit: int, what: int, device: torch.device) -> None:
+        """Checks that the weights (``what`` 0) or gradients (1) of ``unit`` come next.
 
         Raises:
-            TaskError: If it is not, in this pass or on another rank.
+            TaskError: If another exchange comes next, in this pass or on another rank.
         """
         turn = 2 * unit + what
         if self._place == len(self._order):
@@ -75,7 +76,7 @@ class Turns:
         self._place += 1
 
     def compare(self, turn: int, device: torch.device) -> None:
-        """Raises TaskError if it is another turn on another rank. A collective call, for which the host waits."""
+        """Raises TaskError if another rank has another turn. All ranks must call this together; the host waits."""
         own = torch.tensor([turn], device=device)
         rows = own.new_empty(self._group.size(), 1)
         with waiting():
@@ -96,32 +97,32 @@ class Turns:
 
 
 class Gather:
-    """Gathers the weights of a unit: FSDP2's ``AllGather``, with a turn of its own and as a wait."""
+    """Gathers the weights of a unit, as FSDP2's ``AllGather``. Checks the unit's turn, and is timed as waiting."""
 
     def __init__(self, turns: Turns, unit: int) -> None:
         self._turns, self._unit = turns, unit
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent and received."""
+        """Returns memory for data that is sent or received."""
         with made_as(BUCKETS):
             return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._turns.take(self._unit, _WEIGHTS, input_tensor.device)
+        self._turns.take_turn(self._unit, _WEIGHTS, input_tensor.device)
         with waiting():
             work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
 
 class Scatter(Gather):
-    """Sums the gradients of a unit, of which each rank keeps its part: FSDP2's ``ReduceScatter``.
+    """Sums the gradients of a unit, of which each rank keeps its part, as FSDP2's ``ReduceScatter``.
 
     Args:
-        others: The ranks that hold the same part, over which the sum goes on; None for none.
+        others: Ranks that hold the same part, over which it is summed too; None if there are none.
         look: Called with the gradients of this rank alone.
-        work_done: The rank's own work has come this far.
+        work_done: Called when the rank's own work is done up to here.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Scatter(Gather):
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any
     ) -> None:
-        self._turns.take(self._unit, _GRADIENTS, input_tensor.device)
+        self._turns.take_turn(self._unit, _GRADIENTS, input_tensor.device)
         self._look(input_tensor)
         self._work_done()
         with waiting():

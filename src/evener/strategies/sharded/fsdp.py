@@ -1,4 +1,4 @@
-"""Parameters, gradients and the optimizer's state divided over the ranks that divide the samples, on PyTorch's FSDP2.
+"""ZeRO-3 on PyTorch's FSDP2: divides parameters, gradients and optimizer state over the ranks that divide the samples.
 
 Each rank keeps an equal part of every parameter's rows, with the gradient and the optimizer's state of that part. A
 unit of the model (:mod:`evener.strategies.sharded.units`) is whole on a rank only while it is at work::
@@ -7,15 +7,15 @@ unit of the model (:mod:`evener.strategies.sharded.units`) is whole on a rank on
                         ├─ all_gather ─┤                                         ├─ sum ───┤
     rank 1    rows 2   ─┘              └─▶ unit, samples 3 4   ─▶ its gradients ─┘         └─▶ rows 2   ─▶ optimizer
 
-FSDP2 gathers, frees and sums. Three things are done differently from its own ways.
+FSDP2 gathers, frees and sums. Evener changes three things.
 
-*Sums.* It averages gradients; here they are sums, and those of further axes (``data``, ``context``) go on from the sum
-over ``shard``: only the parts travel there.
+*Sums.* FSDP2 averages gradients; here they are summed. With further axes (``data``, ``context``) the sum over ``shard``
+is then summed over these; only the parts travel there.
 
-*Missing gradients.* A parameter that a rank's samples did not use counts as zero in the sum. Which were used is noted
-on the gathered weights, and what no rank used has no gradient at the end, as on one device.
+*Missing gradients.* A parameter that a rank's samples did not use counts as zero in the sum. Hooks on the gathered
+weights record which parameters were used. A parameter that no rank used ends without a gradient, as on one device.
 
-*Scalars.* A parameter without dimensions has no rows: every rank has it, and its gradient is summed after backward.
+*Scalars.* A parameter without dimensions has no rows: every rank keeps it, and its gradient is summed after backward.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from evener.collectives.registry import make
 from evener.components.gradients import check_sound
 from evener.components.model_init import marks_kept
 from evener.components.sharded_tensor.local import is_divided
-from evener.components.sharded_tensor.shard_spec import Slice, mark, slice_of
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec
 from evener.data.batch import map_leaves
 from evener.distributed.mesh import DIVIDING_TERMS, Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
 from evener.hardware.async_read import Readout, is_late
-from evener.strategies.after_backward import Afterwards, is_apart
+from evener.strategies.after_backward import PostBackwardSum, is_apart
 from evener.strategies.base import Strategy
 from evener.strategies.features import check_elementwise
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.exchange_order import Gather, Scatter, Turns
 from evener.strategies.sharded.fsdp_checks import check_layers, check_types
@@ -54,40 +54,39 @@ from evener.strategies.sharded.ownership import chunks
 from evener.strategies.sharded.sharded_reads import reads_explained
 from evener.strategies.sharded.units import fills_unused, nbytes_of_units, units_of
 from evener.strategies.sharded.write_check import refuse_writes
-from evener.strategies.single import Alone
+from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
-from evener.torch_internals.views import is_view
+from evener.torch_internals.autograd import is_view
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 AXIS = "shard"
-"""The axis of the mesh over which rows are divided."""
+"""Mesh axis over which rows are divided."""
 
 
 @dataclass(frozen=True)
 class Fsdp(Strategy):
-    """Every rank holds an equal part of each parameter, its gradient and the optimizer's state of it.
+    """Gives every rank an equal part of each parameter, its gradient and its optimizer state.
 
     Raises:
-        ConfigurationError: For settings of an exchange that is FSDP2's own, or names of modules that there are not.
-        TaskError: For a model of which FSDP2 cannot hold a parameter, with its name.
+        ConfigurationError: If settings name an all-reduce, compression or bucket size, or ``wrap`` names no module.
+        TaskError: If FSDP2 cannot shard a parameter of the model; the message names it.
     """
 
     wrap: str | None = None
-    """Names of the modules that are gathered one by one, with commas between them and ``*`` for any part of a name
-    between two dots; empty for the whole model at once. None finds the repeated blocks."""
+    """Names of the modules that are gathered one by one, separated by commas; ``*`` stands for any part of a name
+    between two dots. An empty text gathers the whole model at once. None selects the repeated blocks."""
     reshard: bool = True
-    """Whether weights are given back after forward and gathered anew for backward, which takes less memory and more
-    messages."""
+    """Whether whole weights are freed after forward and gathered again for backward: less memory, more messages."""
     offload: bool = False
-    """Whether what a rank holds lies in the memory of its host, where the optimizer then works too."""
+    """Whether the shards stay in host memory. The optimizer then also runs there."""
 
     name: ClassVar[str] = "sharded"
     divides_model: ClassVar[bool] = True
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("data", "context", "tensor")
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         given = {
             "allreduce": settings.all_reduce,
             "compress": settings.compression,
@@ -101,7 +100,7 @@ class Fsdp(Strategy):
                 )
         return Layout({AXIS: world_size})
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         group = mesh.group(AXIS, use="sharding")
         if group is None:
             return normalize_together(model, mesh)
@@ -111,12 +110,12 @@ class Fsdp(Strategy):
             with marks_kept(model):
                 model.to(settings.weight_type)
         check_types(model)
-        before = {name: slice_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        before = {name: shard_spec(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if is_divided(parameter):
                 pieces = chunks(len(parameter), group.size())
-                mark(parameter, Slice(AXIS, 0, pieces, mesh.index(AXIS), within=before[name]))
+                set_shard_spec(parameter, ShardSpec(AXIS, 0, pieces, mesh.index(AXIS), within=before[name]))
         return model
 
     def _shard(self, model: nn.Module, over: DeviceMesh) -> None:
@@ -137,7 +136,7 @@ class Fsdp(Strategy):
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
         if not isinstance(learner.model, FSDPModule):
-            return Alone(learner)
+            return NoSync(learner)
         if self.offload and learner.session.device.type != "cpu":
             _to_host(learner.model, learner.session.device)
         return FsdpSum(learner)
@@ -165,7 +164,7 @@ class Fsdp(Strategy):
 
 
 def _to_host(model: nn.Module, device: torch.device) -> None:
-    """All that is divided into the memory of the host, in place; the rest stays on ``device``."""
+    """Moves all sharded parameters to host memory, in place. Buffers and whole parameters stay on ``device``."""
     with marks_kept(model):
         model.to("cpu")
     for module in model.modules():
@@ -177,7 +176,7 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
 
 
 def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """FSDP2's hook on an output would be lost if the output is a view and is written to."""
+    """Clones outputs that are views: a later in-place write to a view would drop the hook that FSDP2 puts on it."""
     return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
 
 
@@ -194,15 +193,15 @@ def _explained(name: str) -> Iterator[None]:
 
 
 Place = tuple[dict[str, Any], str, str]
-"""Where a parameter is held: the parameters of a module, its key there, and its name in the model."""
+"""Place of a parameter: the module's parameter dictionary, the key in it, and the parameter's name in the model."""
 
 
 def _whole(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
     return ((name, held[key]) for held, key, name in places)
 
 
-class FsdpSum(Afterwards):
-    """What FSDP2 gathers and sums, noted; and parameters that are whole, summed after backward."""
+class FsdpSum(PostBackwardSum):
+    """Records what FSDP2 gathers and sums, and sums the gradients of whole parameters after backward."""
 
     words, exchanges_in_passes, follows = "reduce-scatter of FSDP2", True, False
 
@@ -227,7 +226,7 @@ class FsdpSum(Afterwards):
 
     @cached_property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
-        """Of two units: one is gathered while another computes."""
+        """Bytes of the two largest units: one is gathered while another computes."""
         return sum(sorted(nbytes_of_units(self._units.values()))[-2:])
 
     def _summed_by(self) -> AllReduce:
@@ -258,7 +257,7 @@ class FsdpSum(Afterwards):
         self._handles.append(model.register_forward_hook(self._end))
 
     def _places(self, unit: nn.Module) -> Iterator[Place]:
-        """Where the parameters of a unit are held, and how they are called."""
+        """Yields the place of each sharded parameter of a unit, without those of units inside it."""
         for child in unit.children():
             if not isinstance(child, FSDPModule):
                 yield from self._places(child)
@@ -285,7 +284,7 @@ class FsdpSum(Afterwards):
         )
 
     def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
-        """The weights are whole now; those that get a gradient will tell."""
+        """Registers hooks on the weights, which are whole now. A hook tells that its weight got a gradient."""
         gathered = self._gathered[unit]
         for held, key, name in places:
             weight = held[key]
@@ -295,7 +294,7 @@ class FsdpSum(Afterwards):
                 self._handles.append(weight.register_post_accumulate_grad_hook(note))
 
     def _fill_later(self, unit: str, _: nn.Module, __: Any, output: Any) -> None:
-        """When backward comes to the unit, what it will not use has a gradient of zero already."""
+        """Fills the gradients of unused weights with zeros as soon as backward reaches the unit's output."""
         map_leaves(partial(self._fill_at, unit), output)
 
     def _fill_at(self, unit: str, leaf: Any) -> None:
@@ -313,8 +312,8 @@ class FsdpSum(Afterwards):
             self._given[unit].append((name, weight.grad))
 
     def _look(self, unit: str, flat: Tensor) -> None:
-        """At what this rank adds to the gradients of a unit. On a GPU nothing of it is kept for a look by name: the
-        memory that FSDP2 gives back is its purpose."""
+        """Checks the gradients that this rank adds to a unit's sum for numbers that are not finite. On a GPU no single
+        gradients are kept for a check by name, because FSDP2 is to free that memory."""
         self._sound.append(self._learner.unsound.of_flat(flat, lambda: self._given[unit]))
         self._given[unit].clear()
 
@@ -323,7 +322,7 @@ class FsdpSum(Afterwards):
             self._learner.pace.work_done()
 
     def _give_back(self) -> None:
-        """Weights that a forward pass without backward has left whole."""
+        """Frees the whole weights that a forward pass without backward has left."""
         for unit in self._units.values():
             unit.reshard()
 
@@ -352,7 +351,7 @@ class FsdpSum(Afterwards):
         return missing
 
     def _unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Names of those to which this rank gave no gradient, once."""
+        """Returns the names of the parameters to which this rank gave no gradient, and forgets the recorded uses."""
         names = {p: self._learner.names[p] for p in parameters if p.numel()}
         present = self._learner.updated_early | {p for p in names if p.grad is not None}
         absent = [n for p, n in names.items() if p not in present or (is_apart(p) and n not in self._used)]
@@ -362,7 +361,7 @@ class FsdpSum(Afterwards):
     def completes_in_backward(self, parameter: nn.Parameter) -> bool:
         return is_apart(parameter)
 
-    def gave(self, parameter: nn.Parameter) -> bool:
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
         return self._learner.names[parameter] in self._used
 
     def soundness(self) -> tuple[Readout, ...]:
@@ -371,7 +370,7 @@ class FsdpSum(Afterwards):
         return found
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Of those that are whole; backward has summed the others."""
+        """Sums the gradients of whole parameters. Backward has already summed those of sharded parameters."""
         self._check_own(parameters)
         self._give_back()
         names = {self._learner.names[p]: p for p in parameters if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Models of which PyTorch's FSDP2 cannot hold a parameter."""
+"""Checks that reject models whose parameters PyTorch's FSDP2 cannot hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evener.errors import TaskError
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raises TaskError for sparse gradients and complex weights."""
+    """Raises TaskError if the model has sparse gradients or complex weights."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TaskError(
@@ -22,7 +22,7 @@ def check_layers(model: nn.Module) -> None:
 
 
 def check_types(model: nn.Module) -> None:
-    """Raises TaskError if parameters to train are of several types."""
+    """Raises TaskError if the trained parameters have several dtypes."""
     types: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,7 +1,7 @@
-"""Whole weights in the place of pieces, while the model computes.
+"""Puts whole weights in the place of pieces while the model computes.
 
-Between steps a model holds pieces: the optimizer, clipping and checkpoints know nothing else. While it computes, it
-holds the wholes, which owners have brought up to date before::
+Between steps the model holds pieces, so that the optimizer, clipping and checkpoints see only these. While it computes,
+it holds the whole weights, which have been brought up to date from the owners::
 
     outside of forward   module.weight ──▶ piece
     in forward           module.weight ──▶ whole
@@ -15,27 +15,27 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from evener.collectives.reduce_scatter import Owners
+from evener.collectives.reduce_scatter import RangeOwners
 from evener.collectives.shared_memory.shared_buffer import Common
 from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
 from evener.nn.unowned import Shared
 from evener.strategies.sharded.buckets import Bucket
 from evener.strategies.sharded.owned_weight import Weight
-from evener.torch_internals.module_tensors import own_parameters
-from evener.torch_internals.version import version
+from evener.torch_internals.autograd import version
+from evener.torch_internals.modules import own_parameters
 
 
-class Wholes:
-    """Puts wholes in the place of pieces, and back, and keeps them up to date.
+class FullWeights:
+    """Exchanges pieces for whole weights and back, and keeps the whole weights up to date.
 
     Args:
-        buckets: Of all weights, in which rows come from their owners.
-        owners: Bring them.
+        buckets: Cover all weights; rows are gathered in them.
+        owners: Gathers the rows from their owners.
     """
 
     def __init__(
-        self, model: nn.Module, weights: Sequence[Weight], buckets: Sequence[Bucket], owners: Owners
+        self, model: nn.Module, weights: Sequence[Weight], buckets: Sequence[Bucket], owners: RangeOwners
     ) -> None:
         self._model, self._depth = model, 0
         self._weights, self._buckets, self._owners = list(weights), list(buckets), owners
@@ -45,14 +45,15 @@ class Wholes:
         shared = Shared(self)
         self._hooks = [
             model.register_forward_pre_hook(Before(shared)),
-            model.register_forward_hook(After(shared), always_call=True),
+            model.register_forward_hook(AfterForward(shared), always_call=True),
         ]
 
     def refresh(self, always: bool = False) -> None:
-        """Gathers the rows of other owners, if pieces were written to since: by all ranks alike, so that they agree.
+        """Gathers the rows of other owners, if pieces were written to since the last time. All ranks must write to
+        pieces alike, so that they agree on this.
 
         Args:
-            always: Also if that was not seen, for there are optimizers that write behind PyTorch's back.
+            always: Gathers even if no write was detected, because some optimizers bypass PyTorch's version counter.
         """
         if not always and not self._is_stale:
             return
@@ -60,37 +61,37 @@ class Wholes:
             weight.join()
         for bucket in self._buckets:
             self._gather(bucket)
-        self.meet()
+        self.barrier()
         self._seen = self._versions
 
     def move(self, common: Common, weights: Sequence[Weight], others: Sequence[Bucket]) -> None:
-        """Keeps whole weights in memory that their owners have in common, from now on: what an owner writes is there.
+        """Moves whole weights into memory that the ranks of a host share: a row that its owner writes is there at once.
 
         Args:
-            common: Has a tensor for each of ``weights``.
-            weights: Those that are divided, on all ranks alike.
-            others: Buckets of the weights that are not.
+            common: Shared memory with a tensor for each of ``weights``.
+            weights: The divided weights, the same on all ranks.
+            others: Buckets of the weights that are not divided.
         """
         for weight, place in zip(weights, common.tensors, strict=True):
             weight.move(place)
         self._common, self._buckets = common, list(others)
         self.refresh(always=True)
 
-    def meet(self) -> None:
-        """Where whole weights are in common: no rank computes with them until all have come here."""
+    def barrier(self) -> None:
+        """Waits until all ranks of the host have come here, if they share whole weights; otherwise does nothing."""
         if self._common is not None:
             with waiting():
-                self._common.meet()
+                self._common.barrier()
 
     def _part(self) -> None:
-        """Takes whole weights out of memory that others may write to."""
+        """Copies whole weights out of the memory that other ranks may write to."""
         self._common = None
         for weight in self._weights:
             if weight.cut is not None:
                 weight.move(weight.whole.detach().clone())
 
     def expire(self) -> None:
-        """An update follows of which nobody tells."""
+        """Marks the whole weights as out of date, before an update that is not announced."""
         self._seen = None
 
     @property
@@ -115,14 +116,14 @@ class Wholes:
 
     def _take(self, bucket: Bucket, owner: int, rows: Sequence[Tensor]) -> None:
         for weight, updated in zip(bucket.weights, rows, strict=True):
-            # What has no rows all ranks update alike, and have from the first, so that no bit can differ.
+            # All ranks update an undivided weight alike. They take the first rank's, so that no bit differs.
             if weight.cut is not None or not owner:
                 weight.rows(weight.whole, owner).copy_(updated)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The model holds whole weights, however the passes within end: a stage of a pipeline leaves the model's
-        forward by no Exception, at which PyTorch does not call :class:`After`."""
+        """Puts whole weights in the model for the block, and pieces back after it, however the block ends. A pipeline
+        stage leaves the model's forward by a BaseException, for which PyTorch does not call :class:`AfterForward`."""
         before = self._depth
         self.enter(self._model)
         try:
@@ -132,23 +133,23 @@ class Wholes:
                 self.leave(self._model)
 
     def enter(self, model: nn.Module) -> None:
-        """The model computes from here on; within another such stretch nothing changes.
+        """Puts whole weights in the model. Does nothing more than count if they are already there.
 
         Raises:
-            ConfigurationError: For a copy of the model.
+            ConfigurationError: If ``model`` is a copy of the model.
         """
         if model is not self._model:
             raise ConfigurationError(_COPY)
         if not self._depth:
             self.refresh()
             for replace, weight in self._places:
-                # Frozen or not is said of the piece, which is what the user sees.
+                # The user sees the piece, and freezes or thaws it.
                 weight.whole.requires_grad_(weight.piece.requires_grad)
                 replace(weight.piece, weight.whole)
         self._depth += 1
 
     def leave(self, model: nn.Module) -> None:
-        """Ends what ``enter`` began, if it did."""
+        """Puts the pieces back at the end of the outermost :meth:`enter`."""
         if model is not self._model or not self._depth:
             return
         self._depth -= 1
@@ -157,7 +158,7 @@ class Wholes:
                 replace(weight.whole, weight.piece)
 
     def close(self) -> None:
-        """Leaves the model alone, with whole weights if these are up to date."""
+        """Removes the hooks. Leaves whole weights in the model if they are up to date, otherwise pieces."""
         for hook in self._hooks:
             hook.remove()
         is_stale = self._is_stale
@@ -169,11 +170,11 @@ class Wholes:
 
 
 Replace = Callable[[nn.Parameter, nn.Parameter], None]
-"""Puts the second in the place of the first, if that is there."""
+"""Puts the second parameter in the place of the first, if the first is there."""
 
 
 def _places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[Replace, Weight]]:
-    """Everywhere that a piece stands, under all its names."""
+    """Yields every place in the model where a piece stands, with the weight it belongs to."""
     of_piece = {weight.piece: weight for weight in weights if weight.cut is not None}
     for module in model.modules():
         for name, parameter in own_parameters(module).items():
@@ -183,7 +184,7 @@ def _places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[Repla
 
 def _replacing(module: nn.Module, name: str) -> Replace:
     held = own_parameters(module)
-    # A recurrent layer has a list of its weights besides, which it renews when they are set.
+    # A recurrent layer also keeps a list of its weights, which it updates when they are set as attributes.
     put = (lambda new: setattr(module, name, new)) if isinstance(module, nn.RNNBase) else None
 
     def replace(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -204,9 +205,9 @@ _COPY = (
 
 
 class Before:
-    """The hook before the model's forward."""
+    """Hook before the model's forward; puts whole weights in."""
 
-    def __init__(self, wholes: Shared[Wholes]) -> None:
+    def __init__(self, wholes: Shared[FullWeights]) -> None:
         self._wholes = wholes
 
     def __call__(self, model: nn.Module, args: object) -> None:
@@ -215,10 +216,10 @@ class Before:
         self._wholes.value.enter(model)
 
 
-class After:
-    """The hook after the model's forward, also where that failed."""
+class AfterForward:
+    """Hook after the model's forward, also if that failed; puts pieces back."""
 
-    def __init__(self, wholes: Shared[Wholes]) -> None:
+    def __init__(self, wholes: Shared[FullWeights]) -> None:
         self._wholes = wholes
 
     def __call__(self, model: nn.Module, args: object, outputs: object) -> None:

@@ -1,15 +1,15 @@
-"""Who owns which rows of which parameter, by integers alone.
+"""Decides which rows of which parameter each rank owns. Works on integers alone.
 
-Every rank owns a part of every parameter that has rows enough, so that all of them have something to sum and to update
-at any moment. Rows do not divide evenly; what a rank got too little of one parameter it gets of the next::
+Every rank owns a part of every parameter that has enough rows, so that all ranks have something to sum and to update at
+any moment. Rows do not divide evenly. A rank that got too little of one parameter gets more of the next::
 
     parts 2 : 1                rank 0     rank 1     rank 0 is short of, in elements
     weight  (5, 100)           rows 0-2   rows 3-4   33.3
     weight  (4, 30)            rows 0-3   -          -6.7
     bias    (20,)              rows 0-6   rows 7-19  -0.3
 
-The longest rows come first, and the shorter ones make up for them: what is left in the end is about one of the shortest
-rows, however few the longest were.
+Parameters with the longest rows come first, and shorter rows even out the difference. The remaining imbalance is about
+one of the shortest rows, however few rows the first parameters have.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from itertools import accumulate, pairwise
 
 
 def divide_rows(tables: Sequence[tuple[int, int]], parts: Sequence[float]) -> list[tuple[range, ...]]:
-    """For each table, given by its number of rows and the size of a row, the rows of every rank.
+    """Returns the rows that each rank owns of each table.
 
     Args:
-        tables: One without rows is nobody's.
-        parts: What each rank is to own of all sizes together; they add up to 1.
+        tables: Number of rows and size of a row of each table. Nobody owns a table without rows.
+        parts: Fraction of the total size that each rank is to own; they add up to 1.
 
     Returns:
-        For each table ranges in order of rank and without gaps, of which some may be empty.
+        For each table one range per rank, in rank order and without gaps; some may be empty.
     """
     short = [0.0] * len(parts)
     found: dict[int, tuple[range, ...]] = {}
@@ -43,7 +43,7 @@ def divide_rows(tables: Sequence[tuple[int, int]], parts: Sequence[float]) -> li
 
 
 def _rounded(wanted: Sequence[float], total: int) -> list[int]:
-    """Whole numbers of that total, none negative, near the wanted ones: largest remainders get the rest."""
+    """Rounds ``wanted`` to non-negative integers that add up to ``total``, by the largest remainders."""
     positive = [max(0.0, want) for want in wanted]
     scaled = [want * total / sum(positive) for want in positive]
     counts = [int(want) for want in scaled]
@@ -54,7 +54,7 @@ def _rounded(wanted: Sequence[float], total: int) -> list[int]:
 
 
 def chunks(rows: int, ranks: int) -> tuple[range, ...]:
-    """As ``torch.chunk`` cuts them: the last ranks have fewer rows, or none."""
+    """Cuts rows as ``torch.chunk`` does: the last ranks have fewer rows, or none."""
     most = -(-rows // ranks)
     cuts = [min(rank * most, rows) for rank in range(ranks + 1)]
     return tuple(map(range, cuts, cuts[1:]))

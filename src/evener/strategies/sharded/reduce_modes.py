@@ -1,9 +1,9 @@
-"""The two ways in which the sum of a bucket comes to the owners of its rows.
+"""Two ways to bring the sum of a bucket to the owners of its rows.
 
 ::
 
-    ToAll      an all-reduce: every rank has the whole sum, of which it keeps a view of its rows       stage 1
-    ToOwners   each rank gets its own rows of the sum, and nothing else                                stage 2
+    AllReduceMode      an all-reduce: every rank has the whole sum, of which it keeps a view of its rows       stage 1
+    ReduceScatterMode  each rank gets its own rows of the sum, and nothing else                                stage 2
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.collectives.base import AllReduce, key_of
-from evener.collectives.reduce_scatter import Owners, Pending
+from evener.collectives.reduce_scatter import Pending, RangeOwners
 from evener.collectives.registry import make, make_owners
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.hardware.memory import made_as
@@ -26,17 +26,17 @@ from evener.strategies.sharded.owned_weight import AXIS
 _OTHERS = tuple(axis for axis in DIVIDING_TERMS if axis != AXIS)
 
 
-class Way(ABC):
+class ReduceMode(ABC):
     """Sums buckets over all ranks that divide the terms of a batch.
 
     Args:
-        learner: Whose mesh and settings these are.
+        learner: Gives the mesh and the settings.
     """
 
     each_micro_batch: bool
-    """Whether a bucket is summed with every micro-batch, and not with the last alone."""
-    owners: Owners
-    """Between the ranks that own rows of one weight."""
+    """True if buckets are summed in every micro-batch, False if only in the last one."""
+    owners: RangeOwners
+    """Communication between the ranks that own rows of the same weights."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -51,25 +51,25 @@ class Way(ABC):
     @property
     @abstractmethod
     def words(self) -> str:
-        """For the record."""
+        """Description of the mode for records."""
 
     def prepare(self, nbytes: int) -> None:  # noqa: B027 (most need nothing)
-        """Says how large the largest bucket is. A collective call."""
+        """Announces the size of the largest bucket in bytes. All ranks must call this together."""
 
     def room(self, bucket: Bucket) -> Tensor:
-        """Memory for a bucket that is to be summed."""
+        """Allocates memory for a bucket that is to be summed."""
         return bucket.room()
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: Tensor) -> Pending:
-        """Starts to sum a bucket; gives this rank's rows."""
+        """Starts to sum a bucket. The returned call waits and gives this rank's rows."""
 
     @abstractmethod
     def end(self, bucket: Bucket, own: Tensor) -> None:
-        """Ends the sum of this rank's rows, when those of all micro-batches are added up."""
+        """Completes the sum of this rank's rows, after those of all micro-batches are added up."""
 
     def close(self) -> None:
-        """Gives back what it owns."""
+        """Releases the resources of the mode."""
         self.owners.close()
 
     def _all_reduce(self, group: ProcessGroup) -> AllReduce:
@@ -78,8 +78,8 @@ class Way(ABC):
         return make(settings.all_reduce, group, seconds, settings.compression)
 
 
-class ToAll(Way):
-    """The sum for all ranks."""
+class AllReduceMode(ReduceMode):
+    """Sums for all ranks: each gets the whole sum."""
 
     each_micro_batch = False
 
@@ -103,15 +103,15 @@ class ToAll(Way):
         return wait
 
     def end(self, bucket: Bucket, own: Tensor) -> None:
-        """It has ended."""
+        """Does nothing: the all-reduce has already summed over all ranks."""
 
     def close(self) -> None:
         super().close()
         self._sum.close()
 
 
-class ToOwners(Way):
-    """The sum for owners alone."""
+class ReduceScatterMode(ReduceMode):
+    """Sums for owners alone: each rank gets only its own rows."""
 
     each_micro_batch = True
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of weights, gradients and optimizer in parts over the ranks: three depths of ZeRO under one name.
+"""The strategy ``sharded``: divides optimizer state, gradients and weights over ranks, in the three stages of ZeRO.
 
 ::
 
@@ -7,7 +7,7 @@
     gradients   whole          in parts       in parts        1, 2: rows with owners, parts as asked
     optimizer   in parts       in parts       in parts
 
-Deeper takes less memory and more messages (Rajbhandari and others, SC 2020, https://arxiv.org/abs/1910.02054).
+A higher stage takes less memory and more messages (Rajbhandari and others, SC 2020, https://arxiv.org/abs/1910.02054).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.fsdp import Fsdp
 from evener.strategies.sharded.zero import Zero
@@ -33,29 +33,29 @@ _NO_STAGES = (
     "micro-batches, some of which are in forward while others are in backward; say zero=2, as in --strategy sharded "
     "--strategy-option zero=2 or Sharded(zero=2), which divides all but the weights of a stage"
 )
-"""Why units and stages do not go together."""
+"""Error text: the reason why FSDP2 units cannot be combined with pipeline stages."""
 
 
 @dataclass(frozen=True)
 class Sharded(Strategy):
-    """State in parts over the axis ``shard``, which divides the samples too.
+    """Shards the training state over the axis ``shard``, whose ranks also divide the samples.
 
     Raises:
-        ConfigurationError: For a depth that there is not, or an option that goes with another.
+        ConfigurationError: If ``zero`` is not 1, 2 or 3, or an option does not go with the chosen stage.
     """
 
     zero: int = 3
-    """1: what the optimizer remembers; 2: gradients too; 3: weights too."""
+    """ZeRO stage. 1 divides the optimizer state; 2 also divides the gradients; 3 also divides the weights."""
     owns: str | None = None
-    """With 1 and 2, the part of each rank, such as ``2,1``; equal parts if None."""
+    """Stages 1 and 2 only: the part of each rank, such as ``2,1``. None gives equal parts."""
     in_common: bool = False
-    """With 1 and 2, as :class:`~evener.strategies.sharded.zero.Zero`."""
+    """Stages 1 and 2 only: see :class:`~evener.strategies.sharded.zero.Zero`."""
     wrap: str | None = None
-    """With 3, as :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
+    """Stage 3 only: see :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
     reshard: bool = True
-    """With 3, as :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
+    """Stage 3 only: see :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
     offload: bool = False
-    """With 3, as :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
+    """Stage 3 only: see :class:`~evener.strategies.sharded.fsdp.Fsdp`."""
 
     axis: ClassVar[str] = "shard"
     divides_model: ClassVar[bool] = True
@@ -96,10 +96,10 @@ class Sharded(Strategy):
     def apart(self) -> Mapping[str, str]:  # type: ignore[override]
         return {"pipeline": _NO_STAGES} if self.zero == 3 else {}
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return self._depth.layout(world_size, settings)
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         return self._depth.parallelize(model, mesh, settings)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:

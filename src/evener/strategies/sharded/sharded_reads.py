@@ -1,6 +1,7 @@
-"""A weight of a unit that code outside of it reads: there it is a divided ``DTensor``, which meets no plain tensor.
+"""Explains the error that arises when code outside an FSDP unit reads a weight of the unit.
 
-The error of PyTorch says neither whose weight it is nor what to do; the line of the model's code says the first.
+Outside its unit the weight is a sharded ``DTensor``, which cannot be combined with a plain tensor. PyTorch's error
+names neither the weight nor a remedy; the line of the model's code shows which weight was read.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _SHOWN = 4
 
 @contextmanager
 def reads_explained(units: Iterable[str]) -> Iterator[None]:
-    """In the block such a read is an error with the line of code and the way out.
+    """Turns PyTorch's error about such a read into one that shows the line of code and the remedy.
 
     Args:
-        units: By name; the model itself has an empty one.
+        units: Names of the units; the model itself has an empty name.
 
     Raises:
-        TaskError: If a divided weight meets a plain tensor.
+        TaskError: If code in the block combines a sharded weight with a plain tensor.
     """
     try:
         yield

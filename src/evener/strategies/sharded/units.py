@@ -1,8 +1,8 @@
-"""Which modules of a model are units: gathered for their forward and backward pass, and given back after it.
+"""Selects the units of a model: modules whose weights are gathered for forward and backward, and freed afterwards.
 
-A unit is what a rank holds whole at a time, and one message. Deep models are repeated blocks, and a block is a good
-unit: so are by default the children of one class that a ``ModuleList`` or ``Sequential`` has two or more of, if they
-have modules of their own. All else goes with the model itself::
+A rank holds one unit whole at a time, and gathers it in one message. Deep models are repeated blocks, and a block is a
+good unit. So by default units are the children of the same class, two or more, of a ``ModuleList`` or ``Sequential``,
+if they have submodules. All other modules are gathered with the model itself::
 
     model ── embed                     with the model
           ├─ blocks ─┬─ 0 ─ attention, linear, ...    a unit
@@ -11,7 +11,7 @@ have modules of their own. All else goes with the model itself::
           └─ heads ──┬─ 0 (Linear)     with the model: single layers are small, and samples may choose between them
                      └─ 1 (Linear)
 
-A weight that stands in several units can be in none: these modules go with the model too.
+A weight cannot belong to several units. Modules that share one stay with the model too.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from evener.errors import ConfigurationError, TaskError
 
 
 def units_of(model: nn.Module, wrap: str | None) -> dict[str, nn.Module]:
-    """The units of ``model`` by name, outer ones before those inside of them, without the model itself.
+    """Returns the units of ``model`` by name, outer units before those inside them, without the model itself.
 
     Args:
-        wrap: Names of modules, separated by commas, in which ``*`` stands for any part between two dots
-            (``encoder.layers.*``); none in an empty text. None finds the repeated blocks.
+        wrap: Names of modules, separated by commas. ``*`` stands for any part between two dots (``encoder.layers.*``).
+            An
+            empty text gives no units; None selects the repeated blocks.
 
     Raises:
-        ConfigurationError: If there is no module of such a name with parameters.
-        TaskError: If a weight of one that is named is used outside of it too.
+        ConfigurationError: If no module with parameters has such a name.
+        TaskError: If a weight of a named module is also used outside of it.
     """
     if wrap is None:
         blocks = _repeated(model)
@@ -53,7 +54,7 @@ def units_of(model: nn.Module, wrap: str | None) -> dict[str, nn.Module]:
 
 
 def nbytes_of_units(units: Iterable[Any]) -> list[int]:
-    """Bytes of the whole weights of each that are not those of one inside of it, which comes later."""
+    """Returns for each unit the bytes of its whole weights, without those of units inside it, which must come later."""
     seen: set[nn.Parameter] = set()
     sizes: list[int] = []
     for unit in reversed(list(units)):
@@ -114,7 +115,7 @@ def _some(model: nn.Module) -> str:
 
 
 def _shared(model: nn.Module, module: nn.Module) -> list[str]:
-    """The parameters of ``module`` that are known by a name outside of it too, by one of these names."""
+    """Returns the outside names of those parameters of ``module`` that are also used outside of it."""
     own = set(module.modules())
     inside = set(module.parameters())
     return [
@@ -127,8 +128,8 @@ def _shared(model: nn.Module, module: nn.Module) -> list[str]:
 
 
 def fills_unused(unit: FSDPModule) -> bool:
-    """Has FSDP2 take what a rank did not use for zero, where it can: an older torch leaves that out of the sum, and
-    the ranks' messages are of other lengths."""
+    """Has FSDP2 take unused gradients as zero, and returns True, if this torch can do that. An older torch leaves
+    unused gradients out of the sum, so that the messages of the ranks differ in length."""
     if not hasattr(unit, "set_reduce_scatter_unused_params"):
         return False
     unit.set_reduce_scatter_unused_params(True, recurse=False)

@@ -1,7 +1,7 @@
-"""Weights that a model writes to while it computes, as by a clamp in its forward: seen in the first training pass.
+"""Detects a model that writes to its weights in forward, such as by a clamp, in the first training pass.
 
-One device keeps what was written. Where a rank owns a part of a weight and has the whole for the pass alone, the rest
-would be lost, and of weights that ranks have in common others would see it too early.
+On one device the written value stays. Here it would be lost if a rank owns only a part of the weight and has the whole
+for the pass alone. If ranks share the memory of a weight, the others would see the write too early.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from evener.errors import TaskError
-from evener.torch_internals.version import version
+from evener.torch_internals.autograd import version
 
 
 def refuse_writes(
     unit: nn.Module, weights: Callable[[], Iterable[tuple[str, Tensor]]], strategy: str
 ) -> list[RemovableHandle]:
-    """Has ``unit`` refuse to write to its whole ``weights``, by hooks that go away after its first training pass.
+    """Registers hooks that raise TaskError if ``unit`` writes to its whole weights, until its first training pass is
+    over.
 
     Args:
-        weights: By name, as they are within the pass. To be registered after what brings them.
+        weights: Returns names and weights as they are within the pass. To be registered after the hooks that bring
+            them.
     """
     before: list[tuple[str, Tensor, int]] = []
 

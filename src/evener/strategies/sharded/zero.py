@@ -1,7 +1,7 @@
-"""The samples divided over the ranks, and who keeps what of gradients and optimizer: ZeRO stages 1 and 2.
+"""ZeRO stages 1 and 2: divides the samples, the optimizer state and (stage 2) the summed gradients over the ranks.
 
-Every rank holds whole weights and computes with them, as with ``ddp``. But of each weight it *owns* some rows only. The
-sum of a gradient goes to the owner of the row, the owner alone updates it, and the rows are gathered back::
+Every rank holds whole weights and computes with them, as with ``ddp``. But each rank *owns* only some rows of each
+weight. The gradient sum of a row goes to its owner. The owner alone updates the row, and then all ranks gather it::
 
     stage 2                   rank 0 owns rows a b               rank 1 owns row c
     forward, backward         gradient  a b c                    gradient  a b c
@@ -9,10 +9,10 @@ sum of a gradient goes to the owner of the row, the owner alone updates it, and 
     update                    rows      a b                      rows          c
     gathered                            a b c                                  a b c
 
-So the state of the optimizer, and with stage 2 the sum of the gradients, is in memory once and not once a rank. Who
-owns how much is one thing and who computes how many samples another: ``owns`` goes by the memory of the ranks, shares
-by their speed (Cephalo, ICS 2025, https://arxiv.org/abs/2411.01075). The stages are those of ZeRO (Rajbhandari and
-others, SC 2020, https://arxiv.org/abs/1910.02054).
+So the optimizer state, and with stage 2 the summed gradients, are in memory once and not once per rank. The rows that a
+rank owns do not depend on the samples that it computes: ``owns`` follows the memory of the ranks, shares follow their
+speed (Cephalo, ICS 2025, https://arxiv.org/abs/2411.01075). The stages are those of ZeRO (Rajbhandari and others, SC
+2020, https://arxiv.org/abs/1910.02054).
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from torch import nn
 
 from evener.balance.shares import parse_shares
 from evener.components import gradients
-from evener.components.sharded_tensor.shard_spec import Slice, by_axes, mark, slice_of
+from evener.components.sharded_tensor.shard_spec import ShardSpec, by_axes, set_shard_spec, shard_spec
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, ShareError
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
 from evener.strategies.features import check_elementwise
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
 from evener.strategies.sharded.ownership import divide_rows
 from evener.strategies.sharded.zero_reduce import ZeroSum
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 
 @dataclass(frozen=True)
 class Zero(Strategy):
-    """Whole weights on every rank; gradients and optimizer in parts.
+    """Keeps whole weights on every rank, and divides optimizer state and (stage 2) gradients.
 
     Raises:
-        ConfigurationError: For a stage that there is not, or parts that are no list of numbers.
+        ConfigurationError: If the stage is not 1 or 2, or ``owns`` is not a list of numbers.
     """
 
     stage: int = 2
-    """1 divides the optimizer's state, 2 the sum of the gradients too."""
+    """1 divides the optimizer state; 2 also divides the summed gradients."""
     owns: str | None = None
-    """The part of each rank, such as ``2,1``; equal parts if None."""
+    """Part of each rank, such as ``2,1``. None gives equal parts."""
     in_common: bool = False
-    """Whether the ranks of a host keep whole weights once, also in a loop of the user's own: what one writes to its
-    weights outside of ``engine.update()`` the others then see at once, even in the midst of a pass."""
+    """Whether the ranks of a host share one copy of the whole weights, also in the user's own training loop. Writes to
+    weights outside of ``engine.update()`` are then visible to other ranks at once, even during a pass."""
 
     name: ClassVar[str] = "sharded"
     axis: ClassVar[str] = AXIS
@@ -71,7 +71,7 @@ class Zero(Strategy):
         if self.owns is not None:
             self._parts(self.owns.count(",") + 1)
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         self._parts(world_size)
         if settings.compression is not None and (self.stage == 2 or settings.compression == "powersgd"):
             raise ConfigurationError(
@@ -80,7 +80,7 @@ class Zero(Strategy):
             )
         return Layout({AXIS: world_size})
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         if mesh.degree(AXIS) > 1:
             _cut(model, self._parts(mesh.degree(AXIS)), mesh.index(AXIS))
         return normalize_together(model, mesh)
@@ -108,11 +108,11 @@ class Zero(Strategy):
 
 
 def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
-    """Puts this rank's piece in the place of every weight that is trained."""
+    """Replaces every trained weight of the model by this rank's piece of it."""
     sparse = gradients.sparse_weights(model)
     cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
     pieces: dict[nn.Parameter, nn.Parameter] = {}
-    # What all ranks of another axis hold alike is cut by itself, and so alike on all of them.
+    # Weights divided over the same other axes are cut together, so that all ranks of those axes cut them alike.
     for alike in by_axes(cut).values():
         tables = [
             (parameter.shape[cut[parameter]], _nbytes_of_row(parameter, cut[parameter]))
@@ -128,14 +128,15 @@ def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
 
 
 def _divisible(model: nn.Module) -> Iterator[nn.Parameter]:
-    """A number alone has no rows: every rank keeps it, as it does what is not trained. Of what is another stage's of a
-    pipeline there are none here, and these are cut too, so that all ranks know over which axes a weight is divided."""
+    """Yields the trained parameters that are cut; scalars and frozen ones stay whole on every rank. An empty parameter
+    with a shard spec belongs to another pipeline stage. It is cut too, so that all ranks know the axes that divide the
+    weight."""
     found = (p for p in model.parameters() if p.requires_grad and p.ndim)
-    return (p for p in found if p.numel() or slice_of(p) is not None)
+    return (p for p in found if p.numel() or shard_spec(p) is not None)
 
 
 def _dim(parameter: nn.Parameter, sparse: bool) -> int:
-    """The first that has more than one row, so that a piece is one stretch of memory."""
+    """Returns the first dimension with more than one row, so that a piece is contiguous; 0 if sparse or empty."""
     if sparse or not parameter.numel():
         return 0
     return next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
@@ -148,4 +149,4 @@ def _nbytes_of_row(parameter: nn.Parameter, dim: int) -> int:
 def _piece(parameter: nn.Parameter, dim: int, rows: tuple[range, ...], index: int) -> nn.Parameter:
     own = nn.Parameter(parameter.detach().narrow(dim, rows[index].start, len(rows[index])).clone())
     vars(own).update(vars(parameter))
-    return mark(own, Slice(AXIS, dim, rows, index, within=slice_of(parameter)))
+    return set_shard_spec(own, ShardSpec(AXIS, dim, rows, index, within=shard_spec(parameter)))

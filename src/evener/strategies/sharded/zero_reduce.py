@@ -1,12 +1,12 @@
-"""Sums gradients to the owners of rows, and gathers the rows when their owners have updated them.
+"""Sums gradients to the owners of rows, and gathers the rows after their owners have updated them.
 
 ::
 
     stage 1   every bucket once a step       all ranks get the sum, and keep their own rows of it
     stage 2   every bucket a micro-batch     the owner gets the sum, and adds it to what it has
 
-With stage 2 no rank ever has more of the gradients than its rows and a few buckets, also where a step has several
-micro-batches. On a mesh that has the axes ``data`` or ``context`` too, owners then sum their rows over these.
+With stage 2 no rank ever holds more gradients than its own rows and a few buckets, also if a step has several
+micro-batches. On a mesh that also has the axes ``data`` or ``context``, owners then sum their rows over these.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from evener.collectives.shared_memory.reduce_scatter import SharedOwners
 from evener.collectives.shared_memory.shared_buffer import Common
 from evener.components import gradients
 from evener.components.coalesce import broadcast_together, by_kind, sent_as_one
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout, is_late
 from evener.hardware.timers import waiting
 from evener.strategies.interfaces import Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.sharded.buckets import MOST_ON_THE_WAY, Bucket, Round, buckets_of
-from evener.strategies.sharded.full_weights import Wholes
+from evener.strategies.sharded.buckets import MOST_ON_THE_WAY, Bucket, BucketRound, buckets_of
+from evener.strategies.sharded.full_weights import FullWeights
 from evener.strategies.sharded.owned_weight import AXIS, Weight
-from evener.strategies.sharded.reduce_modes import ToAll, ToOwners, Way
+from evener.strategies.sharded.reduce_modes import AllReduceMode, ReduceMode, ReduceScatterMode
 from evener.strategies.sharded.write_check import refuse_writes
 
 
 class ZeroSum(Synchronizer):
-    """Sums to owners in the way of ``stage`` 1 or 2, and gathers from them."""
+    """Sums gradients to the owners of rows, as ``stage`` 1 or 2 does, and gathers updated rows from them."""
 
     def __init__(self, learner: Learner, stage: int, in_common: bool = False) -> None:
         self._learner, mesh = learner, learner.mesh
@@ -47,11 +47,11 @@ class ZeroSum(Synchronizer):
         assert everyone is not None
         self._everyone = everyone
         self._weights = {weight.piece: weight for weight in _weights(learner)}
-        self._way: Way = (ToAll if stage == 1 else ToOwners)(learner)
+        self._way: ReduceMode = (AllReduceMode if stage == 1 else ReduceScatterMode)(learner)
         self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
         self._round = self._round_of(self._all)
         self._way.prepare(max((bucket.nbytes for bucket in self._round.buckets), default=0))
-        self._wholes = Wholes(learner.model, self._all, self._buckets(self._all), self._way.owners)
+        self._wholes = FullWeights(learner.model, self._all, self._buckets(self._all), self._way.owners)
         refuse_writes(learner.model, self._whole, learner.name)
         self._sound: list[Readout] = []
         self._stepping = self._sending = self._last = False
@@ -64,7 +64,7 @@ class ZeroSum(Synchronizer):
             self.alone()
 
     def alone(self) -> None:
-        """Keeps whole weights once for all owners of a host, where the owners have one."""
+        """Keeps whole weights once per host, in memory that all owners share, if all owners are on one host."""
         cut = [weight for weight in self._all if weight.cut is not None]
         if self._common or not cut or not isinstance(self._way.owners, SharedOwners):
             return
@@ -84,7 +84,7 @@ class ZeroSum(Synchronizer):
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
-        """Of the largest that may be there together: one is filled while others are on the way."""
+        """Bytes of the largest buckets that can exist together: one is filled while others are being summed."""
         sizes = sorted((bucket.nbytes for bucket in self._round.buckets), reverse=True)
         return sum(sizes[: MOST_ON_THE_WAY + 1])
 
@@ -98,9 +98,9 @@ class ZeroSum(Synchronizer):
     def _dense(self, weights: Iterable[Weight]) -> list[Weight]:
         return [weight for weight in weights if not weight.sparse]
 
-    def _round_of(self, weights: Iterable[Weight]) -> Round:
+    def _round_of(self, weights: Iterable[Weight]) -> BucketRound:
         look = self._learner.unsound.of_flat
-        return Round(
+        return BucketRound(
             self._buckets(self._dense(weights)), self._way.start, self._work_done, look, self._way.room
         )
 
@@ -134,7 +134,7 @@ class ZeroSum(Synchronizer):
 
     @contextmanager
     def _computing(self, sending: bool) -> Iterator[None]:
-        """Around forward and backward; full buckets are sent while that runs, or stay."""
+        """Context around forward and backward. Full buckets are sent in it if ``sending``."""
         self._begin()
         with self._wholes.shown():
             self._stepping, self._sending = True, sending
@@ -144,13 +144,13 @@ class ZeroSum(Synchronizer):
                 self._stepping = self._sending = False
 
     def _begin(self) -> None:
-        """A step begins, unless it has."""
+        """Begins a step, unless one has begun."""
         if self._over:
             self._round.forget()
             self._over = False
 
     def _arrived(self, weight: Weight) -> None:
-        """Backward has left the gradient of this rank's samples in the whole weight."""
+        """Called when backward has left the gradient of this rank's samples in the whole weight."""
         if self._sending and not weight.sparse:
             self._round.arrived(weight)
         elif not self._stepping:
@@ -170,19 +170,21 @@ class ZeroSum(Synchronizer):
         if not self._round.buckets:
             self._work_done()
         told = [*self._hand_out(self._round), *self._sum_sparse(sparse)]
-        self._wholes.meet()  # others may still be in backward, which reads what this rank is about to update
+        self._wholes.barrier()  # other ranks may still read, in backward, the weights that this rank will update
         self._over = True
         if not self._all_sound(told):
             return tuple(
                 weight.name for weight in self._all
-            )  # asks who it was: an error that names the rank follows
+            )  # leads to an error that names the rank with a number that is not finite
         return tuple(weight.name for weight in self._all if weight not in self._round.given | given)
 
     def _look_at(self, weights: Iterable[Weight]) -> Readout:
-        return self._learner.unsound.of(gradients.named((weight.name, weight.whole) for weight in weights))
+        return self._learner.unsound.check_gradients(
+            gradients.named((weight.name, weight.whole) for weight in weights)
+        )
 
     def _all_sound(self, told: Iterable[Tensor]) -> bool:
-        """Whether what all ranks have summed is finite, as far as the host need not wait for that."""
+        """Returns False if a summed flag is not finite. Returns True on a GPU, without waiting for the flags."""
         return is_late(self._learner.session.device) or all(bool(torch.isfinite(one)) for one in told)
 
     def soundness(self) -> tuple[Readout, ...]:
@@ -192,13 +194,13 @@ class ZeroSum(Synchronizer):
         self._round.forget()
         self._wholes.refresh(always=True)
 
-    def _hand_out(self, done: Round) -> Iterator[Tensor]:
-        """Gives the pieces their rows of the sums; what each bucket tells of all ranks."""
+    def _hand_out(self, done: BucketRound) -> Iterator[Tensor]:
+        """Gives the pieces their rows of the sums as gradients. Yields the summed flag of each bucket."""
         for number, own in done.sums.items():
             bucket = done.buckets[number]
             with waiting():
                 self._way.end(bucket, own)
-            *rows, tells = bucket.own(own)
+            *rows, tells = bucket.own_rows(own)
             for weight, gradient in zip(bucket.weights, rows, strict=True):
                 weight.hide()
                 weight.piece.grad = gradient
@@ -206,8 +208,8 @@ class ZeroSum(Synchronizer):
         self._make_alike(weight for number in sorted(done.sums) for weight in done.buckets[number].weights)
 
     def _make_alike(self, weights: Iterable[Weight]) -> None:
-        """A number that all ranks keep stands in a bucket once for each, and places of a bucket may be summed in
-        different orders: all take the sum of the first, or they would come apart by rounding."""
+        """Broadcasts the gradients of undivided weights from the first rank. A bucket holds such a gradient once per
+        rank, and the copies may be summed in different orders: without this, rounding would make the ranks differ."""
         kept = [weight.piece.grad for weight in weights if weight.cut is None]
         with waiting():
             for alike in by_kind(gradient for gradient in kept if gradient is not None):
@@ -217,7 +219,7 @@ class ZeroSum(Synchronizer):
         dist.broadcast(flat, group=self._learner.mesh.group(AXIS), group_src=0)
 
     def _sum_sparse(self, weights: Iterable[Weight]) -> Iterator[Tensor]:
-        """All ranks get the sum of few rows, and keep their own; a number that tells of them."""
+        """Sums sparse gradients over all ranks; each keeps its own rows. Yields the sum of each, as a check number."""
         for weight in weights:
             gradient = weight.taken()
             with waiting():
@@ -225,7 +227,7 @@ class ZeroSum(Synchronizer):
             weight.piece.grad = weight.own_of_sparse(gradient)
             yield gradients.sum_of(gradient)
 
-    # A loop of the user's own
+    # The user's own training loop
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         self._check_own(parameters)
@@ -239,11 +241,11 @@ class ZeroSum(Synchronizer):
         done.finish()
         list(self._hand_out(done))
         list(self._sum_sparse(weight for weight in found if weight.sparse))
-        self._wholes.meet()
+        self._wholes.barrier()
         self._wholes.expire()
 
     def _present(self, weights: Sequence[Weight]) -> list[Weight]:
-        """Those to which some rank gave a gradient."""
+        """Returns the weights to which at least one rank gave a gradient. All ranks must call this together."""
         absent = [weight.name for weight in weights if weight.whole.grad is None]
         self._look_at(weights)
         said = self._learner.session.control.gather_objects((absent, self._learner.unsound.name()))
@@ -275,10 +277,10 @@ class ZeroSum(Synchronizer):
 
 
 def _weights(learner: Learner) -> Iterator[Weight]:
-    """All that is trained here, on some rank of the axis."""
+    """Yields a :class:`Weight` for everything that is trained here, on some rank of the axis."""
     sparse = gradients.sparse_weights(learner.model)
     for parameter, name in learner.names.items():
-        piece = slice_of(parameter)
+        piece = shard_spec(parameter)
         if piece is not None and piece.axis == AXIS:
             if piece.pieces[-1].stop:
                 yield Weight(name, parameter, piece, parameter in sparse)

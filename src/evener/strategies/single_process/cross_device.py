@@ -1,17 +1,18 @@
-"""Modules on different devices of one process: what crosses from one to another is moved there.
+"""Moves tensors between modules on different devices of one process.
 
-A module computes on its device: what it is called with is moved there, and what it returns is moved back to where its
-caller computes, so that the caller's own code finds all its values in one place::
+The arguments of a module are moved to the module's device. Its outputs are moved back to the device of its caller, so
+that the caller's own code finds all its values on one device::
 
     root, cuda:0      x ─▶ encoder ─▶ h ──┐                    ┌─▶ y + h
                                           ▼ moved        moved ┘
     decoder, cuda:1                       h ─▶ decoder ─▶ y ───┘
 
-Two kinds of moves are saved. The children of an ``nn.Sequential`` hand on what they return as it is, for its code does
-nothing else with it. And what comes back to a device from which it was moved, unchanged, is the tensor that stayed
-there: of blocks that a loop calls one after the other, all on one device, each begins with what the one before left.
+Two kinds of moves are avoided. Outputs of a child of an ``nn.Sequential`` go directly to the device of the next child,
+because ``nn.Sequential`` itself does not use them. And an unchanged tensor that returns to the device it came from is
+replaced by the original. So if a loop calls several blocks on one device in turn, each uses the previous block's output
+without a copy.
 
-Moving has a gradient, which moves the other way.
+Moves are differentiable: the gradient moves the other way.
 """
 
 from __future__ import annotations
@@ -30,50 +31,50 @@ from evener.errors import TaskError
 from evener.nn.fqn import clean_name
 from evener.strategies.single_process.devices import same
 from evener.strategies.single_process.scatter_gather import leaves
-from evener.torch_internals.version import version
+from evener.torch_internals.autograd import version
 
 Places = Mapping[str, torch.device]
-"""The device of every module, by each of its names, parents before children."""
+"""The device of every module, by each of its names; parents come before children."""
 
 
 @dataclass
 class Moves:
-    """What was moved between devices."""
+    """Counts the tensors and bytes that were moved between devices."""
 
     count: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Tensors, by where they came from and where they went."""
+    """The number of moved tensors, by source and target device."""
     nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def clear(self) -> None:
-        """Forgets what was counted."""
+        """Resets the counters."""
         self.count.clear()
         self.nbytes.clear()
 
 
 class _Stayed(NamedTuple):
-    """What a tensor was moved from, as it was then."""
+    """The original of a moved tensor, on the source device."""
 
     tensor: Tensor
     device: torch.device
     versions: tuple[int, int]
-    """Of what stayed and of what was moved."""
+    """Version counters of the original and of the moved tensor, at the time of the move."""
 
 
-class Mover:
-    """Moves trees of tensors, and counts; a copy begins anew."""
+class DeviceMover:
+    """Moves trees of tensors and counts the moves. A copy or an unpickled instance starts empty."""
 
     def __init__(self) -> None:
         self.moves = Moves()
         self._where, self._stayed = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[Mover], tuple[()]]:
-        return Mover, ()
+    def __reduce__(self) -> tuple[type[DeviceMover], tuple[()]]:
+        return DeviceMover, ()
 
     def move(self, tree: Any, source: torch.device, target: torch.device) -> tuple[Any, bool]:
-        """The tree with its tensors on ``target``, and whether any was elsewhere.
+        """Returns the tree with its tensors on ``target``, and whether any of them had to be moved.
 
         Args:
-            source: Where those are that do not tell: on the CPU, those that no border has seen.
+            source: The assumed device of CPU tensors whose logical device is unknown.
         """
         moved = False
 
@@ -92,7 +93,7 @@ class Mover:
         here = self._device_of(leaf, source)
         kept = here.type == "cpu" and source.type != "cpu" and leaf not in self._where
         if here == target or kept:
-            return leaf  # what a caller on a GPU keeps in the host's memory is meant to stay there
+            return leaf  # a caller on a GPU keeps some tensors in host memory on purpose
         stayed = self._what_stayed(leaf, target)
         if stayed is not None:
             return stayed
@@ -105,7 +106,7 @@ class Mover:
         return found
 
     def note(self, tree: Any, device: torch.device) -> None:
-        """Says that the tensors in it are on ``device``, where nobody has seen them yet."""
+        """Records ``device`` for the CPU tensors in the tree whose logical device is not recorded yet."""
         for leaf in leaves(tree):
             if isinstance(leaf, Tensor) and leaf not in self._where:
                 self._note(leaf, device)
@@ -115,7 +116,8 @@ class Mover:
             self._where[tensor] = device
 
     def _device_of(self, tensor: Tensor, otherwise: torch.device) -> torch.device:
-        """On the CPU the logical one that is noted, or else ``otherwise`` if that is one."""
+        """Returns the tensor's device. For a CPU tensor, returns the recorded logical device, or ``otherwise`` if that
+        is a CPU device."""
         if tensor.device.type != "cpu":
             return tensor.device
         usual = otherwise if otherwise.type == "cpu" else tensor.device
@@ -130,7 +132,8 @@ class Mover:
 
 
 class Chain:
-    """An ``nn.Sequential`` with children on several devices, while it runs: it hands on what they return."""
+    """Marks an ``nn.Sequential`` with children on several devices as running. While it runs, it passes on its
+    children's outputs without moving them back."""
 
     def __init__(self) -> None:
         self.runs = False
@@ -143,26 +146,26 @@ class Chain:
 
 
 class Border:
-    """Where a module's device begins.
+    """Hooks that move a module's arguments to its device, and its outputs to the caller's device.
 
     Args:
-        device: The module's.
-        caller: That of those who call it.
-        chains: Of those who call it, the ones that hand on what it returns.
+        device: The module's device.
+        caller: The device of the module's callers.
+        chains: The callers that are an ``nn.Sequential`` and pass on the outputs.
     """
 
     def __init__(
-        self, mover: Mover, device: torch.device, caller: torch.device, chains: Sequence[Chain]
+        self, mover: DeviceMover, device: torch.device, caller: torch.device, chains: Sequence[Chain]
     ) -> None:
         self._mover, self._device, self._caller, self._chains = mover, device, caller, chains
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before ``forward``: what it is called with, on the module's device."""
+        """Moves the arguments to the module's device. Returns None if nothing was moved."""
         found, moved = self._mover.move((args, kwargs), self._caller, self._device)
         return found if moved else None
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """After ``forward``: what it returns, where the caller is; None to leave it as it is."""
+        """Moves the outputs to the caller's device. Returns None if nothing was moved."""
         if any(chain.runs for chain in self._chains):
             self._mover.note(outputs, self._device)
             return None
@@ -171,15 +174,15 @@ class Border:
 
 
 def draw_borders(model: nn.Module, places: Places, outside: torch.device) -> Moves:
-    """Has all that crosses between devices moved, from now on; returns what will have been moved.
+    """Registers hooks that move tensors between devices. Returns the counters of these moves.
 
     Args:
-        outside: Where the model is called from.
+        outside: The device of the code that calls the model.
 
     Raises:
-        TaskError: If a module is called from two devices.
+        TaskError: If modules on two devices call the same module.
     """
-    mover, devices = Mover(), {model.get_submodule(name): device for name, device in places.items()}
+    mover, devices = DeviceMover(), {model.get_submodule(name): device for name, device in places.items()}
     chains = {module: Chain() for module in model.modules() if _is_mixed(module, devices)}
     for module, chain in chains.items():
         module.register_forward_pre_hook(chain.enter, prepend=True)
@@ -207,7 +210,7 @@ def _is_mixed(module: nn.Module, devices: Mapping[nn.Module, torch.device]) -> b
 
 
 def _callers(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """For every module those whose ``forward`` calls it, as far as the tree tells: lists of modules call none."""
+    """Maps every module to the modules that call it, judged by the module tree. Lists of modules call none."""
     found: dict[nn.Module, list[nn.Module]] = {model: []}
     for module in model.modules():
         if not is_list(module):
@@ -217,7 +220,7 @@ def _callers(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 
 
 def called_children(module: nn.Module) -> Iterator[nn.Module]:
-    """The children, and in place of a list of modules those in it."""
+    """Yields the children of a module. Replaces a list of modules by its entries."""
     for child in module.children():
         if is_list(child):
             yield from called_children(child)
@@ -226,5 +229,5 @@ def called_children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_list(module: nn.Module) -> bool:
-    """Whether the module only holds others."""
+    """Returns True if the module is only a container of other modules."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict)

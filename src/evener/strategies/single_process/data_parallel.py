@@ -1,7 +1,7 @@
-"""One process with several devices: a replica of the model on each, and a thread that computes its part of every batch.
+"""Data parallelism in one process: each device has a replica of the model, and a thread that computes its share.
 
-For those who cannot start processes: a notebook, a service. Python's threads take turns in the interpreter, so that
-``ddp`` is quicker wherever processes can be started.
+Use it where processes cannot be started, as in a notebook or a service. Otherwise ``ddp`` is faster, because Python
+threads share one interpreter lock.
 
 ::
 
@@ -11,12 +11,12 @@ For those who cannot start processes: a notebook, a service. Python's threads ta
                            ▲                                                                    │
                            └──────────── weights, before the next forward pass ─────────────────┘
 
-The rest of Evener sees one rank with the model on the first device. Replicas are copies that stay; before every pass
-they take over the weights, the buffers, and whatever plain numbers the modules hold. Logical devices of the CPU share
-the memory of the weights.
+The rest of Evener sees one rank with the model on its home device. Replicas are made once. Before every step or
+evaluation pass they copy the weights, the buffers and plain attributes of the modules, such as numbers. Logical CPU
+devices share the memory of the weights.
 
-Exactness is that of ``ddp``: gradients are sums, BatchNorm normalizes by the samples of all devices, Dropout draws by
-sample. A device without samples of a micro-batch simply does nothing: nobody waits for it.
+Results are as exact as with ``ddp``: gradients are summed, BatchNorm normalizes over the samples of all devices, and
+Dropout draws per sample. A device without samples in a micro-batch does nothing, and no other device waits for it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,16 @@ from evener.hardware.timers import stopwatch
 from evener.nn.batch_norm import exact_batch_norm
 from evener.nn.context import Scope, own_scope
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import Settings, StepOutcome, Stepper, Synchronizer
+from evener.strategies.interfaces import StepOutcome, Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.single import Alone
+from evener.strategies.single import NoSync
 from evener.strategies.single_process.devices import Devices, devices_of, home_of, parse_devices, refuse_ranks
-from evener.strategies.single_process.parallel_apply import Crew, LeftAloneError, Meeting, Together
+from evener.strategies.single_process.parallel_apply import (
+    DeviceThreads,
+    PeerThreadError,
+    ReplicaThreads,
+    ThreadBarrier,
+)
 from evener.strategies.single_process.replicate import add_gradients, copied, follow, take_buffers
 from evener.strategies.single_process.scatter_gather import (
     UncutError,
@@ -64,36 +69,36 @@ from evener.strategies.single_process.scatter_gather import (
     is_ambiguous,
     join,
 )
-from evener.torch_internals.layers import AnyBatchNorm
+from evener.torch_internals.modules import AnyBatchNorm
 
 
 @dataclass(frozen=True)
 class DataParallel(Strategy):
-    """Replicas on the devices of one process, a thread each.
+    """Data parallelism over the devices of one process, with a replica and a thread for each.
 
     Raises:
-        ConfigurationError: For several ranks, or devices that are none.
+        ConfigurationError: If there are several ranks, or a device is invalid.
     """
 
     axis: ClassVar[str] = "data"
     one_process: ClassVar[bool] = True
 
     devices: str | None = None
-    """Such as ``cuda:0,cuda:1``; None for those of the settings, or else all GPUs."""
+    """For example ``cuda:0,cuda:1``. None takes the devices of the settings, or else all GPUs."""
     balance: str | None = None
-    """What divides a batch over the devices, as ``--balance`` does over ranks; None for the settings' weights, or else
-    equal parts."""
+    """The balancer that divides a batch over the devices, as ``--balance`` does over ranks. None takes the weights of
+    the settings, or else equal shares."""
 
     def __post_init__(self) -> None:
         if self.devices is not None:
             parse_devices(self.devices.split(","))
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         refuse_ranks("data_parallel", world_size)
         return Layout({"data": 1})
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return Alone(learner)
+        return NoSync(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
         home, settings = learner.session.device, learner.settings
@@ -105,60 +110,60 @@ class DataParallel(Strategy):
             if self.balance == "auto"
             else make_balancer(self.balance or weights or "equal", len(devices), lookahead=late)
         )
-        return Replicas(learner, devices, chosen, late)
+        return DeviceReplicas(learner, devices, chosen, late)
 
 
-class Part(NamedTuple):
+class DevicePart(NamedTuple):
     """A device's part of a micro-batch."""
 
     micro: MicroBatch
-    meeting: Meeting
+    meeting: ThreadBarrier
     place: int
-    """At the meeting."""
+    """The device's number at the barrier."""
 
 
 class Did(NamedTuple):
-    """What a device came to in a step."""
+    """The losses and the time of one device in a step."""
 
     totals: list[Tensor]
     seconds: Readout
 
 
 class Taken(NamedTuple):
-    """A step that is over."""
+    """A finished step, whose times the balancer has not seen yet."""
 
     step: int
     sizes: list[int]
-    """Samples of each device."""
+    """The number of samples of each device."""
     did: dict[int, Did]
-    """By the devices that had some."""
+    """The results of the devices that had samples."""
 
 
-class Replicas(Stepper):
-    """Gives every device its part of each micro-batch, and sums what they come to where the model is.
+class DeviceReplicas(Stepper):
+    """Runs each device's part of every micro-batch, and sums the gradients on the model's device.
 
     Args:
-        late: How many steps after its own the times of a step are read, so that the host waits for no device.
+        late: After how many more steps the times of a step are read, so that the host does not wait for the devices.
     """
 
     def __init__(self, learner: Learner, devices: Devices, balancer: Balancer, late: int) -> None:
         self._learner, self._devices, self._balancer = learner, devices, balancer
         self._home = home_of(devices, learner.session.device) or 0
-        self._together = Together()
+        self._together = ReplicaThreads()
         refuse_lookups(learner.model, learner.mesh, len(devices))
         if len(devices) > 1 and any(isinstance(module, AnyBatchNorm) for module in learner.model.modules()):
             exact_batch_norm(learner.model, self._together)
-        self._crew = Crew(devices)
-        learner.mesh.own(self._crew.close)
+        self._crew = DeviceThreads(devices)
+        learner.mesh.close_with_mesh(self._crew.close)
         self._watches = [stopwatch(device) for device in devices]
         self.shares: tuple[int, ...] = (1,) * len(devices)
-        """Samples of each device in the last step."""
+        """The number of samples of each device in the last step."""
         self._late, self._unobserved = late, deque[Taken]()
         self._rows: bool | None = None
 
     @cached_property
     def _replicas(self) -> list[Replica]:
-        """By device; that of the home device holds the model itself."""
+        """The replicas by device. The one of the home device holds the model itself."""
         learner = self._learner
         return [
             Replica(
@@ -191,7 +196,7 @@ class Replicas(Stepper):
         )
 
     def _shares(self, step: int, size: int) -> tuple[int, ...]:
-        """Of the devices in this step, after the balancer has heard how long earlier ones took."""
+        """Returns the shares of the devices in this step, after telling the balancer the times of earlier steps."""
         while len(self._unobserved) > self._late:
             number, sizes, did = self._unobserved.popleft()
             seconds = [did[place].seconds.value() if n else math.nan for place, n in enumerate(sizes)]
@@ -199,8 +204,8 @@ class Replicas(Stepper):
         self.shares = tuple(self._balancer.shares(step, size))
         return self.shares
 
-    def _parts(self, batch: Batch, shares: Sequence[int]) -> list[dict[int, Part]]:
-        """For each micro-batch, the parts of the devices that have samples of it."""
+    def _parts(self, batch: Batch, shares: Sequence[int]) -> list[dict[int, DevicePart]]:
+        """Returns, for each micro-batch, the parts of the devices that have samples in it."""
         micros = batch.micro_batches
         table = divide(batch.size, shares, len(micros[0].samples))
         lead = next(place for place, share in enumerate(shares) if share)
@@ -209,22 +214,23 @@ class Replicas(Stepper):
             for micro, row in zip(micros, table, strict=True)
         ]
 
-    def _cut(self, micro: MicroBatch, counts: Sequence[int]) -> dict[int, Part]:
-        """The parts of the devices; where a form is ambiguous, all for the first."""
+    def _cut(self, micro: MicroBatch, counts: Sequence[int]) -> dict[int, DevicePart]:
+        """Cuts a micro-batch into the devices' parts. If it is ambiguous how to cut it, the first device gets all of
+        it."""
         used = {place: count for place, count in enumerate(counts) if count}
         if len(used) > 1 and is_ambiguous(micro):
             used = {min(used): len(micro.samples)}
-        meeting = Meeting(len(used), self._learner.session.timeout_seconds)
+        meeting = ThreadBarrier(len(used), self._learner.session.timeout_seconds)
         pieces = cut(micro, list(used.values())) if len(used) > 1 else [micro]
         return {
-            place: Part(piece, meeting, index)
+            place: DevicePart(piece, meeting, index)
             for index, (place, piece) in enumerate(zip(used, pieces, strict=True))
         }
 
     def _compute(
-        self, parts: Sequence[dict[int, Part]], divisor: Callable[[], float], step: int
+        self, parts: Sequence[dict[int, DevicePart]], divisor: Callable[[], float], step: int
     ) -> dict[int, Did]:
-        """Forward and backward on all devices; the divisor is asked for meanwhile."""
+        """Runs forward and backward on all devices. Waits for the divisor meanwhile."""
         value: Future[float] = Future()
         jobs = {
             place: self._training(place, [row[place] for row in parts if place in row], value, step)
@@ -234,7 +240,7 @@ class Replicas(Stepper):
         def drop() -> None:
             _drop(part.meeting for row in parts for part in row.values())
             if not value.done():
-                value.set_exception(LeftAloneError("the step was given up"))
+                value.set_exception(PeerThreadError("the step was given up"))
 
         try:
             return self._crew.run(jobs, drop, lambda: value.set_result(divisor()))
@@ -243,9 +249,9 @@ class Replicas(Stepper):
             raise
 
     def _training(
-        self, place: int, parts: Sequence[Part], divisor: Future[float], step: int
+        self, place: int, parts: Sequence[DevicePart], divisor: Future[float], step: int
     ) -> Callable[[], Did]:
-        """What the thread of a device does in a step."""
+        """Returns the function that a device's thread runs in a step."""
         replica, watch = self._replicas[place], self._watches[place]
 
         def job() -> Did:
@@ -263,21 +269,21 @@ class Replicas(Stepper):
         return job
 
     @contextmanager
-    def _computing(self, place: int, part: Part, step: int) -> Iterator[tuple[MicroBatch, Scope]]:
-        """The part on its device, and its scope."""
+    def _computing(self, place: int, part: DevicePart, step: int) -> Iterator[tuple[MicroBatch, Scope]]:
+        """Yields the part, moved to its device, and its scope, with the thread joined to the barrier."""
         micro = part.micro.to(self._devices[place], non_blocking=True)
         scope = Scope(micro.samples, step, self._learner.settings.seed, group=_no_ranks)
         with own_scope(scope), self._together.joined(part.meeting, part.place, self._watches[place]):
             yield micro, scope
 
     def _forget(self) -> None:
-        """Gives up the gradients of a step that failed."""
+        """Drops the replicas' gradients of a failed step."""
         for replica in self._others():
             for parameter in replica.parameters():
                 parameter.grad = None
 
     def _gather(self, lead: int) -> None:
-        """What the devices came to, where the model is; buffers are those of the ``lead``."""
+        """Sums the gradients of all devices in the model, and copies the buffers of device ``lead`` to it."""
         add_gradients([replica.model for replica in self._replicas], self._home)
         if lead != self._home:
             take_buffers(self._replicas[lead].model, self._learner.model)
@@ -292,7 +298,8 @@ class Replicas(Stepper):
     # Evaluation
 
     def outputs(self, micro: MicroBatch) -> Tree:
-        """As the model gives them: on all devices if they are rows of the samples, else on the home device alone."""
+        """Returns the model's outputs: computed on all devices if they have a row for each sample, else on the home
+        device alone."""
         if self._rows is not False and len(self._devices) > 1:
             try:
                 return self._joined(micro)
@@ -301,11 +308,14 @@ class Replicas(Stepper):
         return self._learner.task.forward(self._learner.model, micro.inputs)
 
     def _joined(self, micro: MicroBatch) -> Tree:
-        """Outputs of two parts that differ in size tell once whether they are rows of the samples: another dimension
-        may happen to be as long as one of them, but not as both.
+        """Returns the outputs computed on all devices.
+
+        The first call uses two parts of different sizes, to find out if the outputs have a row for each sample: some
+        other dimension may match one of the sizes by chance, but not both.
 
         Raises:
-            UncutError, UnjoinableError: If all devices cannot do it together.
+            UncutError: If the inputs or targets cannot be cut.
+            UnjoinableError: If the outputs cannot be joined.
         """
         n = len(micro.samples)
         if self._rows is None:
@@ -321,7 +331,7 @@ class Replicas(Stepper):
         sizes = [part.micro.size for part in parts.values()]
         return join(list(found.values()), sizes, self._learner.session.device)
 
-    def _evaluating(self, place: int, part: Part) -> Callable[[], Tree]:
+    def _evaluating(self, place: int, part: DevicePart) -> Callable[[], Tree]:
         model, forward = self._replicas[place].model, self._learner.task.forward
 
         def job() -> Tree:
@@ -332,7 +342,7 @@ class Replicas(Stepper):
 
 
 def led(counts: Sequence[int], lead: int) -> list[int]:
-    """The counts with one sample at least for the ``lead``, whose buffers have then seen every micro-batch."""
+    """Returns the counts, changed so that ``lead`` has at least one sample. Its buffers then see every micro-batch."""
     found = list(counts)
     if not found[lead]:
         found[max(range(len(found)), key=found.__getitem__)] -= 1
@@ -340,12 +350,12 @@ def led(counts: Sequence[int], lead: int) -> list[int]:
     return found
 
 
-def _sizes(parts: Sequence[dict[int, Part]], devices: int) -> list[int]:
-    """Samples that each device had in a step."""
+def _sizes(parts: Sequence[dict[int, DevicePart]], devices: int) -> list[int]:
+    """Returns the number of samples that each device had in a step."""
     return [sum(row[place].micro.size for row in parts if place in row) for place in range(devices)]
 
 
-def _drop(meetings: Iterable[Meeting]) -> None:
+def _drop(meetings: Iterable[ThreadBarrier]) -> None:
     for meeting in meetings:
         meeting.drop()
 

@@ -1,7 +1,7 @@
-"""The devices of one process, as the user names them: ``cuda:0,cuda:1``.
+"""Parses the devices of one process, such as ``cuda:0,cuda:1``.
 
-A CPU has no numbers of its own, and PyTorch's tensors there keep none. ``cpu:0,cpu:1`` are *logical* devices: each is
-given its part of the work like any other, so that all that does not need a GPU can be tried without one.
+PyTorch has only one CPU device, and CPU tensors keep no device index. ``cpu:0,cpu:1`` are *logical* devices: each gets
+a part of the work like any other device, so that code for several devices can be tried without a GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Devices = tuple[torch.device, ...]
 
 
 def parse_devices(names: Sequence[str]) -> Devices:
-    """The devices of these names.
+    """Returns the devices with these names.
 
     Raises:
-        ConfigurationError: If one is no device, or stands there twice.
+        ConfigurationError: If a name is no device, or is given twice.
     """
     try:
         found = tuple(map(_device, names))
@@ -37,21 +37,21 @@ def parse_devices(names: Sequence[str]) -> Devices:
 
 
 def _device(name: str) -> torch.device:
-    """Tensors of a GPU know its number, also where the user did not say it."""
+    """Parses one device. Adds index 0 to a GPU named without index, because GPU tensors always have an index."""
     found = torch.device(name.strip())
     numbered = accelerators.is_accelerator(found) and found.index is None
     return torch.device(found.type, 0) if numbered else found
 
 
 def devices_of(own: str | None, named: Sequence[str] | None, home: torch.device) -> Devices:
-    """The devices of a run on which the model and the batches are handed over on ``home``.
+    """Returns the devices of a run that provides the model and the batches on device ``home``.
 
     Args:
-        own: What the strategy itself was told.
-        named: What the settings say; without either these are all GPUs of this process.
+        own: The devices given as an option of the strategy.
+        named: The devices given in the settings. If neither is given, all GPUs of this process are used.
 
     Raises:
-        ConfigurationError: If there is none, or ``home`` is not among them.
+        ConfigurationError: If there are no devices, or ``home`` is not among them.
     """
     names = own.split(",") if own is not None else named
     if names is None and not accelerators.is_accelerator(home):
@@ -68,26 +68,24 @@ def devices_of(own: str | None, named: Sequence[str] | None, home: torch.device)
 
 
 def home_of(devices: Devices, home: torch.device) -> int | None:
-    """The place of the first that is the physical device ``home``; None if there is none."""
+    """Returns the index of the first device that is physically ``home``. Returns None if there is none."""
     return next((place for place, device in enumerate(devices) if same(device, home)), None)
 
 
 def same(one: torch.device, other: torch.device) -> bool:
-    """Whether tensors of both lie in the same memory."""
+    """Returns True if tensors on both devices are in the same memory."""
     if one.type != other.type:
         return False
     return one.type in ("cpu", "meta") or (one.index or 0) == (other.index or 0)
 
 
 def shown(devices: Devices) -> str:
-    """Their names, for messages."""
+    """Returns the names of the devices for messages."""
     return ",".join(map(str, devices))
 
 
 def refuse_ranks(strategy: str, world_size: int) -> None:
-    """Raises:
-    ConfigurationError: If there are several ranks.
-    """
+    """Raises ConfigurationError if there are several ranks."""
     if world_size > 1:
         raise ConfigurationError(
             f"strategy {strategy!r} is for one process with several devices, and there are {world_size} ranks, each "

@@ -1,12 +1,13 @@
-"""One model in parts on several devices of one process: for a model that no device can hold.
+"""Model parallelism by layers in one process: for a model that is too large for a single device.
 
-The devices compute one after the other, so that several are not faster than one that could hold all: ``pipeline`` keeps
-them busy at the same time, and ``ddp`` or ``sharded`` divide the samples. What it needs is no process but this one, and
-no change of the model: values are moved where they cross from one device to another
+The devices compute one after the other, so that several are not faster than one that could hold the whole model.
+``pipeline`` keeps all devices busy at the same time, and ``ddp`` or ``sharded`` divide the samples. This strategy needs
+only one process and no change of the model: tensors are moved between devices automatically
 (:mod:`evener.strategies.single_process.cross_device`).
 
-Where a part goes the user says, or it is computed (:mod:`evener.strategies.single_process.placement`) from one
-forward pass on the host. The model is built there and moved in parts: no device ever holds the whole.
+The user assigns modules to devices, or the placement is computed (:mod:`evener.strategies.single_process.placement`)
+from one forward pass on the host. The model is built on the host and moved in parts, so that no device ever holds all
+of it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from evener.hardware.async_read import Readout, read
 from evener.nn.fqn import clean_name
 from evener.strategies.base import Strategy
 from evener.strategies.dataset_view import Reading
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
-from evener.strategies.single import Alone
+from evener.strategies.single import NoSync
 from evener.strategies.single_process.cross_device import Moves, Places, draw_borders
 from evener.strategies.single_process.devices import (
     Devices,
@@ -57,38 +58,39 @@ from evener.strategies.single_process.placement import (
 from evener.strategies.single_process.profile import Seen, profile
 from evener.strategies.single_process.scatter_gather import leaves
 from evener.strategies.steppers.plain import Plain
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 N = TypeVar("N", int, float)
 
 HOST = torch.device("cpu")
 FREE = 0.9
-"""Part of a GPU's free memory that a computed placement counts on."""
+"""Fraction of a GPU's free memory that a computed placement may use."""
 _PLACE, _MOVES = "evener_device", "evener_moves"
 
 
 @dataclass(frozen=True)
 class Layers(Strategy):
-    """The modules of one model on several devices of one process.
+    """Places the modules of one model on several devices of one process.
 
     Raises:
-        ConfigurationError: For several ranks, devices or a placement that cannot be, and a model that does not fit.
+        ConfigurationError: If there are several ranks, if devices or the placement are invalid, or if the model does
+            not fit.
         TaskError: If one tensor would be on two devices.
     """
 
     one_process: ClassVar[bool] = True
 
     devices: str | None = None
-    """Such as ``cuda:0,cuda:1``; None for those of the settings, or else all GPUs. The model's own code runs on the
-    first."""
+    """For example ``cuda:0,cuda:1``. None takes the devices of the settings, or else all GPUs. The model's own code
+    runs on the first device."""
     placement: str | None = None
-    """Such as ``encoder=cuda:0,decoder=cuda:1``: modules' names or patterns and their devices; what is not named goes
-    with its parent. None to have it computed."""
+    """For example ``encoder=cuda:0,decoder=cuda:1``: names of modules, or patterns, with devices. Other modules go to
+    the device of their parent. None computes the placement."""
     memory: str | None = None
-    """Such as ``8GiB,16GiB``: what of each device may be used, for a computed placement; None for what is free on a
-    GPU, and no limit on a CPU."""
+    """For example ``8GiB,16GiB``: the usable memory of each device, for a computed placement. None takes the free
+    memory of a GPU, and no limit on a CPU."""
     speeds: str | None = None
-    """Such as ``1,2``: how fast each device is, for a computed placement; None for all alike."""
+    """For example ``1,2``: the relative speed of each device, for a computed placement. None means equal speeds."""
 
     def __post_init__(self) -> None:
         named = parse_devices(self.devices.split(",")) if self.devices is not None else None
@@ -103,7 +105,7 @@ class Layers(Strategy):
                 f"{' and '.join(unused)} would do nothing: placement says where everything goes; leave one out"
             )
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         refuse_ranks("layers", world_size)
         return Layout({"data": 1})
 
@@ -113,7 +115,7 @@ class Layers(Strategy):
         places = self._places(model, devices, learner)
         part_stateless(model, places)
         check_together(model, places)
-        put(model, places)
+        move_modules(model, places)
         outside = devices[home_of(devices, learner.session.device) or 0]
         setattr(model, _MOVES, draw_borders(model, places, outside))
         if self.placement is None:
@@ -138,9 +140,7 @@ class Layers(Strategy):
 
 
 def check_named(entries: Sequence[tuple[str, torch.device]], devices: Devices) -> None:
-    """Raises:
-    ConfigurationError: If a placement uses another device.
-    """
+    """Raises ConfigurationError if a placement uses a device that is not in ``devices``."""
     strange = [f"{name}={device}" for name, device in entries if device not in devices]
     if strange:
         raise ConfigurationError(
@@ -149,10 +149,10 @@ def check_named(entries: Sequence[tuple[str, torch.device]], devices: Devices) -
 
 
 def numbers(text: str | None, what: str, convert: Callable[[str], N]) -> list[N] | None:
-    """The numbers above 0 of a list with commas.
+    """Parses a comma-separated list of numbers above 0. Returns None if ``text`` is None.
 
     Raises:
-        ConfigurationError: If they are none.
+        ConfigurationError: If the text is no such list.
     """
     if text is None:
         return None
@@ -172,10 +172,10 @@ def numbers(text: str | None, what: str, convert: Callable[[str], N]) -> list[N]
 def of_each(
     devices: Devices, given: Sequence[float] | None, what: str, usual: Callable[[torch.device], float]
 ) -> list[float]:
-    """One number for each device: those that are given, or the usual ones.
+    """Returns one number for each device: the given ones, or the defaults that ``usual`` returns.
 
     Raises:
-        ConfigurationError: If there are not as many.
+        ConfigurationError: If the number of given values differs from the number of devices.
     """
     found = [usual(device) for device in devices] if given is None else list(given)
     if len(found) != len(devices):
@@ -186,15 +186,15 @@ def of_each(
 
 
 def _free(device: torch.device) -> float:
-    """Bytes that a computed placement counts on."""
+    """Returns the bytes of the device that a computed placement may use; infinite on a CPU."""
     own = accelerators.memory_of(device) if accelerators.is_accelerator(device) else None
     return math.inf if own is None else FREE * own[0]
 
 
 def first_pass(model: nn.Module, learner: Learner) -> Mapping[str, Seen]:
-    """What the modules do in a forward pass over the first batch of the training set, on the host."""
+    """Profiles the modules in a forward pass over the first batch of the training set, on the host."""
     task = learner.task
-    loader = Reading.of(learner, task.train, "training set").loader(
+    loader = Reading.from_learner(learner, task.train, "training set").loader(
         None,
         batch_size=task.batch_size,
         shares=Equal(1).shares,
@@ -212,7 +212,8 @@ def first_pass(model: nn.Module, learner: Learner) -> Mapping[str, Seen]:
 
 
 def part_stateless(model: nn.Module, places: Places) -> None:
-    """A module without tensors that stands on several devices, such as one ReLU for all layers, is a copy on others."""
+    """Copies modules without tensors that are used on several devices, such as one ReLU for all layers, so that each
+    device has its own."""
     first: dict[nn.Module, torch.device] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if (
@@ -224,8 +225,8 @@ def part_stateless(model: nn.Module, places: Places) -> None:
 
 
 @torch.no_grad()
-def put(model: nn.Module, places: Places) -> None:
-    """Moves every module's own tensors to its device; what is one stays one."""
+def move_modules(model: nn.Module, places: Places) -> None:
+    """Moves every module's own tensors to its device. Tied tensors stay tied."""
     moved: dict[int, Tensor] = {}
     for name, device in places.items():
         module = model.get_submodule(name)
@@ -243,18 +244,19 @@ def put(model: nn.Module, places: Places) -> None:
 
 
 class Placed(NamedTuple):
-    """A part of the model on a device."""
+    """The device and the size of a part of the model."""
 
     device: torch.device
     nbytes: int
-    """Of its parameters and buffers."""
+    """Bytes of the part's parameters and buffers."""
 
     def __str__(self) -> str:
         return f"{self.device} ({in_words(self.nbytes)})"
 
 
 def placement_of(model: nn.Module) -> dict[str, Placed]:
-    """Where the parts of a model that ``layers`` has placed are, by the name of the module that each begins with."""
+    """Returns the placement that ``layers`` has made: the parts of the model by the name of the module that each begins
+    with."""
     begins: dict[str, str] = {}
     sizes: dict[str, int] = {}
     devices: dict[str, torch.device] = {}
@@ -277,18 +279,18 @@ def placement_of(model: nn.Module) -> dict[str, Placed]:
 
 
 def in_parts(model: nn.Module) -> str:
-    """The placement in a line."""
+    """Returns the placement as one line of text."""
     return ", ".join(f"{name or 'the model'} on {part}" for name, part in placement_of(model).items())
 
 
 def moves_of(model: nn.Module) -> Moves:
-    """What was moved between the devices of a model that ``layers`` has placed."""
+    """Returns the counters of moves between the devices of a model that ``layers`` has placed."""
     found: Moves = getattr(model, _MOVES)
     return found
 
 
-class OnSeveral(Alone):
-    """There is no other rank; gradients are on several devices."""
+class OnSeveral(NoSync):
+    """The synchronizer of a rank with gradients on several devices. It sums nothing, because there is no other rank."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner)
@@ -311,7 +313,7 @@ class OnSeveral(Alone):
 
 
 class Gathering(TorchFunctionMode):
-    """Where tensors of several devices meet in one operation, all are moved to that of the first."""
+    """Moves the tensors of an operation to the device of its first tensor, if they are on several devices."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -326,7 +328,7 @@ class Gathering(TorchFunctionMode):
 
 
 def _lead_penalty(learner: Learner) -> None:
-    """The task's penalty may add up what it finds on several devices."""
+    """Wraps the task's penalty so that it may add tensors on several devices."""
     penalty = learner.task.penalty
     if penalty is None:
         return

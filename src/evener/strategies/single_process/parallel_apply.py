@@ -1,17 +1,17 @@
-"""A thread for each device of a process, and what these threads tell each other.
+"""A thread for each device of a process, and communication between these threads.
 
-Each keeps to its device, with its part of the cores where that is the CPU, and runs backward itself instead of leaving
-it to autograd's own threads: so a layer that waits for the other devices can do so in both directions, and the thread
-tells what is being computed.
+Each thread uses one device; threads of logical CPU devices divide the cores. A thread runs backward itself, not in
+autograd's own threads. So a layer can wait for the other devices in backward too, and the thread identifies the device
+that is computing.
 
 ::
 
     the process     jobs ────────────────────────────────────── all done, or the first error
     cpu:0           └─ forward ─ ● ─ forward ─ backward ─ ● ─┘
-    cpu:1           └─ forward ─ ● ─ forward ─ backward ─ ● ─┘        ● the same BatchNorm on both: they meet
+    cpu:1           └─ forward ─ ● ─ forward ─ backward ─ ● ─┘        ● the same BatchNorm on both: they wait
 
-An error on one device ends the waits of the others, and is raised where the jobs were given out, with a note of the
-device.
+An error on one device ends the waits of the others. It is raised by the call that started the jobs, with a note that
+names the device.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from evener.strategies.single_process.devices import Devices
 T = TypeVar("T")
 
 _GLANCE_SECONDS = 0.5
-"""How long Ctrl-C may go unnoticed."""
+"""Maximum delay of the reaction to Ctrl-C."""
 
 
-class LeftAloneError(Exception):
-    """Another device will not come, for reasons that it tells itself."""
+class PeerThreadError(Exception):
+    """Raised in a thread that waits for a device which has failed. That device raises its own error."""
 
 
-class Crew:
-    """The threads of ``devices``, started at once and ended by :meth:`close`."""
+class DeviceThreads:
+    """One thread for each of ``devices``. They start at once and end with :meth:`close`."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices, cores = devices, torch.get_num_threads()
@@ -54,7 +54,7 @@ class Crew:
             for place, device in enumerate(devices)
         ]
         self.run(dict.fromkeys(range(len(devices)), _nothing), _nothing)
-        torch.set_num_threads(cores)  # of the process, for which a thread has set its own meanwhile
+        torch.set_num_threads(cores)  # the threads have changed the process's number
 
     def run(
         self,
@@ -62,15 +62,16 @@ class Crew:
         drop: Callable[[], None],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, T]:
-        """What the job of each device returns. No job runs any more when this returns or raises.
+        """Runs a job on each device and returns the results. No job is running when this returns or raises.
 
         Args:
-            jobs: By the place of the device.
+            jobs: The job of each device, by the device's index.
             drop: Ends all waits of the jobs.
-            meanwhile: Called while they run.
+            meanwhile: Called while the jobs run.
 
         Raises:
-            BaseException: The first error of a job, with a note of its device; what came in from outside meanwhile.
+            BaseException: The first error of a job, with a note that names its device, or an error from ``meanwhile``
+                or a signal.
         """
         grad = torch.is_grad_enabled()
         started: dict[int, Future[T]] = {}
@@ -80,7 +81,7 @@ class Crew:
             meanwhile()
             _until_over(started.values())
         finally:
-            # Also where Ctrl-C came before all had been given out.
+            # Also if Ctrl-C came before all jobs were started.
             if started.keys() < jobs.keys() or not all(map(_went_well, started.values())):
                 drop()
                 wait(started.values())
@@ -89,13 +90,13 @@ class Crew:
 
     def _raise_first(self, started: Mapping[int, Future[Any]]) -> None:
         errors = {place: error for place, future in started.items() if (error := future.exception())}
-        own = {place: error for place, error in errors.items() if not isinstance(error, LeftAloneError)}
+        own = {place: error for place, error in errors.items() if not isinstance(error, PeerThreadError)}
         for place, error in (own or errors).items():
             error.add_note(f"on device {self._devices[place]}, one of {len(self._devices)} of this process")
             raise error
 
     def close(self) -> None:
-        """Ends the threads; may be called twice."""
+        """Ends the threads. It may be called twice."""
         for pool in self._pools:
             pool.shutdown()
 
@@ -108,13 +109,14 @@ def _settle(device: torch.device, place: int, cores: int) -> None:
 
 
 def _alone(job: Callable[[], T], grad: bool) -> T:
-    """Runs the job as the process would, backward included."""
+    """Runs the job with the caller's gradient mode, and backward in the same thread."""
     with torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
         return job()
 
 
 def _until_over(futures: Collection[Future[Any]]) -> None:
-    """Until all are done or one has failed. A signal just before a wait does not end it: hence short ones."""
+    """Waits until all are done or one has failed. Waits are short, because a signal that comes just before a wait does
+    not end it."""
     waiting: Collection[Future[Any]] = futures
     while waiting:
         done, waiting = wait(futures, _GLANCE_SECONDS, FIRST_EXCEPTION)
@@ -130,13 +132,14 @@ def _nothing() -> None:
     pass
 
 
-class Meeting:
-    """Where the threads that compute parts of one micro-batch wait for each other, any number of times.
+class ThreadBarrier:
+    """A barrier for the threads that compute the parts of one micro-batch, usable any number of times.
 
-    Two boards in turn make one wait enough: who writes to a board again has met those who read it at the other.
+    Two boards are used in turn, so that each exchange needs only one wait: before a thread writes to a board again, it
+    has waited at the other board for all threads that read the first.
 
     Args:
-        size: How many they are.
+        size: The number of threads.
     """
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
@@ -147,28 +150,29 @@ class Meeting:
         self._dropped = False
 
     def bring(self, place: int, value: T) -> Callable[[], list[T]]:
-        """Puts down what this thread has for all. To be called then, once, before it brings more:
+        """Publishes this thread's value. The returned function must be called exactly once before the next call of this
+        method.
 
         Returns:
-            Waits for the others, and gives the values of all in their order. Raises LeftAloneError if the meeting is
-            dropped, and RankTimeoutError if not all come in time.
+            A function that waits for the other threads and returns the values of all in order. It raises
+                PeerThreadError if the barrier was dropped, and RankTimeoutError if not all threads come in time.
         """
         board = self._boards[self._turns[place] % 2]
         self._turns[place] += 1
         board[place] = value
 
-        def take() -> list[T]:
+        def take_all() -> list[T]:
             self._meet()
             return list(board)
 
-        return take
+        return take_all
 
     def _meet(self) -> None:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             if self._dropped:
-                raise LeftAloneError("another device failed") from None
+                raise PeerThreadError("another device failed") from None
             raise RankTimeoutError(
                 f"not all of {self.size} devices came to a layer that looks at all samples within "
                 f"{self._timeout_seconds:g} s: each must call the same such layers (BatchNorm) in the same order, "
@@ -176,13 +180,13 @@ class Meeting:
             ) from None
 
     def drop(self) -> None:
-        """Nobody waits here any more."""
+        """Ends all waits at this barrier, also later ones."""
         self._dropped = True
         self._barrier.abort()
 
 
-class Together(Peers):
-    """The threads that compute parts of the same micro-batch, for the layers of all their replicas."""
+class ReplicaThreads(Peers):
+    """Connects the threads that compute parts of the same micro-batch, for the BatchNorm layers of their replicas."""
 
     what = "devices"
 
@@ -190,8 +194,8 @@ class Together(Peers):
         self._of_thread = threading.local()
 
     @contextmanager
-    def joined(self, meeting: Meeting, place: int, watch: Stopwatch) -> Iterator[None]:
-        """This thread takes part in ``meeting``; ``watch`` stands still while it waits."""
+    def joined(self, meeting: ThreadBarrier, place: int, watch: Stopwatch) -> Iterator[None]:
+        """Within the block, this thread takes part in ``meeting``. ``watch`` is paused while the thread waits."""
         self._of_thread.now = meeting, place, watch
         try:
             yield
@@ -204,11 +208,11 @@ class Together(Peers):
 
     def all_gather_later(self, message: Tensor, of: str) -> Later:
         meeting, place, watch = self._of_thread.now
-        take = meeting.bring(place, (of, message))
+        take_all = meeting.bring(place, (of, message))
 
         def later() -> Tensor:
             watch.pause()
-            said: list[tuple[str, Tensor]] = take()
+            said: list[tuple[str, Tensor]] = take_all()
             kinds = {(of, tuple(one.shape)) for of, one in said}
             if len(kinds) > 1:
                 words = ", ".join(f"{of} with a message of shape {shape}" for of, shape in sorted(kinds))

@@ -1,11 +1,12 @@
-"""Which module goes to which device: as the user says, or the fastest way that fits.
+"""Assigns modules to devices: as the user says, or by the fastest placement that fits.
 
-One process computes one device after the other, so that a step takes the time of all modules, each at the speed of its
-device, and the moves between them. Of all ways to cut the modules, in the order of their first calls, into one run for
-each device, the one is taken that fits and is fastest; of equally fast ones that which moves the least, and of these
-the one whose fullest device is the least full. ``best[d][j]``, that of units ``0..j-1`` on devices ``0..d``, is the
-least over ``i`` of ``best[d-1][i]`` with units ``i..j-1`` on device ``d`` added: O(devices * units^2). Taking the least
-of a prefix is right, for times and moves add up, and a maximum does not fall.
+In one process the devices compute one after the other. A step takes the sum of the times of all modules, each at the
+speed of its device, and of the moves. The modules are ordered by their first calls and cut into one contiguous range
+for each device. Of all cuts that fit, the fastest is taken; of equally fast ones, the one that moves the fewest bytes;
+of these, the one whose fullest device is the least full. Dynamic programming finds it: ``best[d][j]``, the best
+placement of units ``0..j-1`` on devices ``0..d``, is the minimum over ``i`` of ``best[d-1][i]`` with units ``i..j-1``
+added on device ``d``. This takes O(devices * units^2). Using the best placement of a prefix is correct, because times
+and moves add up and a maximum never decreases.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from evener.nn.fqn import clean_name
 from evener.strategies.single_process.cross_device import called_children
 from evener.strategies.single_process.devices import Devices, parse_devices
 from evener.strategies.single_process.profile import Seen
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 TRAINED_COPIES = 4
-"""Bytes of training over those of a weight: itself, its gradient, and two numbers of an optimizer such as Adam."""
+"""Memory for training a weight, in multiples of the weight: the weight, its gradient, and two optimizer states, as with
+Adam."""
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_placement(text: str) -> list[tuple[str, torch.device]]:
-    """Pairs of a module's name, or a pattern of names, and a device, from ``encoder=cuda:0,blocks.1?=cuda:1``.
+    """Parses a placement such as ``encoder=cuda:0,blocks.1?=cuda:1`` into pairs of a module's name, or a pattern of
+    names, and a device.
 
     Raises:
-        ConfigurationError: If it is no such text.
+        ConfigurationError: If the format is wrong.
     """
     entries = [entry.strip().partition("=") for entry in text.split(",")]
     if not all(name and device for name, _, device in entries):
@@ -47,7 +50,7 @@ def parse_placement(text: str) -> list[tuple[str, torch.device]]:
 
 
 def in_words(nbytes: float) -> str:
-    """A number of bytes, for people."""
+    """Formats a number of bytes for messages."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if nbytes >= _UNITS[unit]), "")
     return f"{nbytes / _UNITS[unit]:.1f} {unit}" if unit else f"{nbytes:.0f} bytes"
 
@@ -55,12 +58,13 @@ def in_words(nbytes: float) -> str:
 def said_places(
     model: nn.Module, placement: Sequence[tuple[str, torch.device]], first: torch.device
 ) -> dict[str, torch.device]:
-    """The device of every module, by its names: that of its entry, or else of its parent, the root's being ``first``.
+    """Returns the device of every module, under all its names: the device of its entry in ``placement``, or else of its
+    parent. The root is on ``first``.
 
-    A name counts more than a pattern, and what comes later more than what came before.
+    A name takes precedence over a pattern, and a later entry over an earlier one.
 
     Raises:
-        ConfigurationError: If an entry names no module.
+        ConfigurationError: If an entry matches no module.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     said: dict[str, torch.device] = {}
@@ -79,9 +83,7 @@ def said_places(
 
 
 def check_together(model: nn.Module, places: Mapping[str, torch.device]) -> None:
-    """Raises:
-    TaskError: If a tensor or a module stands under two names that are placed on different devices.
-    """
+    """Raises TaskError if a tensor or a module has two names that are placed on different devices."""
     found: dict[int, tuple[str, torch.device]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         device = places[module_name]
@@ -101,14 +103,14 @@ def check_together(model: nn.Module, places: Mapping[str, torch.device]) -> None
 
 
 class Unit(NamedTuple):
-    """Modules that go to one device together."""
+    """Modules that are placed on one device together."""
 
     names: tuple[str, ...]
     seconds: float
     nbytes: int
-    """What training them takes."""
+    """Bytes needed to train them."""
     inputs: int
-    """Bytes that come in."""
+    """Bytes of the inputs of the first module."""
 
 
 def computed_places(
@@ -118,7 +120,7 @@ def computed_places(
     speeds: Sequence[float],
     memories: Sequence[float],
 ) -> dict[str, torch.device]:
-    """The device of every module, by its names; what belongs to no unit is on the first.
+    """Returns the device of every module, under all its names. Modules in no unit are on the first device.
 
     Raises:
         ConfigurationError: If the model does not fit, or has fewer parts than there are devices.
@@ -153,18 +155,18 @@ def _check_room(units: Sequence[Unit], base: int, devices: Devices, memories: Se
 
 
 Cost = tuple[int, int, float]
-"""Nanoseconds, bytes moved, how full the fullest device is: compared in this order."""
+"""Nanoseconds, bytes moved, and how full the fullest device is; compared in this order."""
 Way = tuple[Cost, list[int]]
-"""What it costs, and the device of every unit."""
+"""The cost of a placement, and the device of every unit."""
 
 
 def cut_units(
     units: Sequence[Unit], speeds: Sequence[float], memories: Sequence[float], base: int = 0
 ) -> list[int] | None:
-    """For every unit its device, none left out, in order; None if nothing fits.
+    """Returns the device of every unit: in order, with each device used. Returns None if nothing fits.
 
     Args:
-        base: Bytes that the first device holds besides.
+        base: Bytes that the first device holds besides the units.
     """
     slowness = [round(max(speeds) / speed, 3) for speed in speeds]
     time = [0, *accumulate(round(unit.seconds * 1e9) for unit in units)]
@@ -194,11 +196,11 @@ def _fullness(held: float, memory: float) -> float:
 def units_of(
     model: nn.Module, seen: Mapping[str, Seen], number: int, largest: float
 ) -> tuple[list[Unit], int]:
-    """The parts to place, in the order of their first calls, and the bytes of what belongs to none.
+    """Returns the units to place, in the order of their first calls, and the bytes that belong to no unit.
 
-    Parts are the children of the model and of each ``nn.Sequential``. The heaviest are divided further while they are
-    fewer than ``number``, or one is larger than ``largest``. What is never called is used by its parent directly, and
-    stays with it.
+    Parts are the children of the model and of each ``nn.Sequential``. The heaviest parts are divided further while
+    there are fewer than ``number``, or one is larger than ``largest``. A module that is never called is used directly
+    by its parent, and stays with it.
     """
     names = {module: name for name, module in model.named_modules()}
 
@@ -222,7 +224,7 @@ def units_of(
 
 
 def _through_chains(model: nn.Module, name: str, inner: Callable[[str], list[str]]) -> Iterator[str]:
-    """The called children of a module; in place of an ``nn.Sequential``, which only hands on, its own."""
+    """Yields the called children of a module. Replaces an ``nn.Sequential`` by its own children."""
     for child in inner(name):
         if type(model.get_submodule(child)) is nn.Sequential and inner(child):
             yield from _through_chains(model, child, inner)
@@ -233,7 +235,8 @@ def _through_chains(model: nn.Module, name: str, inner: Callable[[str], list[str
 def _tied_together(
     model: nn.Module, parts: Sequence[str], seen: Mapping[str, Seen]
 ) -> tuple[list[Unit], int]:
-    """Units of parts that share no tensor; one that shares some with what belongs to no part goes with that."""
+    """Joins parts that share tensors into units. A part that shares tensors with modules outside of all parts is in no
+    unit."""
     inside = {name: {id(t) for t in held_tensors(model.get_submodule(name))} for name in parts}
     of_parts = {id(module) for name in parts for module in model.get_submodule(name).modules()}
     rest = [module for module in model.modules() if id(module) not in of_parts]
@@ -271,7 +274,7 @@ def _weight_nbytes(module: nn.Module) -> int:
 
 
 def held_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a module and those in it; tied ones under each of their names."""
+    """Yields the parameters and buffers of a module and its descendants. Tied tensors come once for each name."""
     return (tensor for inner in module.modules() for tensor in _held(inner))
 
 

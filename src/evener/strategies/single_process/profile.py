@@ -1,4 +1,5 @@
-"""What the modules of a model do in one forward pass: in which order they are called, how long, and what they keep."""
+"""Profiles the modules of a model in one forward pass: the order of calls, the time, and the memory kept for
+backward."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from evener.strategies.single_process.scatter_gather import leaves
-from evener.torch_internals.module_tensors import own_buffers
+from evener.torch_internals.modules import own_buffers
 
 
 @dataclass
 class Seen:
-    """Of one module, with all that is in it."""
+    """The profile of one module with all its submodules."""
 
     order: int
-    """The place of its first call among those of all modules."""
+    """The position of the module's first call among those of all modules."""
     seconds: float = 0.0
-    """Of its forward passes."""
+    """Seconds of its forward passes."""
     inputs: int = 0
-    """Bytes of what it was first called with."""
+    """Bytes of the tensors of its first call."""
     saved: dict[int, int] = field(default_factory=dict)
-    """Bytes that are kept for backward, by memory."""
+    """Bytes kept for backward, by the address of the storage."""
 
     @property
     def saved_nbytes(self) -> int:
@@ -35,7 +36,7 @@ class Seen:
 
 
 class Profiler:
-    """Listens to every module of a model."""
+    """Hooks that record the calls of every module of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, Seen] = {}
@@ -58,7 +59,7 @@ class Profiler:
         if storage.data_ptr() not in self._weights:
             for name, _ in self._running:
                 self.seen[name].saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the output of an operation that keeps it would hold the operation for ever
+        return tensor.detach()  # an output saved by its own operation would be a reference cycle
 
 
 def _nbytes(tree: Any) -> int:
@@ -66,10 +67,11 @@ def _nbytes(tree: Any) -> int:
 
 
 def profile(model: nn.Module, run: Callable[[], Any]) -> dict[str, Seen]:
-    """What each module that ``run`` calls does in it, by its name; buffers and random numbers are as before.
+    """Returns the profile of each module that ``run`` calls, by name. Restores buffers and random number generators of
+    the CPU.
 
     Args:
-        run: One forward pass.
+        run: Runs one forward pass.
     """
     profiler = Profiler(model)
     with ExitStack() as undo:
@@ -79,14 +81,14 @@ def profile(model: nn.Module, run: Callable[[], Any]) -> dict[str, Seen]:
         undo.enter_context(_unchanged(model))
         undo.enter_context(torch.random.fork_rng(devices=[]))
         undo.enter_context(saved_tensors_hooks(profiler.keep, lambda tensor: tensor))
-        kept = run()  # so that no memory is given out twice
+        kept = run()  # kept alive: a storage's address must not be reused
         del kept
     return profiler.seen
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Every buffer is afterwards what it was."""
+    """Restores all buffers at the end of the block."""
     held = [(own_buffers(module), name) for module in model.modules() for name in own_buffers(module)]
     before = [(buffers, name, tensor, _copy(tensor)) for buffers, name in held for tensor in [buffers[name]]]
     try:

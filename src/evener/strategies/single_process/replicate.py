@@ -1,7 +1,7 @@
-"""Copies of a model on other devices of the same process, which follow it.
+"""Replicas of a model on other devices of the same process, which are kept equal to the model.
 
-Where a copy lies in the same memory as the model, as on logical devices of the CPU, it shares the numbers of its
-weights, and has gradients and buffers of its own.
+A replica in the same memory as the model, as on logical CPU devices, shares the model's weights. It has gradients and
+buffers of its own.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from evener.core.half_precision import widened
 from evener.errors import TaskError
 from evener.strategies.single_process.devices import same
-from evener.torch_internals.module_tensors import own_buffers
+from evener.torch_internals.modules import own_buffers
 
 _PLAIN = (bool, int, float, str, type(None))
-"""Attributes of a module that a copy takes over before every pass."""
+"""Types of module attributes that a replica copies before every pass."""
 
 
 def copied(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of the model on ``device``.
+    """Returns a replica of the model on ``device``.
 
     Raises:
-        TaskError: If it cannot be copied.
+        TaskError: If the model cannot be copied.
     """
     try:
         made = copy.deepcopy(model)
@@ -48,7 +48,7 @@ def copied(model: nn.Module, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def follow(model: nn.Module, other: nn.Module) -> None:
-    """``other`` takes over the model's weights, buffers, and the plain attributes of its modules (``training`` too)."""
+    """Copies the model's weights, buffers and plain module attributes (also ``training``) to ``other``."""
     for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
         theirs.requires_grad_(own.requires_grad)
         if not same(own.device, theirs.device):
@@ -62,7 +62,7 @@ def follow(model: nn.Module, other: nn.Module) -> None:
 
 @torch.no_grad()
 def take_buffers(model: nn.Module, other: nn.Module) -> None:
-    """``other`` takes over the model's buffers, into its own memory where they have kept their shape."""
+    """Copies the model's buffers to ``other``, in place if shape and layout are unchanged."""
     for module, its in zip(model.modules(), other.modules(), strict=True):
         theirs = own_buffers(its)
         for name, own in own_buffers(module).items():
@@ -79,9 +79,10 @@ def _like(own: Tensor, held: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def add_gradients(models: Sequence[nn.Module], home: int) -> None:
-    """The gradients of all models, in their order, add up in that of number ``home``; the others have none then.
+    """Sums the gradients of all models, in order, in model number ``home``. The other models have no gradients
+    afterwards.
 
-    A parameter that none gave a gradient has none.
+    A parameter without gradient in all models gets none.
     """
     for row in zip(*(model.parameters() for model in models), strict=True):
         own, found = row[home], [parameter.grad for parameter in row if parameter.grad is not None]

@@ -1,8 +1,8 @@
-"""Cutting a micro-batch that was collated as a whole, and joining outputs.
+"""Cuts a collated micro-batch into parts, and joins the outputs of the parts.
 
-Ranks collate their own samples. Within a process the batch is there already, and only its form tells what belongs to
-which sample. What a form does not tell is refused and not guessed: a sum over the batch in a 0-dimensional tensor, say,
-would be counted once for each part.
+Ranks collate their own samples, but the devices of one process get a batch that is already collated. Only tensors with
+the samples along dimension 0 show which values belong to which sample. Everything else is refused: for example, a
+0-dimensional tensor with a sum over the batch would be counted once for each part.
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from evener.errors import TaskError
 
 
 class UncutError(TaskError):
-    """Inputs or targets that cannot be cut."""
+    """Raised if inputs or targets cannot be cut."""
 
 
 class UnjoinableError(Exception):
-    """Outputs that do not have the samples along dimension 0."""
+    """Raised if outputs do not have the samples along dimension 0."""
 
 
 def cut(micro: MicroBatch, counts: Sequence[int]) -> list[MicroBatch]:
-    """Consecutive parts of ``micro`` of so many samples, of which none is 0. They share its memory.
+    """Cuts ``micro`` into consecutive parts with ``counts`` samples each, none of them 0. The parts share its memory.
 
     Raises:
-        UncutError: If a part of inputs or targets cannot be cut; names it.
+        UncutError: If inputs or targets cannot be cut. The error names the value at fault.
     """
     check_rows(micro)
     return [micro.rows(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 
 def check_rows(micro: MicroBatch) -> None:
-    """Raises:
-    UncutError: If not every tensor of inputs and targets has the samples along dimension 0.
-    """
+    """Raises UncutError if a tensor of inputs or targets does not have the samples along dimension 0."""
     n = len(micro.samples)
     trees = {"inputs": micro.inputs, "targets": micro.targets}
     for where, what in (found for name, tree in trees.items() for found in _uncut(tree, n, name)):
@@ -53,7 +51,7 @@ def check_rows(micro: MicroBatch) -> None:
 
 
 def _uncut(tree: Tree, n: int, where: str) -> Iterator[tuple[str, str]]:
-    """What cannot be cut, and where it stands."""
+    """Yields the values that cannot be cut: where each is in the tree, and a description."""
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.dim() == 0 or len(tree) != n:
             kind = "" if tree.layout is torch.strided else "sparse "
@@ -64,8 +62,10 @@ def _uncut(tree: Tree, n: int, where: str) -> Iterator[tuple[str, str]]:
         for key, value in tree.items():
             yield from _uncut(value, n, f"{where}[{key!r}]")
     elif isinstance(tree, tuple | list):
-        if tree and not any(isinstance(leaf, Tensor) for leaf in leaves(tree)):
-            yield from [(where, f"a {type(tree).__name__} without tensors")] if any(tree) else []
+        found = list(leaves(tree))
+        if not any(isinstance(leaf, Tensor) for leaf in found):
+            known = [leaf for leaf in found if leaf is not None]
+            yield from [(where, f"a {type(tree).__name__} without tensors")] if known else []
             return
         for place, value in enumerate(tree):
             yield from _uncut(value, n, f"{where}[{place}]")
@@ -77,7 +77,8 @@ def _uncut(tree: Tree, n: int, where: str) -> Iterator[tuple[str, str]]:
 
 
 def is_ambiguous(micro: MicroBatch) -> bool:
-    """Whether a sequence in it has as many entries as there are samples: it may be one tensor for each of them."""
+    """Returns True if a sequence in it has as many entries as there are samples. It might hold one tensor for each
+    sample."""
     return _is_ambiguous((micro.inputs, micro.targets), len(micro.samples), top=True)
 
 
@@ -92,7 +93,7 @@ def _is_ambiguous(tree: Tree, n: int, top: bool = False) -> bool:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """What is no tuple, list, mapping or dataclass in it, in order."""
+    """Returns the leaves of a tree in order: everything that is no tuple, list, mapping or dataclass."""
     found: list[Any] = []
 
     def noted(leaf: Any) -> Any:
@@ -104,10 +105,10 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def join(outputs: Sequence[Tree], counts: Sequence[int], device: torch.device) -> Tree:
-    """One tree of what the parts of a micro-batch, of so many samples, came to: their rows one after the other.
+    """Joins the outputs of the parts of a micro-batch, row after row. The parts have ``counts`` samples.
 
     Raises:
-        UnjoinableError: If they are no such rows.
+        UnjoinableError: If the outputs do not have a row for each sample.
     """
     columns = [leaves(tree) for tree in outputs]
     if len({len(column) for column in columns}) > 1:
@@ -129,10 +130,10 @@ def _joined(row: Sequence[Any], counts: Sequence[int], device: torch.device) -> 
 
 
 def different(n: int, parts: int) -> list[int]:
-    """``n`` samples for ``parts``: two of them take some, not as many as each other, the others none.
+    """Divides ``n`` samples over two of ``parts`` in unequal numbers. The other parts get none.
 
     Raises:
-        UnjoinableError: If there are too few.
+        UnjoinableError: If there are fewer than 3 samples.
     """
     if n < 3:
         raise UnjoinableError

@@ -1,1 +1,1 @@
-"""How a rank goes through its micro-batches."""
+"""Steppers: run a rank's micro-batches, as a whole or in pieces that fit into memory."""

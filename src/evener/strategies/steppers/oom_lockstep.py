@@ -1,15 +1,15 @@
-"""The plain stepper for ranks that meet in their passes: all take equally many pieces, each of a size that it can hold.
+"""Cuts micro-batches into pieces that fit into memory, equally many on all ranks: for ranks that communicate in passes.
 
-A sharded model gathers its weights in every pass, so that a rank with less memory cannot take one more than the others.
-Before a step every rank tells how many pieces it needs, and the neediest is followed; one with more memory, or fewer
-samples, has smaller ones then. In the first step, while sizes are still learned, the ranks tell each other before every
+A sharded model gathers its weights in every pass, so that all ranks must run equally many passes. Before a step the
+ranks exchange how many pieces each needs, and all take the largest number. A rank with more memory or fewer samples
+then runs smaller pieces. In the first step, while sizes are still unknown, the ranks exchange this number before every
 piece::
 
     rank 0, 24 GB, 12 samples    1 │ 2 │ 4 │ 5
-    rank 1, 12 GB,  6 samples    1 │ 2 │ 2 │ 1      placeholders where it has none left
+    rank 1, 12 GB,  6 samples    1 │ 2 │ 2 │ 1      placeholders when no samples are left
 
-Nobody runs out of memory in this, so that nobody has to be waited for. If it does happen, because a batch takes more
-than those before it did, the run ends: the others are waiting in the middle of a pass.
+Memory is not meant to run out. If it does, because a batch needs more memory than earlier ones, the run ends: the other
+ranks are waiting in the middle of a pass, so that the rank cannot retry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from evener.strategies.steppers.plain import Plain
 
 
 class AgreedPieces(Plain):
-    """One piece after the other, as many as the neediest rank needs."""
+    """Runs a micro-batch in as many pieces as the rank with the greatest need requires."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner)
@@ -43,7 +43,7 @@ class AgreedPieces(Plain):
     def _passes(
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
     ) -> list[Readout]:
-        (micro,) = micro_batches  # as with auto nobody cuts but this
+        (micro,) = micro_batches  # micro_batch=auto gives one micro-batch, and only this stepper cuts it
         totals = list[Readout]()
         for piece, last in self._pieces(micro):
             with self._sizing.measured(len(piece.samples), begun=bool(totals)):
@@ -52,7 +52,7 @@ class AgreedPieces(Plain):
         return totals
 
     def _pieces(self, micro: MicroBatch) -> Iterator[tuple[MicroBatch, bool]]:
-        """What this rank passes, with whether it is the last; as many on all ranks."""
+        """Yields the pieces of this rank, and for each whether it is the last one. All ranks get equally many."""
         if micro.weight and not can_be_cut(micro):
             raise ConfigurationError(
                 "micro_batch=auto takes samples in pieces, and this batch cannot be cut: it holds something that is no "
@@ -69,7 +69,7 @@ class AgreedPieces(Plain):
             left = self._agreed(rest, begun=True) if learning else left - 1
 
     def _agreed(self, rest: MicroBatch | None, begun: bool) -> int:
-        """How many pieces are left for the neediest rank."""
+        """Returns the largest number of pieces that any rank still needs. All ranks must call this together."""
         own = math.ceil(len(rest.samples) / self._sizing.most(begun)) if rest is not None else 0
         with waiting():
             rows = self._learner.session.control.exchange([own]).wait()
@@ -77,13 +77,13 @@ class AgreedPieces(Plain):
 
 
 def fitted(stepper: Stepper, learner: Learner, several_devices: bool) -> Stepper:
-    """``stepper``, or where ``micro_batch=auto`` asks for it one whose ranks take pieces as their memory wants.
+    """Returns ``stepper``, or a stepper that sizes pieces by memory if ``micro_batch=auto`` requests one.
 
     Args:
-        several_devices: Whether the process has more than the one whose memory is known.
+        several_devices: True if the process uses several devices; only the memory of one is known.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If ``micro_batch=auto`` does not work with this strategy or model.
     """
     if not learner.settings.fits or isinstance(stepper, Piecewise):
         return stepper

@@ -1,19 +1,19 @@
-"""The plain stepper for ranks whose memory may run out: a step is taken again, in smaller pieces.
+"""Retries a step in smaller pieces when the device is out of memory.
 
-A sum does not care into how many terms it is cut. As long as the ranks exchange nothing before all of them have their
-gradients, each may cut its samples as its memory wants, without asking the others, who only wait a little longer for
-its term::
+Gradients are sums over samples, so that their value does not depend on how the samples are cut into pieces. As long as
+ranks communicate only after backward, each rank can choose its pieces by its own memory. The other ranks only wait a
+little longer for it::
 
     rank 0, 24 GB    forward ─ backward ─────────────────────────────────────────────┐
     rank 1, 12 GB    forward ─✗  (forgets)  [forward ─ backward] [forward ─ backward] ┴─ sum ─ update
 
-So gradients are summed when backward is over, and not while it runs. A model whose passes wait for other ranks, such as
-one with a BatchNorm over all of them, cannot be taken again by one rank alone.
+So gradients are summed after backward, not during it. If the passes of a model communicate, as with an exact BatchNorm,
+one rank alone cannot repeat them.
 
-With ``micro_batch=auto`` pieces are of a size that is known to fit (:mod:`evener.strategies.steppers.oom_sizing`), so
-that memory runs out only where passes take more than those before them did. Pieces that were too large are halved at
-once. They are tried twice as large after a number of steps that went well, which doubles with every failure: what
-made memory short may have passed.
+With ``micro_batch=auto`` the size of the pieces is computed (:mod:`evener.strategies.steppers.oom_sizing`), so that
+memory runs out only if a pass needs more than earlier ones did. Pieces that did not fit are halved. After a number of
+successful steps, pieces of twice the size are tried, because the shortage may have been temporary. Each failed attempt
+doubles that number of steps.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from evener.strategies.steppers.oom_sizing import Sizing, computed_together, ref
 from evener.strategies.steppers.plain import Plain
 
 PATIENCE = 50
-"""Steps after which larger pieces are tried again, at first."""
+"""Number of successful steps after which larger pieces are first tried again."""
 MOST_PATIENCE = 10_000
 _ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
 
 
-class PieceSize:
-    """The most samples of one forward and backward pass, learned from what went well."""
+class MicroBatchSize:
+    """Adapts the number of samples in one forward and backward pass: halves it after out of memory, doubles it after a
+    number of successful steps."""
 
     def __init__(self, patience: int | None = None) -> None:
         self.most: int | None = None
-        """None for all that a micro-batch has."""
+        """The maximum number of samples in a pass. None means all samples of the micro-batch."""
         self._patience, self._good = patience or PATIENCE, 0
         self._trying = False
 
     def ran_out(self, size: int) -> bool:
-        """Pieces of ``size`` were too large; False if there are none smaller."""
+        """Records that pieces of ``size`` samples ran out of memory. Returns False if no smaller size is possible."""
         if size < 2:
             return False
         if self._trying:
@@ -63,7 +64,7 @@ class PieceSize:
         return True
 
     def went_well(self, wanted: int) -> None:
-        """A step with micro-batches of ``wanted`` samples at most had enough memory."""
+        """Records a successful step. Its micro-batches had at most ``wanted`` samples."""
         self._good += 1
         if self.most is not None and self._good >= self._patience:
             self.most = 2 * self.most if 2 * self.most < wanted else None
@@ -71,10 +72,10 @@ class PieceSize:
 
 
 class Piecewise(Plain):
-    """One piece of a micro-batch after the other.
+    """Runs micro-batches in pieces, and repeats a step in smaller ones when memory runs out.
 
     Raises:
-        OutOfMemoryError: If there is no room for a single sample.
+        OutOfMemoryError: If memory is too small for a single sample, or if the rank cannot repeat the step alone.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -82,7 +83,7 @@ class Piecewise(Plain):
         learner.may_leave_out = True
         self._device = learner.session.device
         self._sizing = Sizing(learner) if learner.settings.fits else None
-        self.size = PieceSize()
+        self.size = MicroBatchSize()
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         self._retries, self._fitting = 0, 0
@@ -112,7 +113,7 @@ class Piecewise(Plain):
         if self._sizing is None:
             self._taken = max(len(micro.samples) for micro in micro_batches)
             return super()._passes(self._cut(micro_batches), divisor, step)
-        (micro,) = micro_batches  # as with auto nobody cuts but this
+        (micro,) = micro_batches  # micro_batch=auto gives one micro-batch, and only this stepper cuts it
         totals, whole = list[Readout](), not can_be_cut(micro)
         rest: MicroBatch | None = micro
         while rest is not None:
@@ -136,7 +137,8 @@ class Piecewise(Plain):
         return list(chain.from_iterable(map(pieces_of, micro_batches, wanted)))
 
     def _start_again(self, seen: str, size: int, step: int) -> None:
-        """Outside of the handler of the error, whose traceback holds what the passes have made."""
+        """Prepares a retry. Called outside of the error's handler: the error's traceback keeps the failed passes'
+        tensors alive."""
         self._retries += 1
         if sends_in_passes(self._learner):
             raise OutOfMemoryError(
@@ -155,16 +157,16 @@ class Piecewise(Plain):
 
 
 def asked_nbytes(words: str) -> int:
-    """What was asked for, by PyTorch's words for it; 0 if they do not tell."""
+    """Returns the size of the failed allocation in bytes, parsed from PyTorch's message; 0 if the message has none."""
     found = _ASKED.search(words)
     return parse_size(found[1]) if found else 0
 
 
 def wants_pieces(learner: Learner) -> bool:
-    """Whether steps should be taken again in pieces: where memory may run out, and that changes no result.
+    """Returns True if steps are to be retried in pieces: memory may run out, and pieces do not change the result.
 
     Raises:
-        ConfigurationError: If it is asked for, and would change the result.
+        ConfigurationError: If ``micro_batch=auto`` was requested and would change the result.
     """
     settings = learner.settings
     if not settings.fits and settings.limits is None:
@@ -176,6 +178,7 @@ def wants_pieces(learner: Learner) -> bool:
 
 
 def plain_or_piecewise(learner: Learner) -> Plain:
-    """The stepper of ranks that exchange nothing in their passes."""
+    """Returns a stepper that retries in pieces if that is wanted and ranks do not communicate in their passes. Returns
+    the plain stepper otherwise."""
     able = not learner.synchronizer.exchanges_in_passes and wants_pieces(learner)
     return Piecewise(learner) if able else Plain(learner)

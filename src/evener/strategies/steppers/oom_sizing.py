@@ -1,7 +1,8 @@
-"""How many samples a rank passes at once, where its memory decides: what fits is worked out, and not tried.
+"""Computes how many samples fit into one pass of a rank, from measurements of earlier passes.
 
-The first step grows its passes from a single sample on, and measures each. From then on what the device has left says
-before every pass how many samples it may have. Gradients that are not there yet when a step begins are counted in.
+The first step begins with a pass of a single sample, increases the size pass by pass, and measures each. Later, the
+free memory before every pass determines its size. Memory for gradients that do not exist yet at the start of a step is
+set aside.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from contextlib import contextmanager
 
 from evener.components.sharded_tensor.local import local
 from evener.errors import ConfigurationError
-from evener.hardware.memory.activation_model import Appetite
+from evener.hardware.memory.activation_model import ActivationModel
 from evener.nn.experts import Experts
 from evener.nn.fqn import clean_name
 from evener.strategies.learner import Learner
-from evener.torch_internals.layers import AnyBatchNorm
+from evener.torch_internals.modules import AnyBatchNorm
 
 _GROWTH = 1.25
-"""What was told to fit is told anew when so many times as much does, lest small changes be told in every step."""
+"""The reported size is updated only when the capacity has grown by this factor, to avoid a new report in every step."""
 
 
 class Sizing:
-    """Of the passes of one rank."""
+    """Sizes the passes of one rank."""
 
     def __init__(self, learner: Learner) -> None:
-        self._learner, self._appetite = learner, Appetite()
+        self._learner, self._appetite = learner, ActivationModel()
         trained = (local(p) for p in learner.model.parameters() if p.requires_grad)
         self._gradients = sum(parameter.nbytes for parameter in trained)
         self._room = self._told = math.inf
@@ -34,21 +35,24 @@ class Sizing:
 
     @property
     def has_learned(self) -> bool:
-        """Whether a pass has been measured."""
+        """True if a pass has been measured."""
         return self._appetite.has_learned
 
     def most(self, begun: bool) -> int:
-        """The most samples that the next pass may have.
+        """Returns the maximum number of samples for the next pass.
 
         Args:
-            begun: Whether a pass of the step has made gradients already.
+            begun: True if an earlier pass of the step has already allocated gradients.
         """
         self._room = self._learner.room.left() - (0 if begun else self._gradients)
         return self._appetite.most(self._room)
 
     def fitting(self, wanted: int) -> int:
-        """How many samples at once there was room for in a step, by what is known at its end; 0 for all that any step
-        has wanted."""
+        """Returns how many samples fitted into one pass of the step. Returns 0 if everything that any step wanted fits.
+
+        Args:
+            wanted: The number of this rank's samples in the step.
+        """
         self._wanted = max(wanted, self._wanted)
         capacity = self._appetite.capacity(self._room)
         if capacity < self._told or capacity >= _GROWTH * self._told:
@@ -57,13 +61,13 @@ class Sizing:
 
     @contextmanager
     def measured(self, samples: int, begun: bool) -> Iterator[None]:
-        """Around a pass; nothing is learned from one that fails."""
+        """Measures the pass in the block. A pass that fails is not recorded."""
         before = self._learner.watch.part().held
         yield
         taken = self._learner.watch.part().peak - before
         if begun:
             self._appetite.learn(samples, taken)
-        else:  # gradients were made while activations went, so that some of the peak was both
+        else:  # gradients were allocated while activations were freed: the peak may contain both
             self._appetite.learn(samples, taken - self._gradients, at_least=True)
         self._refuse_messages()
 
@@ -77,12 +81,14 @@ class Sizing:
 
 
 def sends_in_passes(learner: Learner) -> bool:
-    """Whether a loss or a layer of the user's own has asked for the ranks that have the other samples."""
-    return "data_group" in vars(learner)  # which is made when it is first asked for
+    """Returns True if a loss or a layer of the user's has used the process group of the ranks with the other
+    samples."""
+    return "data_group" in vars(learner)  # the cached property exists after its first use
 
 
 def computed_together(learner: Learner) -> str:
-    """Why pieces of a batch would be another training, for which module; empty where no module is known to be so."""
+    """Returns why cutting a batch into pieces would change the training, with the module's name. Returns "" if no such
+    module is known."""
     for name, module in learner.model.named_modules():
         if isinstance(module, AnyBatchNorm):
             where = "over all ranks" if learner.settings.batch_norm == "exact" else "on each rank"
@@ -93,7 +99,7 @@ def computed_together(learner: Learner) -> str:
 
 
 def refuse_together(learner: Learner) -> None:
-    """Raises ConfigurationError if the result would depend on how samples are cut."""
+    """Raises ConfigurationError if the result would depend on how samples are cut into pieces."""
     why = computed_together(learner)
     if why:
         raise ConfigurationError(

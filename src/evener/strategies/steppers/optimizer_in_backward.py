@@ -1,17 +1,18 @@
-"""Updates while backward runs: a parameter's as soon as its gradient is complete, which is freed then.
+"""Updates each parameter during backward, as soon as its gradient is complete, and frees the gradient.
 
 ::
 
     usual          forward ─ backward: gradients 3, 2, 1 ─────────────────── update 1 2 3     all gradients at once
     in backward    forward ─ backward: gradient 3, update 3 ─ 2, 2 ─ 1, 1 ─ what is left     one, or those of a unit
 
-The numbers are the same, for such an optimizer looks at each parameter alone. PyTorch calls it fusing the optimizer's
-step into backward, and keeps an optimizer for each parameter; here the task's own is shown one parameter at a time, so
-that its state, groups and scheduler are what they are elsewhere. What asks for all gradients first is refused: a norm
-to clip to, a penalty, an update that may be left out, a step that may be taken again, sums over several micro-batches.
+The result is the same, because such an optimizer updates each parameter independently. PyTorch calls this fusing the
+optimizer step into backward, and keeps an optimizer for each parameter. Here the task's own optimizer is given one
+parameter at a time, so that its state, groups and scheduler stay as usual. Settings that need all gradients first are
+refused: clipping to a norm, a penalty, an update that may be skipped, a step that may be retried, and several
+micro-batches.
 
-What is left when backward is over is updated as usual: parameters whose gradients are summed over the ranks only then,
-and those that this rank's samples did not use, which others may have used, or nobody.
+All other parameters are updated after backward, as usual: those whose gradients are summed over the ranks only then,
+and those that this rank's samples did not use.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from evener.hardware.async_read import Readout
 from evener.strategies.interfaces import StepOutcome
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
-from evener.torch_internals.optimizer_hooks import has_step_hooks
+from evener.torch_internals.optimizers import has_step_hooks
 
 _SETTING = "update_in_backward"
 _KNOWN = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.")
 SAYS_SO = "updates_each_alone"
-"""An attribute by which an optimizer of the user's own says that no update looks at other parameters."""
+"""An attribute that a user's optimizer sets to True if its updates treat each parameter independently."""
 
 
 class OneByOne:
-    """An optimizer of one parameter at a time, with the state, the options and the hooks of ``whole``.
+    """Steps one parameter at a time, with the state, the options and the hooks of the optimizer ``whole``.
 
-    Who is called before or after a step gets an optimizer whose one group has one parameter.
+    Hooks before and after a step get an optimizer with one group of one parameter.
     """
 
     def __init__(self, whole: torch.optim.Optimizer) -> None:
@@ -52,7 +53,8 @@ class OneByOne:
         self._groups: dict[Tensor, dict[str, Any]] = {}
 
     def refresh(self) -> None:
-        """A state that was loaded has taken the place of the one before, and a scheduler that of ``step``."""
+        """Takes over the attributes of ``whole``: loading a state replaces them. A scheduler replaces ``step``, which
+        is not taken over."""
         vars(self._one).clear()
         vars(self._one).update({name: value for name, value in vars(self._whole).items() if name != "step"})
         self._groups = {p: group for group in self._whole.param_groups for p in group["params"]}
@@ -65,10 +67,10 @@ class OneByOne:
 
 
 class InBackward(Plain):
-    """One forward and backward pass, in which parameters are updated.
+    """Runs one forward and backward pass, and updates parameters during backward.
 
     Raises:
-        ConfigurationError: If that would change the result, or win nothing.
+        ConfigurationError: If that would change the result or save no memory.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -86,7 +88,7 @@ class InBackward(Plain):
         self._one, self._running = OneByOne(learner.optimizer), False
         self._step, self._sound = 0, list[Readout]()
         self.early = len(early)
-        """Parameters that are updated in backward if they get a gradient."""
+        """The number of parameters that are updated during backward if they get a gradient."""
         for parameter in early:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
@@ -107,9 +109,9 @@ class InBackward(Plain):
         return replace(outcome, soundness=(*outcome.soundness, *self._sound))
 
     def _complete(self, parameter: nn.Parameter) -> None:
-        """The gradient of ``parameter`` is summed over all ranks."""
+        """Updates ``parameter`` in backward, when its gradient has been summed over all ranks."""
         learner = self._learner
-        if not self._running or not learner.synchronizer.gave(parameter):
+        if not self._running or not learner.synchronizer.has_gradient(parameter):
             return
         if parameter in learner.updated_early:
             raise TaskError(
@@ -117,7 +119,7 @@ class InBackward(Plain):
                 f"all, so that {_SETTING} cannot be: the model goes backward several times in a pass, as "
                 "torch.utils.checkpoint does with use_reentrant=True; say use_reentrant=False"
             )
-        if not is_divided(parameter):  # else FSDP2's sum has looked at what this rank adds
+        if not is_divided(parameter):  # otherwise FSDP2's reduction has checked this rank's gradient
             self._sound.append(learner.look_at([parameter]))
         learner.updating = self._step
         learner.updated_early.add(parameter)
@@ -127,10 +129,10 @@ class InBackward(Plain):
 
 
 def in_backward(learner: Learner, one_process: bool) -> InBackward:
-    """In the place of the learner's stepper.
+    """Returns a stepper that updates in backward, to replace the learner's plain one.
 
     Raises:
-        ConfigurationError: If it goes backward in other ways than once through the whole model, on one device.
+        ConfigurationError: If the strategy needs several passes or several devices.
     """
     if type(learner.stepper) is not Plain or one_process:
         raise ConfigurationError(
@@ -141,16 +143,14 @@ def in_backward(learner: Learner, one_process: bool) -> InBackward:
 
 
 def updates_of(learner: Learner) -> str:
-    """When parameters are updated, for the record; empty if as usual."""
+    """Returns a text for the record that tells how many parameters are updated in backward; "" if none are."""
     if not isinstance(learner.stepper, InBackward):
         return ""
     return f"updated in backward, {learner.stepper.early} of {len(learner.names)} parameters"
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises:
-    ConfigurationError: If updates may look at several parameters, or somebody waits for a step of all.
-    """
+    """Raises ConfigurationError if updates may depend on several parameters, or if the optimizer has step hooks."""
     kind = type(optimizer)
     if not f"{kind.__module__}.".startswith(_KNOWN) and not getattr(optimizer, SAYS_SO, False):
         raise ConfigurationError(

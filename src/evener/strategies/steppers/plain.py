@@ -1,4 +1,4 @@
-"""The plain stepper: one micro-batch after the other, forward and backward through the whole model."""
+"""The plain stepper: runs one micro-batch after the other, forward and backward through the whole model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from evener.strategies.learner import Learner
 
 
 class Plain(Stepper):
-    """Every rank holds all that its micro-batches need, and has loss and outputs of its own."""
+    """Runs micro-batches on a rank that has all that they need, and its own loss and outputs."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner, synchronizer = self._learner, self._learner.synchronizer
-        before = learner.buffer_versions()
+        before = learner.loose_buffers.versions()
         with learner.pace.step(step):
             totals = self._passes(batch.micro_batches, divisor, step)
             missing = synchronizer.complete()
         return StepOutcome(
             totals=tuple(totals),
             missing=missing,
-            buffers_changed=before != learner.buffer_versions(),
+            buffers_changed=before != learner.loose_buffers.versions(),
             compute_seconds=learner.pace.taken(),
             soundness=synchronizer.soundness(),
         )
@@ -37,7 +37,7 @@ class Plain(Stepper):
     def _passes(
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
     ) -> list[Readout]:
-        """Forward and backward of each; the sums of their terms."""
+        """Runs forward and backward of each micro-batch. Returns their summed losses."""
         last = micro_batches[-1]
         return [self._pass(micro, micro is last, divisor, step) for micro in micro_batches]
 
@@ -50,7 +50,7 @@ class Plain(Stepper):
             with attending(micro.sequence):
                 term.backward(
                     torch.full_like(term, 1 / divisor())
-                )  # as of term / divisor, with one node less
+                )  # the gradient of term / divisor, with one autograd node less
         return total
 
     def outputs(self, micro: MicroBatch) -> Tree:

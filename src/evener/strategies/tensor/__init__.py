@@ -1,4 +1,4 @@
-"""How the strategy tensor divides a model: the plan, regions of layers, and streams of positions."""
+"""Tensor parallelism: the plan that divides a model, regions of layers, and sequence parallelism beside them."""
 
 from evener.strategies.tensor.tensor import TensorParallel, plan_of
 

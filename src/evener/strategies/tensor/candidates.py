@@ -1,4 +1,4 @@
-"""What layers of a module may be a region, by their widths and order alone: guesses, of which a trial is the judge.
+"""Guesses which layers of a module may be a region, by their widths and order alone. A trial decides about each guess.
 
 ::
 
@@ -6,7 +6,7 @@
     q (8 -> 8)  k, v (8 -> 4)        o (8 -> 8)          by the heads, of which several may share a key
     qkv (8 -> 24)                    o (8 -> 8)          three blocks, or the three of each head side by side
 
-A number of heads is looked for in the attributes of modules, as are the sizes that their code says.
+The number of heads is looked for in the attributes of modules, and so are sizes that their code uses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 Place = tuple[str, str]
-"""A module and an attribute."""
+"""Module and attribute, by name."""
 
 _HEADS = re.compile(r"(^|_)(nh|heads?|h)$|heads", re.IGNORECASE)
 _HEAD_WIDTH = re.compile(
@@ -26,19 +26,19 @@ _NOT_HEADS = re.compile(r"group|idx|index|layer", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Called:
+class LinearCall:
     """A linear layer that was called once."""
 
     name: str
     read: int
-    """Its input features."""
+    """Input features of the layer."""
     made: int
-    """Its output features."""
+    """Output features of the layer."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A layer that makes features, by runs that stay together and blocks that are cut alike."""
+    """A layer that makes features: ``unit`` features stay together, and each of ``blocks`` is cut alike."""
 
     name: str
     unit: int
@@ -52,35 +52,35 @@ class Guess:
     columns: tuple[Column, ...]
     row: str
     unit: int
-    """The features of the row that stay together."""
+    """Number of the row's features that stay together."""
     runs: int
-    """How many of these there are."""
+    """Number of such runs of features."""
     heads: frozenset[int] = frozenset()
-    """The numbers of heads."""
+    """Numbers of heads."""
     widths: frozenset[int] = frozenset()
-    """The numbers of features that are divided."""
+    """Numbers of features that are divided."""
 
 
 @dataclass(frozen=True)
 class TriedRegion:
-    """A region that computes in parts what it computes whole."""
+    """A region that a trial has confirmed: computed in parts, it gives the result of the whole."""
 
     module: str
-    """The one whose forward was tried."""
+    """Module whose forward was tried."""
     guess: Guess
     numbers: tuple[tuple[Place, int], ...] = ()
-    """The attributes that say a rank's part, with what they are in the whole."""
+    """Attributes that must hold a rank's part, each with its value in the whole."""
     stand_in: tuple[int | str, int] | None = None
-    """The argument of the module that is as wide as a part, and how wide it is in the whole."""
+    """Argument of the module that must look as wide as a part, and its width in the whole."""
     drops: tuple[tuple[str, int, int], ...] = ()
-    """Evener's dropouts between: the dimension that is divided, from the end, and its length."""
+    """Evener's dropouts between: name, divided dimension counted from the end, and its whole length."""
     terms: tuple[Place, ...] = ()
-    """Parameters between, of whose gradient each rank has a term."""
+    """Parameters between the layers; each rank has a term of their gradients."""
     draws: bool = False
-    """Whether code between draws random numbers in training."""
+    """True if code between the layers draws random numbers in training."""
 
     def renamed(self, old: str, new: str) -> TriedRegion:
-        """The same in a module that is built alike."""
+        """Returns the same region for a module that is built alike."""
 
         def name(given: str) -> str:
             return new + given.removeprefix(old)
@@ -96,8 +96,8 @@ class TriedRegion:
         )
 
 
-def guesses(row: Called, before: Sequence[Called], numbers: Mapping[Place, int]) -> Iterator[Guess]:
-    """The regions that may end with ``row``, with those of the layers called before it, the likeliest first."""
+def guesses(row: LinearCall, before: Sequence[LinearCall], numbers: Mapping[Place, int]) -> Iterator[Guess]:
+    """Yields the regions that may end with ``row`` and begin with layers called before it, the likeliest first."""
     heads = list(_heads(numbers, row.read))
     if len(before) > 2:
         yield from _separate(before[-3:], row, heads)
@@ -109,7 +109,7 @@ def guesses(row: Called, before: Sequence[Called], numbers: Mapping[Place, int])
 
 
 def _heads(numbers: Mapping[Place, int], width: int) -> Iterator[int]:
-    """How many heads there may be of so many features in all."""
+    """Yields the possible numbers of heads for a total of ``width`` features."""
     named = [value for (_, name), value in numbers.items() if _is_heads(name)]
     sizes = [width // value for (_, name), value in numbers.items() if _HEAD_WIDTH.search(name) and value > 0]
     found = [value for value in (*named, *sizes) if 1 < value <= width and width % value == 0]
@@ -121,15 +121,15 @@ def _is_heads(name: str) -> bool:
     return bool(_HEADS.search(name)) and not _HEAD_WIDTH.search(name) and not _NOT_HEADS.search(name)
 
 
-def _alone(columns: Sequence[Called], row: Called) -> Iterator[Guess]:
-    """Feature by feature: with a gate or without."""
+def _alone(columns: Sequence[LinearCall], row: LinearCall) -> Iterator[Guess]:
+    """Yields the guess that divides feature by feature, with a gate (two columns) or without."""
     if all(column.made == row.read for column in columns):
         made = tuple(Column(column.name, 1) for column in columns)
         yield Guess(made, row.name, 1, row.read, widths=frozenset({row.read}))
 
 
-def _separate(columns: Sequence[Called], row: Called, heads: Sequence[int]) -> Iterator[Guess]:
-    """Queries, keys and values of their own."""
+def _separate(columns: Sequence[LinearCall], row: LinearCall, heads: Sequence[int]) -> Iterator[Guess]:
+    """Yields guesses for separate queries, keys and values."""
     queries = next((column for column in columns if column.made == row.read), None)
     shared = {column.made for column in columns if column is not queries}
     for count in heads if queries is not None and len(shared) == 1 else ():
@@ -143,7 +143,7 @@ def _separate(columns: Sequence[Called], row: Called, heads: Sequence[int]) -> I
         yield Guess(found, row.name, unit, keys, frozenset({count, keys}), frozenset({row.read, made}))
 
 
-def _fused(column: Called, row: Called, heads: Sequence[int]) -> Iterator[Guess]:
+def _fused(column: LinearCall, row: LinearCall, heads: Sequence[int]) -> Iterator[Guess]:
     if column.made == 2 * row.read:  # a gate
         yield Guess((Column(column.name, 1, 2),), row.name, 1, row.read, widths=frozenset({row.read}))
         yield Guess(
@@ -165,7 +165,7 @@ def _fused(column: Called, row: Called, heads: Sequence[int]) -> Iterator[Guess]
 
 
 def changes(guess: Guess, numbers: Mapping[Place, int]) -> list[tuple[Place, ...]]:
-    """The attributes that may have to say a rank's part, the fewest first; none is a way, too."""
+    """Returns sets of attributes that may have to hold a rank's part, the smallest first, the empty set included."""
     divided = {place: value for place, value in numbers.items() if value % guess.runs == 0 and value > 0}
     heads = tuple(p for p, value in divided.items() if value in guess.heads and _is_heads(p[1]))
     widths = tuple(p for p, value in divided.items() if value in guess.widths and not _is_layer(p[1]))

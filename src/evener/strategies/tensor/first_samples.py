@@ -1,4 +1,4 @@
-"""A model run on the first samples of its task, to find what of it can be divided: before it is, and on all ranks."""
+"""Runs a model on the first samples of its task, before it is divided, to find which layers can be divided."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from evener.strategies.tensor.region_trials import Trials
 _SAMPLES = 2
 
 Found = tuple[tuple[TriedRegion, ...], dict[str, str]]
-"""Regions, and why layers are in none."""
+"""Regions, and by layer the reason why it is in none."""
 
 
 def tried(model: nn.Module, learner: Learner, taken: Iterable[str], axis: str) -> Found:
-    """What the first samples tell of a model, the same on all ranks. A collective call.
+    """Returns the regions that the first samples show, the same on all ranks. All ranks must call this together.
 
     Args:
-        model: Perhaps on the meta device; it stays as it is.
-        learner: Without a model yet.
-        taken: The modules that are divided already.
-        axis: Of the mesh, over which the model is divided.
+        model: May be on the meta device; it stays unchanged.
+        learner: Does not have a model yet.
+        taken: Modules that are divided already.
+        axis: Mesh axis over which the model is divided.
     """
     own: Found = (), {}
     ranks = learner.mesh.degree(axis)
@@ -57,7 +57,7 @@ def _run(trials: Trials, call: Callable[[], Callable[[], Any]], device: torch.de
 
 
 def _call(model: nn.Module, learner: Learner, dtype: torch.dtype) -> Callable[[], Any]:
-    """Calls the model as the task does."""
+    """Returns a function that calls the model as the task does."""
     task, device = learner.task, learner.session.device
     items = list(itertools.islice(_items(task.train), _SAMPLES))
     numbers = range(len(items))

@@ -1,6 +1,6 @@
-"""Which modules are divided over ranks that compute the same samples, and how: given by the user, or derived.
+"""Plans: which modules are divided over ranks that compute the same samples, and how; given by the user, or derived.
 
-A plan says a word for a module, by its name::
+A plan gives modules, by name, a word::
 
     colwise        makes some of its features, or channels            blocks.0.up=colwise
     rowwise        reads some of its features, and ends the region    blocks.0.down=rowwise
@@ -10,10 +10,11 @@ A plan says a word for a module, by its name::
     vocabulary     an embedding, or the scores of an output layer     embed=vocabulary
     sequence       computes some of the positions, with all in it     blocks=sequence
 
-The words are those of DTensor's plans. ``colwise:8`` keeps runs of 8 features together, as the heads of a projection
-are, and ``colwise:8:3`` cuts three blocks of rows alike, as a fused projection to queries, keys and values has.
+The words are those of DTensor's plans. ``colwise:8`` keeps runs of 8 features together, such as the heads of a
+projection. ``colwise:8:3`` cuts three blocks of rows alike, as in a fused projection to queries, keys and values.
 
-What is derived is what the structure of the model, a recording of its forward, or a trial on the first samples proves.
+A plan is derived only from proofs: the structure of the model, a recording of its forward, or a trial on the first
+samples.
 """
 
 from __future__ import annotations
@@ -44,27 +45,26 @@ from evener.strategies.tensor.regions import (
 )
 from evener.strategies.tensor.sequence_streams import check_streams, derived_streams, is_within
 from evener.strategies.tensor.trace import traced
-from evener.torch_internals.layers import AnyBatchNorm, AnyDropout
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import AnyBatchNorm, AnyDropout, own_parameters
 
 WORDS = ("colwise", "rowwise", "between", "whole", "heads", "vocabulary", "sequence")
 _NUMBERS = {"colwise": 2, "rowwise": 1, "sequence": 1}
-"""How many a word may have."""
+"""Most numbers that each word may have."""
 
 
 @dataclass(frozen=True)
-class Use:
-    """What becomes of a module."""
+class LayerPlan:
+    """Plan for one module."""
 
     word: str
     unit: int = 1
-    """How many features stay together."""
+    """Number of features that stay together."""
     blocks: int = 1
-    """How many blocks of rows are cut alike."""
+    """Number of blocks of rows that are cut alike."""
     length: int = 0
-    """Of ``between``: the features that there are in all."""
+    """For ``between``: number of features in all."""
     dim: int = -1
-    """Of ``between``: their dimension, counted from the end. Of ``sequence``: that of the positions."""
+    """For ``between``: dimension of the features, from the end. For ``sequence``: dimension of the positions."""
 
     def __str__(self) -> str:
         if self.word == "sequence":
@@ -74,24 +74,24 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How the modules of a model are divided, by their names."""
+class TensorPlan:
+    """Plans of the divided modules of a model, by name."""
 
-    uses: Mapping[str, Use]
+    uses: Mapping[str, LayerPlan]
     regions: tuple[TriedRegion, ...] = ()
-    """Those among them that a trial found."""
+    """Regions of the plan that a trial found."""
 
     @property
     def words(self) -> dict[str, str]:
-        """What each module is."""
+        """Word of each module."""
         return {name: use.word for name, use in self.uses.items()}
 
     def __str__(self) -> str:
-        """As it is given."""
+        """Returns the plan as the user would write it."""
         return ",".join(f"{name}={use}" for name, use in self.uses.items())
 
     def describe(self) -> str:
-        """A line for each module."""
+        """Returns the plan as text, a line for each module."""
         longest = max(map(len, self.uses), default=0)
         return "\n".join(f"  {name:{longest}}  {use}" for name, use in self.uses.items())
 
@@ -102,27 +102,28 @@ def plan_of(
     sequence: bool = False,
     output: str | None = None,
     tried: Sequence[TriedRegion] = (),
-) -> Plan:
-    """How the strategy ``tensor`` divides a model, in the order of its modules.
+) -> TensorPlan:
+    """Returns how the strategy ``tensor`` divides a model, in the order of its modules.
 
     Args:
-        model: May be on the meta device; it stays as it is.
-        plan: ``NAME=WORD,NAME=WORD``, where names are patterns as of files: ``*`` is anything. The last that fits
-            counts; ``auto`` alone stands for what would be derived. None to have it derived.
-        sequence: Whether what is derived includes which modules compute some of the positions.
-        output: The linear layer that makes the scores of a loss, which is derived to be divided by these.
-        tried: What a trial found besides.
+        model: May be on the meta device; it stays unchanged.
+        plan: ``NAME=WORD,NAME=WORD``. Names are patterns as for files: ``*`` matches anything. The last match counts.
+            The
+            entry ``auto`` stands for the derived plan. None derives the plan.
+        sequence: Whether to derive also which modules compute only some of the positions.
+        output: Linear layer that makes the scores of a loss; its division by scores is derived.
+        tried: Further regions, found by a trial.
 
     Raises:
-        TaskError: If there is nothing to divide, or a module cannot be divided so; with its name.
-        ConfigurationError: If the plan cannot be read, or a pattern fits no module.
+        TaskError: If there is nothing to divide, or a module cannot be divided as planned; the message names it.
+        ConfigurationError: If the plan cannot be read, or a pattern matches no module.
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     derived = derived_of(model)
     for region in tried:
         derived |= _uses_of(region)
     if output is not None and output not in derived and _has_words(modules[output], _shared(model)):
-        derived[output] = Use("vocabulary")
+        derived[output] = LayerPlan("vocabulary")
     if plan is None:
         _check_found(model, derived)
     if sequence:
@@ -131,16 +132,18 @@ def plan_of(
     for name, use in uses.items():
         _check_use(name, use, modules[name])
     kept = tuple(region for region in tried if _uses_of(region).items() <= uses.items())
-    found = Plan(_with_between(uses, derived, modules), kept)
+    found = TensorPlan(_with_between(uses, derived, modules), kept)
     check_streams(modules, found.words, {name: use.dim for name, use in found.uses.items()})
     return found
 
 
-# Given
+# Plans that the user gives
 
 
-def _given(plan: str, modules: Mapping[str, nn.Module], derived: Mapping[str, Use]) -> dict[str, Use]:
-    found: dict[str, Use] = {}
+def _given(
+    plan: str, modules: Mapping[str, nn.Module], derived: Mapping[str, LayerPlan]
+) -> dict[str, LayerPlan]:
+    found: dict[str, LayerPlan] = {}
     for entry in filter(None, (part.strip() for part in plan.split(","))):
         if entry == "auto":
             found |= derived
@@ -161,7 +164,7 @@ def _given(plan: str, modules: Mapping[str, nn.Module], derived: Mapping[str, Us
     return {name: found[name] for name in modules if name in found}
 
 
-def _use(entry: str, words: str) -> Use:
+def _use(entry: str, words: str) -> LayerPlan:
     word, *numbers = words.split(":")
     fits = word in WORDS and len(numbers) <= _NUMBERS.get(word, 0)
     if not fits or not all(_is_number(number, word) for number in numbers):
@@ -170,15 +173,15 @@ def _use(entry: str, words: str) -> Use:
             "colwise:UNIT:BLOCKS, rowwise:UNIT or sequence:DIM"
         )
     if word == "sequence":
-        return Use(word, dim=int(numbers[0]) if numbers else 1)
-    return Use(word, *map(int, numbers))
+        return LayerPlan(word, dim=int(numbers[0]) if numbers else 1)
+    return LayerPlan(word, *map(int, numbers))
 
 
 def _is_number(number: str, word: str) -> bool:
     return number.isdecimal() and (int(number) > 0 or word == "sequence")
 
 
-def _check_use(name: str, use: Use, module: nn.Module) -> None:
+def _check_use(name: str, use: LayerPlan, module: nn.Module) -> None:
     wanted: dict[str, tuple[type, ...]] = {
         "colwise": (nn.Linear, *CONVOLUTIONS),
         "rowwise": (nn.Linear, *CONVOLUTIONS),
@@ -210,16 +213,17 @@ def _check_use(name: str, use: Use, module: nn.Module) -> None:
 
 
 def _with_between(
-    uses: Mapping[str, Use], derived: Mapping[str, Use], modules: Mapping[str, nn.Module]
-) -> dict[str, Use]:
-    """What stands beside layers that make features sees some of them or all: told, derived, or asked for."""
+    uses: Mapping[str, LayerPlan], derived: Mapping[str, LayerPlan], modules: Mapping[str, nn.Module]
+) -> dict[str, LayerPlan]:
+    """Adds plans of modules beside colwise layers, which see some or all features. Raises TaskError for a dropout if
+    neither the user nor the derivation tells which."""
     found = dict(uses)
     for parent in {_parent(name) for name, use in uses.items() if use.word == "colwise"}:
         made = {name: use for name, use in uses.items() if use.word == "colwise" and _parent(name) == parent}
         seen = {_seen(modules[name], use) for name, use in made.items()}
         known = all(name in derived for name in made)
         for name in (name for name in modules if not parent or name.startswith(f"{parent}.")):
-            proved = derived.get(name, Use("whole"))
+            proved = derived.get(name, LayerPlan("whole"))
             told = uses.get(name) or (proved if known else None)
             if told is not None and told.word == "between":
                 found[name] = proved if proved.word == "between" else _only(name, seen)
@@ -244,12 +248,12 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, AnyDropout) and module.p > 0
 
 
-def _seen(column: nn.Module, use: Use) -> Use:
-    """What sees the features of a colwise layer."""
-    return Use("between", use.unit, length=width(column)[1] // use.blocks, dim=features(column))
+def _seen(column: nn.Module, use: LayerPlan) -> LayerPlan:
+    """Returns the plan of a module that sees the features of a colwise layer."""
+    return LayerPlan("between", use.unit, length=width(column)[1] // use.blocks, dim=features(column))
 
 
-def _only(name: str, seen: set[Use]) -> Use:
+def _only(name: str, seen: set[LayerPlan]) -> LayerPlan:
     if len(seen) > 1:
         raise TaskError(
             f"plan: {name} is between, and the colwise layers beside it make several numbers of features: "
@@ -258,39 +262,39 @@ def _only(name: str, seen: set[Use]) -> Use:
     return next(iter(seen))
 
 
-# Derived
+# Derived plans
 
 
-def derived_of(model: nn.Module) -> dict[str, Use]:
-    """What the model's structure and the recordings of its forward prove."""
+def derived_of(model: nn.Module) -> dict[str, LayerPlan]:
+    """Returns the plan that follows from the model's structure and the recordings of its forward."""
     modules = {clean_name(name): module for name, module in model.named_modules()}
     names = {module: name for name, module in modules.items()}
     shared = _shared(model)
-    found: dict[str, Use] = {}
+    found: dict[str, LayerPlan] = {}
     for name, module in modules.items():
         if not obstacle_of_heads(module) and not shared & set(module.parameters()):
-            found[name] = Use("heads")
+            found[name] = LayerPlan("heads")
     for region in _regions(modules):
         weights = {p for layer in (*region.columns, region.row) for p in layer.parameters()}
         used = {names[module] for module in (*region.columns, *region.between, region.row)}
         if not weights & shared and not used & found.keys():
             found |= {names[module]: use for module, use in _uses(region)}
-    return found | {name: Use("vocabulary") for name in _vocabulary(modules) if name not in found}
+    return found | {name: LayerPlan("vocabulary") for name in _vocabulary(modules) if name not in found}
 
 
-def _uses_of(region: TriedRegion) -> dict[str, Use]:
+def _uses_of(region: TriedRegion) -> dict[str, LayerPlan]:
     guess = region.guess
-    found = {column.name: Use("colwise", column.unit, column.blocks) for column in guess.columns}
+    found = {column.name: LayerPlan("colwise", column.unit, column.blocks) for column in guess.columns}
     drops = {
-        name: Use("between", length // guess.runs, length=length, dim=dim)
+        name: LayerPlan("between", length // guess.runs, length=length, dim=dim)
         for name, dim, length in region.drops
     }
-    return {**found, **drops, guess.row: Use("rowwise", guess.unit)}
+    return {**found, **drops, guess.row: LayerPlan("rowwise", guess.unit)}
 
 
 def _streams(
-    model: nn.Module, modules: Mapping[str, nn.Module], derived: Mapping[str, Use], plan: str | None
-) -> dict[str, Use]:
+    model: nn.Module, modules: Mapping[str, nn.Module], derived: Mapping[str, LayerPlan], plan: str | None
+) -> dict[str, LayerPlan]:
     if plan is not None and "auto" not in (entry.strip() for entry in plan.split(",")):
         raise ConfigurationError(
             f"sequence=True adds to what is derived, and plan {plan!r} has no auto: put that into it, or say "
@@ -303,11 +307,11 @@ def _streams(
             "and no norm or dropout in an nn.Sequential beside divided layers: say plan='auto,NAME=sequence' for "
             "modules from (samples, positions, features) to the same, or leave sequence out"
         )
-    return {name: Use("sequence", dim=dim) for name, dim in found.items()}
+    return {name: LayerPlan("sequence", dim=dim) for name, dim in found.items()}
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that stand under several names."""
+    """Returns the parameters that have several names."""
     seen: set[nn.Parameter] = set()
     return {p for _, p in model.named_parameters(remove_duplicate=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]
 
@@ -323,15 +327,15 @@ def _regions(modules: Mapping[str, nn.Module]) -> Iterator[Region]:
             yield from traced(module)
 
 
-def _uses(region: Region) -> Iterator[tuple[nn.Module, Use]]:
+def _uses(region: Region) -> Iterator[tuple[nn.Module, LayerPlan]]:
     length, dim = width(region.row)[0], features(region.row)
-    yield from ((column, Use("colwise")) for column in region.columns)
-    yield from ((module, Use("between", length=length, dim=dim)) for module in region.between)
-    yield region.row, Use("rowwise")
+    yield from ((column, LayerPlan("colwise")) for column in region.columns)
+    yield from ((module, LayerPlan("between", length=length, dim=dim)) for module in region.between)
+    yield region.row, LayerPlan("rowwise")
 
 
 def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Embeddings of more words than features, and the output layers that have their weight."""
+    """Yields embeddings of more words than features, and the output layers that share their weight."""
     holders: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
         for parameter in own_parameters(module).values():
@@ -355,11 +359,11 @@ def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def _has_words(layer: nn.Module, shared: set[nn.Parameter]) -> bool:
-    """Whether an output layer has more scores than features, as an embedding that is divided, and is alone."""
+    """Returns True if an output layer has more scores than features, can be divided, and shares no parameter."""
     return not obstacle(layer) and width(layer)[1] > width(layer)[0] and not shared & set(layer.parameters())
 
 
-def _check_found(model: nn.Module, found: Mapping[str, Use]) -> None:
+def _check_found(model: nn.Module, found: Mapping[str, LayerPlan]) -> None:
     if not found:
         raise TaskError(
             f"strategy 'tensor' looked in {type(model).__name__} for pairs of linear layers or convolutions with only "

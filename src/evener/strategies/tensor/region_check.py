@@ -1,8 +1,9 @@
-"""Whether layers of a module are a region: its forward, run on a part, says so.
+"""Checks by running a module's forward on a part of the features whether layers of it are a region.
 
-What begins the region answers with a part of what it made in the whole. What ends it must be given that part of what it
-was given in the whole, and answers as it did. Then the module must return what it returned. In backward nothing that
-is trained may reach from there to the arguments but through the layers that begin it, of which gradients are summed.
+The layers that begin the region return a part of their output in the whole. The layer that ends it must receive that
+part of its input in the whole, and returns its output in the whole. Then the module must return the same as before. In
+backward no gradient may flow from the last layer's input to the arguments except through the first layers, whose
+gradients are summed.
 """
 
 from __future__ import annotations
@@ -21,85 +22,97 @@ from evener.data.batch import map_leaves
 from evener.distributed import signals as interrupt
 from evener.hardware import accelerators
 from evener.nn.tensor_region import stand_in
-from evener.strategies.tensor.candidates import Called, Column, Guess, Place, TriedRegion, changes, guesses
+from evener.strategies.tensor.candidates import (
+    Column,
+    Guess,
+    LinearCall,
+    Place,
+    TriedRegion,
+    changes,
+    guesses,
+)
 from evener.strategies.tensor.regions import width
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import own_parameters
 
 Acting = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Answers in the place of a module's forward, which it is given with the arguments."""
+"""Answers in place of a module's forward. Gets the forward and the arguments."""
 
 
-class Stage(Protocol):
-    """Where modules are run on their own."""
+class TrialModules(Protocol):
+    """Runs modules on their own, for a trial."""
 
     made: dict[Place, nn.Parameter]
 
     def run_alone(
-        self, forward: Callable[..., Any], whole: Whole, acting: Mapping[str, Acting], given: Any = None
+        self,
+        forward: Callable[..., Any],
+        whole: UndividedCall,
+        acting: Mapping[str, Acting],
+        given: Any = None,
     ) -> Any:
-        """What a module's forward makes of its arguments, some of the modules in it answered by others."""
+        """Runs a module's forward; modules in ``acting`` are answered by the given functions."""
 
     def filled(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A block in which the module's own parameters are numbers."""
+        """Returns a context in which the module's own parameters have numbers."""
 
     def modules_in(self, name: str) -> dict[str, nn.Module]:
-        """A module and those in it."""
+        """Returns a module and the modules in it, by name."""
 
     def dropouts(self, name: str) -> list[str]:
-        """Evener's in a module."""
+        """Returns the names of Evener's dropouts in a module."""
 
     def is_shared(self, place: Place) -> bool:
-        """Whether a parameter stands under several names."""
+        """Returns True if a parameter has several names."""
 
 
 @dataclass
-class Whole:
-    """A call of a module that is not divided."""
+class UndividedCall:
+    """A recorded call of an undivided module."""
 
     args: Any
     kwargs: Any
     trained: list[bool]
-    """Which of the tensors among the arguments have a gradient."""
+    """For each tensor among the arguments, whether it requires a gradient."""
     output: Any = None
     calls: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Of the layers that were called once, in order, what went in and out."""
+    """Input and output of each layer that was called once, in order of calls."""
     dropped: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shapes that Evener's dropouts got."""
+    """Shapes of the inputs of Evener's dropouts."""
 
 
 class _WrongError(Exception):
-    """A guess was wrong, for this reason."""
+    """Raised with the reason when a guess is wrong."""
 
 
 class Judge:
-    """Of one module.
+    """Finds the regions of one module.
 
     Args:
-        stage: Where it runs.
-        name: Its name.
-        forward: Its own.
-        whole: Its call.
-        numbers: Those among the attributes of what is in it.
-        ranks: Over how many ranks heads are divided.
+        stage: Runs the module.
+        name: Name of the module.
+        forward: The module's own forward.
+        whole: Recorded call of the undivided module.
+        numbers: Integer attributes of the module and the modules in it.
+        ranks: Number of ranks over which heads are divided.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stage: TrialModules,
         name: str,
         forward: Callable[..., Any],
-        whole: Whole,
+        whole: UndividedCall,
         numbers: Mapping[Place, int],
         ranks: int,
     ) -> None:
         self._stage, self._name, self._forward, self._whole = stage, name, forward, whole
         self._numbers, self._ranks, self._modules = numbers, ranks, stage.modules_in(name)
         self.reasons: dict[str, str] = {}
-        """Why layers end no region, if there was a guess."""
+        """For layers that end no region, the reason, if there was a guess."""
 
     def regions(self) -> Iterator[TriedRegion]:
-        """Those in the module, each layer in one."""
-        called = [Called(each, *width(self._modules[each])) for each in self._whole.calls]
+        """Yields the regions in the module; each layer is in at most one."""
+        called = [LinearCall(each, *width(self._modules[each])) for each in self._whole.calls]
         used: set[str] = set()
         for place, row in enumerate(called):
             before = [layer for layer in called[:place] if layer.name not in used]
@@ -108,7 +121,7 @@ class Judge:
                 used |= {row.name, *(column.name for column in found.guess.columns)}
                 yield found
 
-    def _ending_with(self, row: Called, before: Sequence[Called]) -> TriedRegion | None:
+    def _ending_with(self, row: LinearCall, before: Sequence[LinearCall]) -> TriedRegion | None:
         for guess in guesses(row, before, self._numbers):
             if guess.runs < self._ranks:
                 self.reasons.setdefault(
@@ -127,7 +140,8 @@ class Judge:
         return None
 
     def _stand_ins(self, guess: Guess) -> list[tuple[int | str, int] | None]:
-        """The argument of the module that all layers read, if there is one; first it is tried as it is."""
+        """Returns the ways to pass the module's arguments: first None, as they are; then each argument that all layers
+        read, to be replaced by a stand-in."""
         found: list[tuple[int | str, int] | None] = [None]
         inputs = [self._whole.calls[column.name][0] for column in guess.columns]
         for key, value in (*enumerate(self._whole.args), *self._whole.kwargs.items()):
@@ -139,11 +153,11 @@ class Judge:
     def _judged(self, region: TriedRegion) -> TriedRegion:
         runs = region.guess.runs
         for own in (range(1), range(1, runs)):
-            region = _Part(self._stage, self._modules, self._forward, self._whole, region, own).judged()
+            region = _RegionPart(self._stage, self._modules, self._forward, self._whole, region, own).judged()
         return region
 
     def _with_draws(self, region: TriedRegion) -> TriedRegion:
-        """Whether in training anything between moves the common generator."""
+        """Sets ``draws``: whether code between the layers uses the common random generator in training."""
         calls, row = self._whole.calls, region.guess.row
         first = next(each for each in calls if each in {column.name for column in region.guess.columns})
         device = calls[row][0].device
@@ -164,15 +178,15 @@ class Judge:
         return replace(region, draws=draws)
 
 
-class _Part:
-    """The module with a part of a region."""
+class _RegionPart:
+    """Runs a module with one part of a region."""
 
     def __init__(
         self,
-        stage: Stage,
+        stage: TrialModules,
         modules: Mapping[str, nn.Module],
         forward: Callable[..., Any],
-        whole: Whole,
+        whole: UndividedCall,
         region: TriedRegion,
         own: range,
     ) -> None:
@@ -183,10 +197,10 @@ class _Part:
         self._dropped: dict[str, tuple[int, ...]] = {}
 
     def judged(self) -> TriedRegion:
-        """The region with what was seen.
+        """Returns the region with the observed dropouts and parameters.
 
         Raises:
-            _WrongError: If it is none; or whatever the module's code raises.
+            _WrongError: If it is no region. Errors of the module's own code also pass through.
         """
         guess = self._region.guess
         acting: dict[str, Acting] = {column.name: self._column(column) for column in guess.columns}
@@ -255,7 +269,7 @@ class _Part:
             raise _WrongError("the module returns something else for a part")
 
     def _terms(self, leaves: Sequence[Tensor]) -> tuple[Place, ...]:
-        """The parameters between, whose gradients are of this part alone."""
+        """Returns the parameters between the layers, whose gradients come from this part alone."""
         places = dict(self._stage.made)
         for name, module in self._modules.items():
             for key, parameter in own_parameters(module).items():
@@ -274,7 +288,7 @@ class _Part:
         return terms
 
     def _drops(self) -> tuple[tuple[str, int, int], ...]:
-        """Of Evener's dropouts, those that see a part, and where."""
+        """Returns Evener's dropouts that see a part, each with the divided dimension and its whole length."""
         found: list[tuple[str, int, int]] = []
         for name, shape in self._whole.dropped.items():
             now = self._dropped.get(name, ())
@@ -286,13 +300,13 @@ class _Part:
 
 
 def _part(whole: Tensor, unit: int, blocks: int, own: range) -> Tensor:
-    """Of the features of a tensor, some of the runs."""
+    """Returns the runs ``own`` of a tensor's features, in each block."""
     in_blocks = whole.reshape(*whole.shape[:-1], blocks, whole.shape[-1] // blocks)
     return in_blocks[..., own.start * unit : own.stop * unit].flatten(-2)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """To rounding; what is no number is never the same."""
+    """Returns True if two tensors are equal but for rounding. NaN is never equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():
@@ -316,21 +330,21 @@ def _training(modules: Any) -> Iterator[None]:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tree."""
+    """Returns the tensors in a tree."""
     found: list[Tensor] = []
     map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
     return found
 
 
 def copied(tree: Any) -> Any:
-    """A copy without a history; of other objects, too, for a module may keep something in them."""
+    """Returns a copy without autograd history. Other objects are copied too: a module may keep state in them."""
     return map_leaves(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), tree
     )
 
 
 def _trained(tree: Any, flags: Sequence[bool]) -> tuple[Any, list[Tensor]]:
-    """A copy in which these of the tensors have a gradient, with the leaves from which they come."""
+    """Returns a copy in which the flagged tensors require a gradient, and the leaves that they come from."""
     leaves: list[Tensor] = []
     if len(flags) != len(tensors_of(tree)):
         raise _WrongError("the module is called otherwise with gradients than without")

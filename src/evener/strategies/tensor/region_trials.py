@@ -1,14 +1,14 @@
-"""Regions of layers that are found by running a model on its first samples, where its code cannot be read.
+"""Finds regions of layers by running a model on its first samples, for models whose code cannot be read.
 
-Each module is tried with guesses of what in it is a region (:mod:`evener.strategies.tensor.candidates`). With drawn
-weights, its forward runs as on one rank of two: the layers that begin the region give a part of what they make. The
-layer that ends it must then read exactly that part of what it reads in the whole, and be all that the part reaches::
+Each module is tried with guesses of its regions (:mod:`evener.strategies.tensor.candidates`). Weights are random. The
+forward runs as on one rank of two: the layers that begin the region return a part of their output. The layer that ends
+the region must then read exactly that part of its whole input, and be the only thing that the part reaches::
 
     whole   x ─▶ qkv ─▶ 0 1 2 3 ─▶ code ─▶ 0 1 2 3 ─▶ o ─▶ y
     part    x ─▶ qkv ─▶ 0       ─▶ code ─▶ 0             y       the same as 0 of the whole: else it was no region
 
-So a wrong guess costs a trial, and is never taken. Where code says sizes, these attributes are tried with the sizes of
-a part; where it asks its input for them, the input is tried with a stand-in of that form.
+So a wrong guess costs a trial, and is never taken. If code uses sizes from attributes, these are tried with the sizes
+of a part. If it takes sizes from its input, the input is tried with a stand-in of that width.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from evener.nn.dropout import Dropout
 from evener.nn.fqn import clean_name
 from evener.nn.tensor_parallel_conv1d import is_transposed
 from evener.strategies.tensor.candidates import Place, TriedRegion
-from evener.strategies.tensor.region_check import Judge, Whole, copied, tensors_of
+from evener.strategies.tensor.region_check import Judge, UndividedCall, copied, tensors_of
 from evener.strategies.tensor.regions import obstacle, width
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 _MOST = 12
-"""The layers of a module beyond which it is no block."""
+"""Most layers of a module that is tried as a block."""
 _PRIME = 65537
-"""How many numbers are drawn, which weights have over and over: as long as no width of a layer divides that."""
+"""Number of random values, which weights repeat. It is prime, so that no layer's width divides it."""
 
 
 class Trials:
-    """The regions of a model.
+    """Finds the regions of a model by trial.
 
     Args:
-        model: Perhaps on the meta device; it stays as it is.
-        taken: The names of modules that are divided already.
-        ranks: Over how many ranks heads are divided.
-        device: On which it is tried.
-        dtype: Of floating numbers.
+        model: May be on the meta device; it stays unchanged.
+        taken: Names of modules that are divided already.
+        ranks: Number of ranks over which heads are divided.
+        device: Device of the trial.
+        dtype: Dtype of floating numbers.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Trials:
         self._busy = self._flagging = False
         self._trained: dict[str, list[bool]] = {}
         self.made: dict[Place, nn.Parameter] = {}
-        """The numbers of parameters in the last call beside."""
+        """Parameters with numbers in the last separate run of a module."""
         drawn = torch.randn(_PRIME, generator=torch.Generator().manual_seed(0))
         self._drawn = drawn.to(device, dtype)
         self._known: dict[Any, list[tuple[str, TriedRegion]]] = {}
@@ -69,28 +69,28 @@ class Trials:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why layers that are in no region end none, where there was a guess."""
+        """For layers in no region, the reason why none ends with them, if there was a guess."""
         return {name: reason for name, reason in self._reasons.items() if name not in self._taken}
 
     def pairs(self) -> bool:
-        """Whether there are layers of which one may read what another makes."""
+        """Returns True if there are layers of which one may read the output of another."""
         layers = [module for name, module in self._modules.items() if self._is_free(name)]
         made = {width(layer)[1] for layer in layers}
         fused = {made // part for made in made for part in (2, 3) if made % part == 0}
         return any(width(layer)[0] in made | fused for layer in layers) and len(layers) > 1
 
     def run(self, call: Callable[[], Any]) -> None:
-        """Tries the modules that ``call`` of the model calls."""
+        """Tries the modules of the model that ``call`` uses."""
         with self._prepared():
             self._flagging = True
-            with suppress(Exception), torch.enable_grad():  # which the second pass meets again
+            with suppress(Exception), torch.enable_grad():  # an error comes again in the second pass
                 call()
             interrupt.check()
             self._flagging = False
             with torch.no_grad():
                 call()
 
-    # The model while it is tried
+    # The model during the trial
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Trials:
             held.update(given)
 
     def _lighten(self, modules: Sequence[nn.Module]) -> None:
-        """Parameters have no memory outside of their modules, and buffers their numbers, or ones."""
+        """Replaces parameters by ones without memory of their own. Buffers keep their numbers, or get ones or zeros."""
         made: dict[int, Tensor] = {}
         for module in modules:
             parameters, buffers = own_parameters(module), own_buffers(module)
@@ -142,7 +142,7 @@ class Trials:
 
     @contextmanager
     def filled(self, module: nn.Module) -> Iterator[None]:
-        """The module's own parameters are numbers, always the same."""
+        """Fills the module's own parameters with numbers, always the same, inside the block."""
         held, before = own_parameters(module), dict(own_parameters(module))
         try:
             for key, parameter in before.items():
@@ -171,7 +171,7 @@ class Trials:
     # A call of a module
 
     def called(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """In the place of a module's forward."""
+        """Called in place of a module's forward."""
         acting = self._acting.get(module)
         if acting is not None:
             return acting(forward, args, kwargs)
@@ -224,14 +224,14 @@ class Trials:
         for region in judge.regions():
             self._known[form].append((name, region))
             self._take(region)
-        self._reasons = judge.reasons | self._reasons  # the innermost module's tells the most
+        self._reasons = judge.reasons | self._reasons  # the innermost module's reasons are the most specific
 
     def _take(self, region: TriedRegion) -> None:
         self.found.append(region)
         self._taken |= {region.guess.row, *(column.name for column in region.guess.columns)}
 
     def _numbers_of(self, name: str) -> dict[Place, int]:
-        """The whole numbers among the attributes of a module and those in it."""
+        """Returns the integers among the attributes of a module and of the modules in it, without linear layers."""
         return {
             (each, key): value
             for each, module in self.modules_in(name).items()
@@ -245,7 +245,7 @@ class Trials:
         return isinstance(module, nn.Linear) or is_transposed(module)
 
     def _form(self, name: str) -> Any:
-        """What two modules have in common of which one trial tells about both."""
+        """Returns a key that is equal for two modules if one trial holds for both."""
         within = self.modules_in(name)
         shapes = tuple(
             (
@@ -267,11 +267,11 @@ class Trials:
     def run_alone(
         self,
         forward: Callable[..., Any],
-        whole: Whole,
+        whole: UndividedCall,
         acting: Mapping[str, Callable[..., Any]],
         given: Any = None,
     ) -> Any:
-        """What a module's forward makes of a copy of its arguments, some layers answered by others."""
+        """Runs a module's forward on a copy of its arguments. Functions in ``acting`` answer calls of their layers."""
         args, kwargs = copied((whole.args, whole.kwargs)) if given is None else given
         self._acting, self._busy = {self._modules[name]: act for name, act in acting.items()}, True
         try:
@@ -279,8 +279,8 @@ class Trials:
         finally:
             self._acting, self._busy = {}, False
 
-    def _whole(self, name: str, forward: Callable[..., Any], given: Any) -> Whole:
-        whole = Whole(given[0], given[1], self._trained.get(name, []))
+    def _whole(self, name: str, forward: Callable[..., Any], given: Any) -> UndividedCall:
+        whole = UndividedCall(given[0], given[1], self._trained.get(name, []))
         often: set[str] = set()
 
         def noted(layer: str) -> Callable[..., Any]:
@@ -310,16 +310,16 @@ class Trials:
         return whole
 
     def is_shared(self, place: Place) -> bool:
-        """Whether a parameter stands under several names."""
+        """Returns True if a parameter has several names."""
         return place in self._shared
 
     def modules_in(self, name: str) -> dict[str, nn.Module]:
-        """A module and those in it."""
+        """Returns a module and the modules in it, by name."""
         inside = f"{name}." if name else ""
         return {each: m for each, m in self._modules.items() if each == name or each.startswith(inside)}
 
     def dropouts(self, name: str) -> list[str]:
-        """Evener's dropouts in a module."""
+        """Returns the names of Evener's dropouts in a module."""
         return [each for each, module in self.modules_in(name).items() if isinstance(module, Dropout)]
 
 
@@ -337,7 +337,7 @@ def _shared_places(modules: Mapping[str, nn.Module]) -> set[Place]:
 
 
 class _Watched:
-    """In the place of the forward of a module."""
+    """Replacement of the forward of a module."""
 
     def __init__(self, trials: Trials, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._trials, self._module, self._forward = trials, module, forward

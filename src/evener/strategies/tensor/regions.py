@@ -1,8 +1,7 @@
-"""Regions of a model that can be divided: layers that make features, what looks at each alone, one that reads them.
+"""Regions of a model that can be divided: layers that make features, elementwise modules, and a layer that reads them.
 
-What follows from the structure of a model is found here: layers in a row in ``nn.Sequential``, and PyTorch's own
-transformer layers, whose forward is known. What only a forward of the user's tells is in
-:mod:`evener.strategies.tensor.trace`.
+This module finds regions by the structure of a model: layers in a row in ``nn.Sequential``, and PyTorch's own
+transformer layers, whose forward is known. :mod:`evener.strategies.tensor.trace` finds those in the user's forward.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from evener.components.checks.embeddings import EMBEDDINGS, looks_at_the_batch
 from evener.nn.dropout import Dropout, Dropout1d, Dropout2d
 from evener.nn.tensor_parallel_conv1d import is_transposed
-from evener.torch_internals.layers import AnyBatchNorm
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import AnyBatchNorm, own_parameters
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -29,7 +27,7 @@ ELEMENTWISE = (
     *(nn.Sigmoid, nn.Tanh, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Tanhshrink, nn.Softshrink),
     *(nn.Hardshrink, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Threshold),
 )
-"""Without weights: one slope of a PReLU for all features would have a part of its gradient on each rank."""
+"""Modules without weights: the single slope of a PReLU would have a part of its gradient on each rank."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, Dropout, Dropout1d, Dropout2d)
 _BY_CHANNEL = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
@@ -53,21 +51,21 @@ ACTIVATIONS = (
     *(F.relu, F.gelu, F.silu, F.mish, F.elu, F.leaky_relu, F.tanh, F.sigmoid),
     *(torch.relu, torch.tanh, torch.sigmoid),
 )
-"""Functions that look at each element alone."""
+"""Elementwise functions."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """From layers that make features to the one that reads them."""
+    """Layers from those that make features to the one that reads them."""
 
     columns: tuple[nn.Module, ...]
     between: tuple[nn.Module, ...]
-    """What has to be told that it sees a part: BatchNorm and dropout."""
+    """Modules that must be told that they see a part: BatchNorm and dropout."""
     row: nn.Module
 
 
 def width(layer: nn.Module) -> tuple[int, int]:
-    """Of a layer that can be divided, the features, or channels, that it reads and that it makes."""
+    """Returns the numbers of features, or channels, that a divisible layer reads and makes."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     if is_transposed(layer):
@@ -78,12 +76,12 @@ def width(layer: nn.Module) -> tuple[int, int]:
 
 
 def features(layer: nn.Module) -> int:
-    """The dimension of the features of what the layer makes, counted from the end."""
+    """Returns the dimension of the features in the layer's output, counted from the end."""
     return -1 - len(layer.kernel_size) if isinstance(layer, CONVOLUTIONS) else -1
 
 
 def obstacle(layer: nn.Module) -> str | None:
-    """Why a linear layer, convolution or embedding cannot be divided; None if it can."""
+    """Returns the reason why a linear layer, convolution or embedding cannot be divided; None if it can."""
     if isinstance(layer, RECURRENT):
         return (
             f"it is a {type(layer).__name__}, each step of which needs all features of the one before, so that ranks "
@@ -103,7 +101,7 @@ def obstacle(layer: nn.Module) -> str | None:
 
 
 def obstacle_of_heads(module: nn.Module) -> str | None:
-    """Why a module cannot be divided by its heads; None if it can."""
+    """Returns the reason why a module cannot be divided by its heads; None if it can."""
     if type(module) is not nn.MultiheadAttention:
         return f"it is a {type(module).__name__}, which may compute something else than nn.MultiheadAttention"
     if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
@@ -114,7 +112,7 @@ def obstacle_of_heads(module: nn.Module) -> str | None:
 
 
 def is_local(module: nn.Module, maker: nn.Module) -> bool:
-    """Whether each feature that ``module`` makes depends on one that ``maker`` made, and on that alone."""
+    """Returns True if each feature that ``module`` makes depends only on one feature that ``maker`` made."""
     if isinstance(maker, CONVOLUTIONS):
         return type(module) in (*ELEMENTWISE, *DROPOUTS, *_BY_CHANNEL) or _is_norm(module)
     return type(module) in ELEMENTWISE or (
@@ -128,12 +126,12 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def is_told(module: nn.Module) -> bool:
-    """Whether the module has to know that it sees a part."""
+    """Returns True if the module must be told that it sees a part of the features."""
     return _is_norm(module) or type(module) in DROPOUTS
 
 
 def fit(column: nn.Module, row: nn.Module) -> bool:
-    """Whether what one layer makes is what the other reads."""
+    """Returns True if ``row`` reads as many features as ``column`` makes, and both can be divided."""
     alike = type(column) is type(row) and column is not row
     if not alike or type(column) in EMBEDDINGS or obstacle(column) or obstacle(row):
         return False
@@ -141,7 +139,7 @@ def fit(column: nn.Module, row: nn.Module) -> bool:
 
 
 def in_sequence(model: nn.Sequential) -> Iterator[Region]:
-    """Of a layer, what is local to its features, and a layer that reads these, one after the other."""
+    """Yields regions in ``nn.Sequential``: a layer, modules local to its features, and a layer that reads these."""
     layers, start = list(_flat(model)), 0
     while start < len(layers):
         end = start + 1
@@ -163,12 +161,12 @@ def _flat(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_sequence(module: nn.Module) -> bool:
-    """Whether the module runs its children one after the other."""
+    """Returns True if the module runs its children one after the other."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def of_transformer(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> Iterator[Region]:
-    """The feed-forward block, if its activation is known."""
+    """Yields the feed-forward block, if its activation is known."""
     known = layer.activation in ACTIVATIONS or type(layer.activation) in ELEMENTWISE
     if known and fit(layer.linear1, layer.linear2) and is_local(layer.dropout, layer.linear1):
         yield Region((layer.linear1,), (layer.dropout,), layer.linear2)

@@ -1,8 +1,8 @@
-"""Streams made of a divided model, as :mod:`evener.strategies.tensor.sequence_streams` finds them, and tried.
+"""Makes sequence-parallel streams in a divided model, as :mod:`evener.strategies.tensor.sequence_streams` finds them.
 
-That functions of the user's own look at no other position cannot be read off modules. So before a stream first divides,
-it computes in evaluation mode what it was given, whole and in pieces, which must come to the same. On a GPU that is
-known with its next call.
+Modules do not show whether the user's functions look at other positions. So before a stream first divides its input, it
+computes it in evaluation mode, whole and in pieces; the results must be equal. On a GPU the comparison is read at the
+next call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from evener.components.sharded_tensor.local import changeable
 from evener.errors import EvenerError, TaskError
 from evener.hardware import accelerators
-from evener.hardware.async_read import Here, Readout, is_late, read
+from evener.hardware.async_read import Readout, ReadyValue, is_late, read
 from evener.nn.collectives_no_grad import largest
 from evener.nn.dropout import Dropout
 from evener.nn.head_parallel_attention import DividedAttention
@@ -27,28 +27,29 @@ from evener.nn.sequence_parallel import (
     Compute,
     InPieces,
     MadeWhole,
-    Stream,
+    SequenceStream,
     Streamed,
     StreamsInARow,
     in_terms,
     instead_of_forward,
 )
 from evener.nn.tensor_parallel import Divided, RowLayer
-from evener.strategies.tensor.plan import Plan
+from evener.strategies.tensor.plan import TensorPlan
 from evener.strategies.tensor.regions import is_sequence
 from evener.strategies.tensor.sequence_streams import ALONE, children, members, outermost, runs
-from evener.torch_internals.layers import AnyDropout
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import AnyDropout, own_parameters
 
 
-def divide_positions(modules: Mapping[str, nn.Module], plan: Plan, group: ProcessGroup, index: int) -> None:
-    """Makes streams of the modules that are so in the plan, whose layers are divided already; in place.
+def divide_positions(
+    modules: Mapping[str, nn.Module], plan: TensorPlan, group: ProcessGroup, index: int
+) -> None:
+    """Makes streams of the modules that the plan calls ``sequence``, in place. Their layers must be divided already.
 
     Args:
-        modules: Of the model, by name.
-        plan: With all that is divided.
-        group: The ranks.
-        index: This rank's.
+        modules: Modules of the model, by name.
+        plan: Plan of everything that is divided.
+        group: Ranks that divide the model.
+        index: Index of this rank.
 
     Raises:
         TaskError: If a weight of a stream is also another module's.
@@ -64,7 +65,7 @@ def divide_positions(modules: Mapping[str, nn.Module], plan: Plan, group: Proces
 
 
 def in_terms_of(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of whose gradients each rank has a term."""
+    """Returns the parameters of whose gradients each rank has only a term."""
     between = (
         own_parameters(each)[key]
         for module in model.modules()
@@ -75,16 +76,18 @@ def in_terms_of(model: nn.Module) -> set[nn.Parameter]:
 
 
 class _Streams:
-    def __init__(self, modules: Mapping[str, nn.Module], plan: Plan, group: ProcessGroup, index: int) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], plan: TensorPlan, group: ProcessGroup, index: int
+    ) -> None:
         self._modules, self._plan, self._group, self._index = modules, plan, group, index
 
     def alone(self, name: str) -> None:
-        """Of one module."""
+        """Makes a stream of one module."""
         module = self._modules[name]
         instead_of_forward(module, Streamed(module, self._stream([name])))
 
     def in_a_row(self, parent: str) -> None:
-        """Of children of ``nn.Sequential``."""
+        """Makes streams of children of an ``nn.Sequential``."""
         module = self._modules[parent]
         assert isinstance(module, nn.Sequential)
         names = children(parent, module)
@@ -92,16 +95,16 @@ class _Streams:
         streams = {run: self._stream(names[run.start : run.stop]) for run in found}
         instead_of_forward(module, StreamsInARow(module, streams))
 
-    def _stream(self, names: Sequence[str]) -> Stream:
+    def _stream(self, names: Sequence[str]) -> SequenceStream:
         modules = [self._modules[name] for name in names]
         shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        stream = Stream(shown, self._group, self._plan.uses[names[0]].dim, Tried(modules))
+        stream = SequenceStream(shown, self._group, self._plan.uses[names[0]].dim, SequenceCheck(modules))
         for name, module in zip(names, modules, strict=True):
             for member, inner, word in members(name, module, self._plan.words):
                 self._tell(member, inner, word, stream)
         return stream
 
-    def _tell(self, name: str, module: nn.Module, word: str, stream: Stream) -> None:
+    def _tell(self, name: str, module: nn.Module, word: str, stream: SequenceStream) -> None:
         if word == "whole":
             instead_of_forward(module, MadeWhole(module, name, stream))
         elif isinstance(module, Divided | DividedAttention):
@@ -118,7 +121,7 @@ class _Streams:
 
 
 def _check_apart(modules: Mapping[str, nn.Module]) -> None:
-    """A weight of whose gradient a rank has a term here must not be used whole elsewhere."""
+    """Raises TaskError if a weight that a rank uses with its own positions has several names."""
     inside = {parameter for module in modules.values() for parameter in in_terms(module)}
     holders: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
@@ -133,20 +136,20 @@ def _check_apart(modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-class Tried:
-    """Compares what modules compute in pieces with what they compute whole, the first time that they are called.
+class SequenceCheck:
+    """Compares the results of modules in pieces and whole, at the first call.
 
     Raises:
-        TaskError: On all ranks, if it is another.
+        TaskError: On all ranks, if the results differ.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._tried = False
-        self._apart: Readout = Here(0.0)
+        self._apart: Readout = ReadyValue(0.0)
 
     def __call__(
-        self, stream: Stream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, stream: SequenceStream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if not self._tried:
             self._tried = True
@@ -162,7 +165,7 @@ class Tried:
                 )
             if is_late(apart.device):
                 return
-        apart_before, self._apart = self._apart.value(), Here(0.0)
+        apart_before, self._apart = self._apart.value(), ReadyValue(0.0)
         if apart_before:
             raise TaskError(
                 f"plan: {stream.name} is sequence, and does not compute from some of the positions what it computes "
@@ -171,8 +174,11 @@ class Tried:
                 f"whole, or leave {stream.name} out of the plan"
             )
 
-    def _draws(self, stream: Stream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether anything but dropout modules and attention moves the common generator in training."""
+    def _draws(
+        self, stream: SequenceStream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Returns True if, in training, the common random generator is used outside of dropout modules and
+        attention."""
         inner = [each for module in self._modules for each in module.modules()]
         whole = [each for each in inner if isinstance(vars(each).get("forward"), MadeWhole)]
         idle = {inside for each in whole for inside in each.modules()}
@@ -185,12 +191,12 @@ class Tried:
 
 
 def _generators(device: torch.device) -> list[Tensor]:
-    """The states of the generators that all modules draw from; those of a card are on the host, too."""
+    """Returns the states of the generators that all modules draw from. Those of a GPU are on the host, too."""
     return accelerators.generator_states(device)
 
 
-def _apart(stream: Stream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """1 where the two differ by more than rounding does on any rank, else 0."""
+def _apart(stream: SequenceStream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Returns 1 if pieces and whole differ on any rank by more than rounding, else 0."""
     with stream.whole(args[0].shape[stream.dim]):
         whole = compute(*args, **kwargs)
     try:
@@ -208,7 +214,8 @@ def _apart(stream: Stream, compute: Compute, args: tuple[Any, ...], kwargs: dict
 
 @contextmanager
 def _undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Evaluation mode, and no parameter of equal elements, which would hide what they are multiplied with."""
+    """Sets evaluation mode, and varies parameters of equal elements, which would hide errors in their inputs. Restores
+    all of it after the block."""
     inner = {each: each.training for module in modules for each in module.modules()}
     with ExitStack() as stack:
         stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
@@ -223,7 +230,7 @@ def _undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _vary(parameter: nn.Parameter, stack: ExitStack) -> None:
-    """Other elements where all are equal, without asking the device whether they are; ``stack`` takes them back."""
+    """Varies the elements of a parameter if all are equal, without waiting for the device; ``stack`` restores them."""
     if parameter.is_floating_point() and parameter.numel() > 1:
         numbers = changeable(parameter, stack)
         waves = torch.arange(numbers.numel(), device=numbers.device).sin().view_as(numbers)

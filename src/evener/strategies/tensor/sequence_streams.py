@@ -1,14 +1,14 @@
-"""Which modules of a model may compute positions of their own, beside layers that are divided.
+"""Finds modules that may compute only some of the positions, beside layers that are divided (sequence parallelism).
 
-The word ``sequence`` makes a stream of a module (:mod:`evener.nn.sequence_parallel`): what it gets is cut along the
-positions, what it gives is gathered. Children of an ``nn.Sequential`` that follow each other are one stream together,
-with what lies between them::
+The word ``sequence`` makes a module a stream (:mod:`evener.nn.sequence_parallel`): its input is cut along the
+positions, and its output is gathered. Consecutive children of an ``nn.Sequential`` form one stream, with the modules
+between them::
 
     embed    norm=sequence    up=colwise    gelu    down=rowwise    drop=sequence    head
              └─────────────────────── one stream ─────────────────────────────┘
 
-In a stream are divided layers, modules of PyTorch that look at each position alone, and functions of the user's own. Of
-other modules nothing is known, and they are refused by name.
+A stream may contain divided layers, modules of PyTorch that look at each position alone, and the user's own functions.
+Other modules may look along the positions; they are refused by name.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from evener.errors import TaskError
 from evener.nn.dropout import Dropout
 from evener.nn.fqn import clean_name
 from evener.strategies.tensor.regions import CONVOLUTIONS, ELEMENTWISE, is_sequence
-from evener.torch_internals.layers import AnyDropout
-from evener.torch_internals.module_tensors import own_parameters
+from evener.torch_internals.modules import AnyDropout, own_parameters
 
 Words = Mapping[str, str]
-"""What a plan says of modules, by their names."""
+"""Words of a plan, by module name."""
 ALONE = (nn.LayerNorm, nn.RMSNorm, nn.Linear)
-"""With weights, and each position for itself: along the last dimension."""
+"""Modules with weights that look at each position alone: they work along the last dimension."""
 _DROPOUTS = (nn.Dropout, Dropout)
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 _HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *_LAYERS, *_STACKS)
 _TOLD = ("whole", "colwise", "rowwise", "heads", "between", "vocabulary")
-"""Modules of which the plan says all that there is to say."""
+"""Words that settle a module completely, with everything inside it."""
 
 
 def members(name: str, module: nn.Module, words: Words) -> Iterator[tuple[str, nn.Module, str]]:
-    """The modules of a stream, down to those that the plan divides; with their names and words."""
+    """Yields the modules of a stream with their names and words, down to those that the plan divides."""
     word = words.get(name, "")
     yield name, module, word
     for child, inner in module.named_children() if word not in _TOLD else ():
@@ -45,7 +44,7 @@ def members(name: str, module: nn.Module, words: Words) -> Iterator[tuple[str, n
 
 
 def outermost(words: Words) -> dict[str, list[str]]:
-    """The modules that are sequence and in no other that is so, by the module that holds them."""
+    """Returns the ``sequence`` modules that are in no other such module, by the module that holds them."""
     found: dict[str, list[str]] = {}
     outer: list[str] = []
     for name in (name for name, word in words.items() if word == "sequence"):
@@ -56,21 +55,21 @@ def outermost(words: Words) -> dict[str, list[str]]:
 
 
 def is_within(name: str, others: list[str]) -> bool:
-    """Whether a module is in one of the others."""
+    """Returns True if a module is inside one of the others."""
     return any(name.startswith(f"{other}.") for other in others)
 
 
 def children(name: str, module: nn.Module) -> list[str]:
-    """The names of a module's children."""
+    """Returns the names of a module's children."""
     return [clean_name(f"{name}.{child}").lstrip(".") for child, _ in module.named_children()]
 
 
-# In a row
+# Children of nn.Sequential
 
 
 def runs(name: str, module: nn.Sequential, words: Words) -> list[range]:
-    """The places of children that are a stream together: from one that is sequence to the last that can be reached by
-    regions and elementwise functions."""
+    """Returns the ranges of children that form a stream: from one that is ``sequence`` to the last such child with only
+    whole regions and elementwise modules between them."""
     found: list[range] = []
     sequence = [words.get(child) == "sequence" for child in children(name, module)]
     passing = _passing([words.get(child, "") for child in children(name, module)], list(module))
@@ -83,7 +82,7 @@ def runs(name: str, module: nn.Sequential, words: Words) -> list[range]:
 
 
 def _passing(words: list[str], modules: list[nn.Module]) -> list[bool]:
-    """Which children may be in the midst of a stream: those of whole regions, and those that look at each element."""
+    """Returns for each child whether it may lie inside a stream: a whole region, or an elementwise module."""
     passing = [type(module) in ELEMENTWISE for module in modules]
     for start, word in enumerate(words):
         stop = next((place + 1 for place in range(start, len(words)) if words[place] == "rowwise"), start)
@@ -92,12 +91,14 @@ def _passing(words: list[str], modules: list[nn.Module]) -> list[bool]:
     return passing
 
 
-# Derived
+# Derived streams
 
 
 def derived_streams(modules: Mapping[str, nn.Module], words: Words) -> dict[str, int]:
-    """The modules that can be sequence beside what is divided by ``words``, and the dimension of their positions:
-    PyTorch's transformer layers, and norms and dropout in a row with divided layers."""
+    """Returns the modules that can be ``sequence`` beside those divided by ``words``, with the dimension of their
+    positions:
+    PyTorch's transformer layers, and norms and dropout in a row with divided layers.
+    """
     found: dict[str, int] = {}
     for name, module in modules.items():
         if not is_within(name, [*found]) and (dim := _positions(name, module, words)) is not None:
@@ -110,7 +111,7 @@ def derived_streams(modules: Mapping[str, nn.Module], words: Words) -> dict[str,
 
 
 def _positions(name: str, module: nn.Module, words: Words) -> int | None:
-    """The dimension of the positions of PyTorch's transformer layers, if all of them are divided."""
+    """Returns the dimension of the positions of PyTorch's transformer layers; None if some are not divided."""
     if type(module) in _STACKS:
         layers = getattr(module, "layers", ())
         found = {_positions(f"{name}.layers.{i}", layer, words) for i, layer in enumerate(layers)}
@@ -146,20 +147,18 @@ def _in_a_row(name: str, module: nn.Sequential, words: Words, streams: Mapping[s
 
 
 def _may(name: str, module: nn.Module, words: Words) -> bool:
-    """Whether a child of ``nn.Sequential`` can be sequence: a norm, dropout, or divided layers in a row."""
+    """Returns True if a child of ``nn.Sequential`` can be ``sequence``: a norm, dropout, or divided layers in a row."""
     if not is_sequence(module):
         return type(module) in (*ALONE, *_DROPOUTS)
     found = list(members(name, module, words))
     return any(word for *_, word in found) and not any(_obstacle(inner, word, 1) for _, inner, word in found)
 
 
-# Whether it may
+# Checks
 
 
 def check_streams(modules: Mapping[str, nn.Module], words: Words, dims: Mapping[str, int]) -> None:
-    """Raises:
-    TaskError: For a module in a stream that cannot be there, with its name.
-    """
+    """Raises TaskError if a stream contains a module that cannot be in one; the message names it."""
     for name in (name for found in outermost(words).values() for name in found):
         for member, module, word in members(name, modules[name], words):
             why = _obstacle(module, word, dims[name])

@@ -1,4 +1,4 @@
-"""What modules around divided layers are told, where a trial showed that they compute a part then."""
+"""Adjusts modules around divided layers, in regions found by a trial, to compute with a part of the features."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from evener.nn.tensor_parallel import ColumnLayer, Parts, RowLayer
-from evener.nn.tensor_region import Apart, StandIn
+from evener.nn.tensor_parallel import ColumnLayer, LengthDivision, RowLayer
+from evener.nn.tensor_region import RegionRng, StandIn
 from evener.strategies.tensor.candidates import TriedRegion
 
 
 def arrange(
-    regions: Iterable[TriedRegion], modules: Mapping[str, nn.Module], read: Mapping[str, Parts], index: int
+    regions: Iterable[TriedRegion],
+    modules: Mapping[str, nn.Module],
+    read: Mapping[str, LengthDivision],
+    index: int,
 ) -> None:
     """Changes modules in place, after their layers were divided.
 
     Args:
-        regions: All of whose layers are.
-        modules: Of the model, by name.
-        read: How what the last layers of regions read is divided.
-        index: This rank's.
+        regions: Regions whose layers are all divided.
+        modules: Modules of the model, by name.
+        read: For the last layer of each region, the division of its input.
+        index: Index of this rank.
     """
     for region in regions:
         guess = region.guess
-        runs = len(read[guess.row].own) // guess.unit
+        runs = len(read[guess.row].local_length) // guess.unit
         for (name, key), value in region.numbers:
             vars(modules[name])[key] = value * runs // guess.runs
         columns, row = [modules[column.name] for column in guess.columns], modules[guess.row]
@@ -35,5 +38,5 @@ def arrange(
             hook = StandIn(argument, features * runs // guess.runs, columns)
             modules[region.module].register_forward_pre_hook(hook, with_kwargs=True)
         if region.draws:
-            columns[0].apart = row.apart = Apart(index)
+            columns[0].apart = row.apart = RegionRng(index)
         row.between = tuple((modules[name], key) for name, key in region.terms)

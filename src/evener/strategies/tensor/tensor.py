@@ -1,16 +1,16 @@
-"""The layers of a model divided over ranks that compute the same samples, each with a part of the features.
+"""The strategy ``tensor``: divides layers over ranks that compute the same samples; each has a part of the features.
 
-For a model whose layers are too wide for one device, or where one sample takes too long there. Which layers these are
-is the plan (:mod:`evener.strategies.tensor.plan`); what they compute is in :mod:`evener.nn.tensor_parallel`::
+For a model whose layers are too wide for one device, or which takes too long for one sample there. The plan
+(:mod:`evener.strategies.tensor.plan`) names the divided layers; :mod:`evener.nn.tensor_parallel` computes them::
 
               embed          up              down         head
     rank 0    words 0..5  ─▶ columns 0..6 ─▶ rows 0..6 ─▶ words 0..5
                           │                │            │              whole, and alike on all ranks, where lines meet
     rank 1    words 6..10 ─▶ columns 7..12 ─▶ rows 7..12 ─▶ words 6..10
 
-What a rank holds of a layer belongs to it alone, and so does its gradient. What is whole gets the same gradient on
-every rank, to rounding: all take the bits of the first. That the gradients *are* the same is how a plan is proved: in
-the first step they are compared, and a layer that took a part for the whole is found before anything is updated.
+A rank's shard of a layer and the shard's gradient belong to that rank alone. Whole weights get the same gradient on
+every rank, but for rounding; all ranks take the bits of the first. A check proves the plan: in the first step the
+gradients are compared, so that a layer that takes a part for the whole is found before anything is updated.
 """
 
 from __future__ import annotations
@@ -28,55 +28,54 @@ from torch.distributed import ProcessGroup
 
 from evener.components import gradients
 from evener.components.checks.embeddings import EMBEDDINGS
-from evener.components.sharded_tensor.shard_spec import Slice, mark
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
 from evener.core.task.task import call_model
 from evener.data.division import by_weights
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
-from evener.hardware.async_read import Here, Readout, is_late, read
+from evener.hardware.async_read import Readout, ReadyValue, is_late, read
 from evener.nn.collectives_no_grad import largest
 from evener.nn.dropout import Dropout
 from evener.nn.fqn import clean_name
 from evener.nn.head_parallel_attention import DividedAttention, divide_heads
 from evener.nn.rng import draw_apart
-from evener.nn.tensor_parallel import VOCABULARY, Parts, VocabularyLinear, divide_layer
+from evener.nn.tensor_parallel import VOCABULARY, LengthDivision, VocabularyLinear, divide_layer
 from evener.nn.tensor_parallel_conv1d import column_kinds, row_kinds
 from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
-from evener.strategies.features import SameBits, check_elementwise
-from evener.strategies.interfaces import Settings, Stepper, Synchronizer
+from evener.strategies.features import ReplicatedGradSync, check_elementwise
+from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.tensor.first_samples import Found, tried
-from evener.strategies.tensor.plan import Plan, Use, derived_of, plan_of
+from evener.strategies.tensor.plan import LayerPlan, TensorPlan, derived_of, plan_of
 from evener.strategies.tensor.regions import RECURRENT, obstacle, width
 from evener.strategies.tensor.sequence_parallel import divide_positions, in_terms_of
 from evener.strategies.tensor.stand_ins import arrange
 from evener.strategies.tensor.trace import output_layer
-from evener.torch_internals.layers import AnyBatchNorm
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.modules import AnyBatchNorm, own_buffers, own_parameters
 
-__all__ = ["Plan", "TensorParallel", "plan_of"]
+__all__ = ["TensorParallel", "TensorPlan", "plan_of"]
 
 AXIS = "tensor"
-"""The axis of the mesh over which layers are divided."""
+"""Mesh axis over which layers are divided."""
 
 
 @dataclass(frozen=True)
 class TensorParallel(Strategy):
-    """Layers divided by features, heads, channels or words; fixed weights of ``balance`` are the ranks' parts of them.
+    """Divides layers by features, heads, channels or words. Fixed weights of ``balance`` set the ranks' parts of them.
 
     Raises:
-        TaskError: If nothing can be divided, a module cannot be divided as the plan has it, or a weight is another
-            layer's too that is not divided alike.
-        ConfigurationError: If the plan cannot be read, or a rank is left without a part of a layer.
+        TaskError: If nothing can be divided, a module cannot be divided as planned, or a shared weight is not divided
+            alike
+            in all its layers.
+        ConfigurationError: If the plan cannot be read, or a rank gets no part of a layer.
     """
 
     plan: str | None = None
-    """``NAME=WORD,NAME=WORD``, names as patterns, as in :mod:`evener.strategies.tensor.plan`; None to have it derived,
-    and printed by rank 0."""
+    """``NAME=WORD,NAME=WORD`` (:mod:`evener.strategies.tensor.plan`). None derives the plan, and rank 0 prints it."""
     sequence: bool = False
     """Whether norms, dropout and residual sums beside divided layers are derived to compute some of the positions."""
 
@@ -84,11 +83,11 @@ class TensorParallel(Strategy):
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "shard", "context")
     output: ClassVar[str | None] = None
-    """The layer that makes the scores of the task's loss; of an object that is prepared."""
+    """Layer that makes the scores of the task's loss. Set on the object that :meth:`prepared` returns."""
     tried: ClassVar[Found] = ((), {})
-    """What the first samples tell; of an object that is prepared."""
+    """Result of running the model on the first samples. Set on the object that :meth:`prepared` returns."""
 
-    def layout(self, world_size: int, settings: Settings) -> Layout:
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         if settings.compression is not None:
             raise ConfigurationError(
                 f"strategy 'tensor' sends no gradients that {settings.compression!r} could compress; leave it out"
@@ -106,18 +105,18 @@ class TensorParallel(Strategy):
             object.__setattr__(found, "tried", tried(model, learner, derived_of(model), AXIS))
         return found
 
-    def plan_for(self, model: nn.Module) -> Plan:
-        """How a model is divided."""
+    def plan_for(self, model: nn.Module) -> TensorPlan:
+        """Returns the plan that divides a model."""
         return plan_of(model, self.plan, self.sequence, self.output, self.tried[0])
 
     def describe(self, model: nn.Module) -> str:
-        """The plan for a model, a line for each module."""
+        """Returns the plan for a model as text, a line for each module."""
         found = self.plan_for(model)
         words = f"{len(found.uses)} modules of {type(model).__name__} are divided:\n{found.describe()}"
         return "\n".join([words, *(f"  {line}" for line in _left_whole(model, self.tried[1]))])
 
-    def parallelize(self, model: nn.Module, mesh: Mesh, settings: Settings) -> nn.Module:
-        # A group of its own: the messages of forward and backward never meet those of the buckets.
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
+        # A separate process group keeps messages of forward and backward apart from gradient buckets.
         group = mesh.new_group(AXIS)
         if group is not None:
             if self.plan is None and mesh.rank == 0:
@@ -131,7 +130,7 @@ class TensorParallel(Strategy):
         return self.around(learner, summing(learner))
 
     def around(self, learner: Learner, inner: Synchronizer) -> Synchronizer:
-        return SameGradient(learner, inner)
+        return TensorParallelGradSync(learner, inner)
 
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
@@ -141,7 +140,7 @@ class TensorParallel(Strategy):
 
 
 def _left_whole(model: nn.Module, reasons: Mapping[str, str]) -> Iterator[str]:
-    """The layers that no plan divides, with the reason; those of blocks that are alike are one line."""
+    """Yields a line for each layer that the plan leaves whole, with the reason. Equal blocks share one line."""
     alike = {re.sub(r"\b\d+\b", "*", name): reason for name, reason in reasons.items()}
     yield from (f"{name} is left whole: {reason}" for name, reason in alike.items())
     for name, module in model.named_modules():
@@ -149,8 +148,8 @@ def _left_whole(model: nn.Module, reasons: Mapping[str, str]) -> Iterator[str]:
             yield f"{clean_name(name) or 'the model'} is left whole: {obstacle(module)}"
 
 
-def _check_axes(plan: Plan, mesh: Mesh) -> None:
-    """Streams of pieces are no stages, and their positions are all that there are."""
+def _check_axes(plan: TensorPlan, mesh: Mesh) -> None:
+    """Raises ConfigurationError if the plan divides positions and the mesh has an axis ``pipeline`` or ``context``."""
     axis = next((axis for axis in ("pipeline", "context") if mesh.degree(axis) > 1), None)
     if axis is not None and "sequence" in plan.words.values():
         raise ConfigurationError(
@@ -159,14 +158,14 @@ def _check_axes(plan: Plan, mesh: Mesh) -> None:
         )
 
 
-def _weights(mesh: Mesh, settings: Settings) -> Sequence[float]:
-    """The ranks' parts; those of the settings divide the samples where the mesh divides these too."""
+def _weights(mesh: Mesh, settings: StrategySettings) -> Sequence[float]:
+    """Returns the ranks' parts: those of the settings, unless they divide samples on this mesh; else equal parts."""
     degree, given = mesh.degree(AXIS), settings.weights
     return given if given is not None and mesh.data.degree == 1 and len(given) == degree else [1.0] * degree
 
 
 Place = tuple[nn.Module, str]
-"""A module and the name of its parameter or buffer."""
+"""Module, and the name of its parameter or buffer."""
 
 
 class _Division:
@@ -174,20 +173,20 @@ class _Division:
 
     Args:
         model: Changed in place.
-        group: The ranks.
-        weights: In which proportions.
-        index: This rank's.
+        group: Ranks that divide it.
+        weights: Proportions of the ranks' parts.
+        index: Index of this rank.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup, weights: Sequence[float], index: int) -> None:
         self._model, self._group, self._weights, self._index = model, group, weights, index
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
-        self._slices: dict[Place, Slice] = {}
-        self._made: dict[str, Parts] = {}
-        self._read: dict[str, Parts] = {}
+        self._slices: dict[Place, ShardSpec] = {}
+        self._made: dict[str, LengthDivision] = {}
+        self._read: dict[str, LengthDivision] = {}
 
-    def divide(self, plan: Plan) -> None:
-        """All modules of the plan."""
+    def divide(self, plan: TensorPlan) -> None:
+        """Divides all modules of the plan."""
         for name, use in plan.uses.items():
             if use.word not in ("whole", "sequence"):
                 getattr(self, f"_{use.word}")(name or "the model", self._modules[name], use)
@@ -199,7 +198,7 @@ class _Division:
         for module in self._model.modules():
             _slowly(module)
 
-    def _parts(self, name: str, length: int, unit: int = 1) -> Parts:
+    def _parts(self, name: str, length: int, unit: int = 1) -> LengthDivision:
         counts = by_weights(length // unit, self._weights)
         if 0 in counts:
             runs = f" in runs of {unit}" if unit > 1 else ""
@@ -209,30 +208,32 @@ class _Division:
                 f"{length // unit} ranks and no part that is too small, or leave it out of plan="
             )
         edges = accumulate((count * unit for count in counts), initial=0)
-        return Parts(self._group, tuple(map(range, *zip(*pairwise(edges), strict=True))), self._index)
+        return LengthDivision(
+            self._group, tuple(map(range, *zip(*pairwise(edges), strict=True))), self._index
+        )
 
-    def _say(self, module: nn.Module, name: str, dim: int, parts: Parts, blocks: int = 1) -> None:
-        """That the tensor is to be cut, where the module has it."""
+    def _say(self, module: nn.Module, name: str, dim: int, parts: LengthDivision, blocks: int = 1) -> None:
+        """Records that a tensor is to be cut, if the module has it."""
         if own_parameters(module).get(name) is not None or own_buffers(module).get(name) is not None:
-            self._slices[module, name] = Slice(AXIS, dim, parts.pieces, self._index, blocks=blocks)
+            self._slices[module, name] = ShardSpec(AXIS, dim, parts.pieces, self._index, blocks=blocks)
 
-    def _colwise(self, name: str, layer: nn.Module, use: Use) -> None:
+    def _colwise(self, name: str, layer: nn.Module, use: LayerPlan) -> None:
         parts = self._made[name] = self._parts(name, width(layer)[1] // use.blocks, use.unit)
         for held, dim in divide_layer(layer, column_kinds(layer), parts, name).held.items():
             self._say(layer, held, dim, parts, use.blocks)
 
-    def _rowwise(self, name: str, layer: nn.Module, use: Use) -> None:
+    def _rowwise(self, name: str, layer: nn.Module, use: LayerPlan) -> None:
         parts = self._read[name] = self._parts(name, width(layer)[0], use.unit)
         for held, dim in divide_layer(layer, row_kinds(layer), parts, name).held.items():
             self._say(layer, held, dim, parts)
 
-    def _vocabulary(self, name: str, layer: nn.Module, use: Use) -> None:
+    def _vocabulary(self, name: str, layer: nn.Module, use: LayerPlan) -> None:
         words = layer.num_embeddings if isinstance(layer, EMBEDDINGS) else width(layer)[1]
         parts = self._parts(name, words)
         for held, dim in divide_layer(layer, VOCABULARY, parts, name).held.items():
             self._say(layer, held, dim, parts)
 
-    def _heads(self, name: str, attention: nn.Module, use: Use) -> None:
+    def _heads(self, name: str, attention: nn.Module, use: LayerPlan) -> None:
         assert isinstance(attention, nn.MultiheadAttention)
         heads = self._parts(name, attention.num_heads)
         features = self._parts_of_heads(heads, attention.head_dim)
@@ -241,14 +242,14 @@ class _Division:
             self._say(attention, held, dim, features, blocks)
         self._say(attention.out_proj, "weight", 1, features)
 
-    def _parts_of_heads(self, heads: Parts, features: int) -> Parts:
+    def _parts_of_heads(self, heads: LengthDivision, features: int) -> LengthDivision:
         pieces = tuple(range(piece.start * features, piece.stop * features) for piece in heads.pieces)
-        return Parts(self._group, pieces, self._index)
+        return LengthDivision(self._group, pieces, self._index)
 
-    def _between(self, name: str, module: nn.Module, use: Use) -> None:
+    def _between(self, name: str, module: nn.Module, use: LayerPlan) -> None:
         parts = self._parts(name, use.length, use.unit)
         if isinstance(module, Dropout):
-            module.part = (use.dim, use.length, parts.own)
+            module.part = (use.dim, use.length, parts.local_length)
         elif isinstance(module, AnyBatchNorm):
             for held in ("weight", "bias", "running_mean", "running_var"):
                 self._say(module, held, 0, parts)
@@ -256,7 +257,7 @@ class _Division:
             draw_apart(module, self._index)
 
     def _check_runs(self) -> None:
-        """What one layer makes of so many features beside it, the other reads."""
+        """Raises TaskError if a rowwise layer reads other features than the colwise layers beside it make."""
         for name, wanted in self._read.items():
             parent = name.rpartition(".")[0]
             beside = {
@@ -297,23 +298,23 @@ class _Division:
             if whole is None:
                 buffer = own_buffers(module)[name]
                 assert buffer is not None
-                own_buffers(module)[name] = mark(piece.part(buffer), piece)
+                own_buffers(module)[name] = set_shard_spec(piece.part(buffer), piece)
             else:
                 if whole not in made:
                     made[whole] = _piece(whole, piece)
                 own_parameters(module)[name] = made[whole]
 
 
-def _piece(whole: nn.Parameter, piece: Slice) -> nn.Parameter:
+def _piece(whole: nn.Parameter, piece: ShardSpec) -> nn.Parameter:
     part = nn.Parameter(piece.part(whole.detach()), whole.requires_grad)
-    for name, value in vars(whole).items():  # what the user said of it, for an optimizer's groups perhaps
+    for name, value in vars(whole).items():  # the user's attributes, perhaps for optimizer groups
         setattr(part, name, value)
-    return mark(part, piece)
+    return set_shard_spec(part, piece)
 
 
 def _slowly(module: nn.Module) -> None:
-    """PyTorch's transformer layers hand their weights to one kernel in evaluation, which would take parts for wholes;
-    where these two attributes are so, they do not."""
+    """Keeps PyTorch's transformer layers off their fused kernel for evaluation, which would take shards for whole
+    weights. The kernel is not used if these two attributes are set so."""
     divided = any(isinstance(inner, DividedAttention) for inner in module.modules())
     if isinstance(module, nn.TransformerEncoderLayer) and divided:
         module.activation_relu_or_gelu = 0
@@ -321,18 +322,19 @@ def _slowly(module: nn.Module) -> None:
         module.use_nested_tensor = False
 
 
-class SameGradient(SameBits):
-    """As :class:`~evener.strategies.features.SameBits`; and proves in the first step that there was but rounding to
-    choose from: ranks that compute the same samples have the same gradient of what each holds whole. On a GPU that is
-    known a step later. Of what each used with positions of its own, the gradients are summed.
+class TensorParallelGradSync(ReplicatedGradSync):
+    """Extends :class:`~evener.strategies.features.ReplicatedGradSync` by a check of the plan, and by sums over
+    positions.
 
-    A loss that does without whole scores is told how they are divided.
+    In the first step it compares the gradients of whole parameters, which must agree but for rounding between ranks
+    that compute the same samples. On a GPU the result is known a step later. Gradients of parameters that each rank
+    used with its own positions are summed. A loss that can use divided scores is told how they are divided.
     """
 
     def __init__(self, learner: Learner, inner: Synchronizer) -> None:
         super().__init__(learner, AXIS, inner)
         self._compared: list[nn.Parameter] | None = None
-        self._alike: Readout = Here(torch.ones(0))
+        self._alike: Readout = ReadyValue(torch.ones(0))
         self._terms = in_terms_of(learner.model)
         self._loss = learner.task.loss
         if isinstance(self._loss, VocabularyParallelCrossEntropy):
@@ -359,7 +361,7 @@ class SameGradient(SameBits):
             self._judge()
 
     def _judge(self) -> None:
-        alike, self._alike = self._alike.values(), Here(torch.ones(0))
+        alike, self._alike = self._alike.values(), ReadyValue(torch.ones(0))
         if not all(alike):
             assert self._compared is not None
             name = self._learner.names[self._compared[alike.index(0.0)]]
@@ -372,7 +374,7 @@ class SameGradient(SameBits):
 
 
 def _apart(whole: Sequence[nn.Parameter], before: Sequence[Tensor]) -> Tensor:
-    """For each parameter, 1 where its gradient is now another than before, by more than rounding does."""
+    """Returns for each parameter 1 if its gradient differs from ``before`` by more than rounding, else 0."""
     now = [gradients.values(parameter) for parameter in whole]
     total = nn.utils.get_total_norm(now)
     moved = torch.stack([(a - b).norm().to(total) for a, b in zip(now, before, strict=True)])
@@ -380,8 +382,9 @@ def _apart(whole: Sequence[nn.Parameter], before: Sequence[Tensor]) -> Tensor:
     return apart.float()
 
 
-def _scores_apart(model: nn.Module) -> Parts | None:
-    """Has the model's output layer leave its scores divided in training; how they are, None if there is no such one."""
+def _scores_apart(model: nn.Module) -> LengthDivision | None:
+    """Has the model's output layer leave its scores divided in training, and returns the division. Returns None if
+    there is no such layer, or several are divided differently."""
     layers = [module for module in model.modules() if isinstance(module, VocabularyLinear)]
     found = {layer.parts for layer in layers}
     if len(found) != 1:

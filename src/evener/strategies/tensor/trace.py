@@ -1,15 +1,15 @@
-"""Regions that can be divided, read from a module's own forward.
+"""Finds regions that can be divided by reading a module's own forward.
 
-``torch.fx`` runs the forward once with stand-ins for its inputs and records what becomes of them. A region is taken
-only if the graph proves it: walking back from the layer that reads, all that is met is elementwise until the layers
-that make the features are reached, and nothing on the way is used for anything else::
+``torch.fx`` runs the forward once with proxies for its inputs and records the operations on them. A region is taken
+only if the graph proves it. Walking back from the layer that reads, everything up to the layers that make the features
+must be elementwise, and nothing on the way may be used for anything else::
 
     up ─▶ silu ─┐
                 ├─ mul ─▶ drop ─▶ down          columns up, gate; between drop; row down
     gate ───────┘
 
-A forward that cannot be recorded (it branches on numbers, say), or that is another in evaluation or without its
-optional inputs, is left alone. It runs on a copy, for it may count its calls or keep what it saw.
+A forward is left alone if it cannot be recorded (it branches on numbers, say), or if it differs in evaluation or
+without its optional inputs. It runs on a copy, because it may count its calls or keep its inputs.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _OF_TWO = {
 _METHODS = {"relu", "tanh", "sigmoid", "exp", "square", "abs"}
 _METHODS_OF_TWO = {"mul", "add", "sub", "div"}
 _SHAPES = {"transpose", "permute", "movedim", "view", "reshape", "flatten", "contiguous", "unflatten", "mT"}
-"""What changes no number, as methods of tensors and functions of torch."""
+"""Methods of tensors and functions of torch that change no number."""
 
 
 def output_layer(model: nn.Module) -> str | None:
-    """The name of the linear layer whose scores are the model's output, perhaps with other dimensions; None if there is
-    none, or nothing proves it."""
+    """Returns the name of the linear layer whose scores are the model's output, perhaps reshaped. Returns None if there
+    is no such layer, or nothing proves it."""
     if is_sequence(model):
         name, last = next(reversed([*model.named_children()]), ("", model))
         inner = output_layer(last) if is_sequence(last) and last is not model else None
@@ -86,7 +86,7 @@ def _reshapes(node: fx.Node) -> bool:
 
 
 def traced(module: nn.Module) -> list[Region]:
-    """The regions among the layers that the forward of ``module`` calls itself."""
+    """Returns the regions among the layers that the forward of ``module`` calls itself."""
     children = [child for child in _children(module) if obstacle(child) is None]
     if not any(fit(column, row) for column in children for row in children):
         return []
@@ -97,13 +97,13 @@ def traced(module: nn.Module) -> list[Region]:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Those that the forward of ``module`` may call itself."""
+    """Yields the modules that the forward of ``module`` may call itself."""
     for child in module.children():
         yield from _children(child) if type(child) in (nn.ModuleList, nn.ModuleDict) else [child]
 
 
 def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
-    """Of every way to call it; none if one of them cannot be recorded."""
+    """Yields a graph for every way to call the module; none if one of them cannot be recorded."""
     made = []
     for training in (True, False):
         for given in _optional(module):
@@ -116,14 +116,14 @@ def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
 
 
 def _optional(module: nn.Module) -> list[dict[str, Any]]:
-    """All inputs given, and only those that have to be."""
+    """Returns the fixed arguments for two ways to call the module: with all inputs, and with required inputs only."""
     parameters = inspect.signature(module.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return [{}, defaults] if defaults else [{}]
 
 
 class _Shallow(fx.Tracer):
-    """Looks into no module but the one that it is given."""
+    """Tracer that looks into no module but the given one."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -150,7 +150,7 @@ def _divides(module: nn.Module) -> bool:
 
 
 class _Walk:
-    """Back from the layer that reads the features to those that make them."""
+    """Walks back from the layer that reads the features to the layers that make them."""
 
     def __init__(self, modules: dict[fx.Node, nn.Module], once: set[fx.Node]) -> None:
         self._modules, self._once = modules, once
@@ -185,7 +185,7 @@ class _Walk:
 
 
 def _elementwise(node: fx.Node) -> bool:
-    """Of features alone: an input that is no number has to be another that was made so."""
+    """Returns True for an elementwise operation. Only functions of two may have several node inputs."""
     several = sum(isinstance(value, fx.Node) for value in node.args) > 1
     if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return False

@@ -1,1 +1,1 @@
-"""The batteries of :mod:`evener.testing`."""
+"""Conformance tests of :mod:`evener.testing`."""

@@ -1,8 +1,8 @@
-"""The promises of an all-reduce, each tried on running ranks.
+"""Conformance test of an all-reduce: checks each of its promises on running ranks.
 
-Whatever a rank meets, an error of any kind included, it tells the others before any of them raises, and gives nothing
-back before all have told. The others may meanwhile wait for a sum that it gave up, until their time is over. So the
-all-reduce has a group of its own, and what ranks tell goes through another::
+Each rank first reports to the others what it found, errors included. Only after all reports have arrived does a rank
+raise or close anything. If one rank fails early, the others may wait for its part of the sum until they time out. So
+the all-reduce has a process group of its own, and reports go through another::
 
     rank 0   all-reduce ── waits for rank 1 ── timed out after 20.0 s ─┐
     rank 1   all-reduce ── raises after 0.1 s ── waits ────────────────┴─ told: rank 1 was the first
@@ -39,7 +39,7 @@ from evener.tools.conformance.errors import broken, difference, noting
 
 SIZES = (0, 1, 7, 33_333)
 LARGE = 1_500_007
-"""Elements: more than any buffer that an implementation may have in between."""
+"""Number of elements that exceeds any intermediate buffer of an implementation."""
 MISSING_SECONDS = 2.0
 
 
@@ -52,23 +52,24 @@ def check_all_reduce(
     timeout_seconds: float = 60.0,
     missing_rank: bool = True,
 ) -> None:
-    """Raises unless what ``make`` makes keeps every promise of :class:`evener.collectives.base.AllReduce`.
+    """Checks that an all-reduce keeps every promise of :class:`evener.collectives.base.AllReduce`.
 
-    Where ``torch.distributed`` is initialized already, it is a collective call of all ranks; else it starts ranks.
+    If ``torch.distributed`` is initialized, all ranks must call this together, and it runs on them. Otherwise it starts
+    ranks.
 
     Args:
-        make: A name that ``--allreduce`` takes, or what such a name stands for: a class, or a function that names
-            ``group`` and ``timeout_seconds`` or one of them.
+        make: A name that ``--allreduce`` takes, or what such a name stands for: a class or function that has a
+            parameter ``group``, ``timeout_seconds``, or both.
         processes: Ranks to start, at least 2.
-        dtypes: Those that it claims to sum; None for all that the ranks' backend sends.
-        device: Of the ranks that are started.
-        timeout_seconds: The longest wait for another rank, also of the process group that ``make`` is given.
-        missing_rank: Whether to try what happens when a rank does not come, which takes some seconds; not on cards,
-            where waits are queued and the session's watchdog finds who is missing.
+        dtypes: Dtypes that the all-reduce claims to sum. None for all that the ranks' backend can send.
+        device: Device of the ranks that are started.
+        timeout_seconds: Longest wait for another rank. Also the timeout of the process group that ``make`` gets.
+        missing_rank: True to test also that a missing rank is reported, which takes some seconds. Not tested on
+            accelerators: waits are queued there, and the session's watchdog finds the missing rank.
 
     Raises:
-        ConformanceError: Which promise is broken, on what input and rank.
-        ConfigurationError: There is no such all-reduce, or it cannot be made on these ranks, or there are fewer than 2.
+        ConformanceError: If a promise is broken. Says which, on what input and rank.
+        ConfigurationError: If there is no such all-reduce, it cannot be made on these ranks, or there are fewer than 2.
     """
     arguments = (make, dtypes, timeout_seconds, missing_rank)
     if dist.is_initialized():
@@ -102,21 +103,21 @@ def _check_number(ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The ranks and the all-reduce that a promise is tried on."""
+class AllReduceTrial:
+    """The ranks and the all-reduce under test."""
 
     name: str
     make: MakeAllReduce
     dtypes: tuple[torch.dtype, ...]
     timeout_seconds: float
     group: dist.ProcessGroup
-    """Of all ranks, for the all-reduce alone: it may break."""
+    """Process group of all ranks for the all-reduce alone. It may break."""
     table: dist.ProcessGroup
-    """Of all ranks, for what they tell each other; waits longer than an all-reduce does."""
+    """Process group of all ranks for their reports. Its timeout is longer than that of the all-reduce."""
     roll_call: RollCall
-    """Of the table."""
+    """Finds ranks that are missing in ``table``."""
     kept: ExitStack = field(default_factory=ExitStack)
-    """What is given back when all ranks have told what they saw."""
+    """Resources that are closed after all ranks have reported."""
 
     @property
     def rank(self) -> int:
@@ -129,12 +130,12 @@ class Trial:
     def opened(
         self, group: dist.ProcessGroup | None = None, timeout_seconds: float | None = None
     ) -> AllReduce:
-        """A fresh all-reduce, which stays open until all ranks have told what they saw."""
+        """Makes a new all-reduce, which stays open until all ranks have reported."""
         made = self.make(group or self.group, timeout_seconds or self.timeout_seconds)
         return self.kept.enter_context(made)
 
     def term(self, dtype: torch.dtype, numel: int, rank: int | None = None, seed: int = 0) -> Tensor:
-        """A rank's small integers, whose sum over a few ranks every dtype holds exactly."""
+        """Returns small random integers of one rank. Every dtype holds their sum over a few ranks exactly."""
         generator = torch.Generator().manual_seed(1000 * seed + (self.rank if rank is None else rank))
         return torch.randint(0, 9, (numel,), generator=generator).to(dtype).to(device_of(self.group))
 
@@ -146,21 +147,21 @@ class Trial:
 
 
 Digests = Mapping[str, str]
-"""By what they are of."""
-Attempt = Callable[[Trial], str | Digests | None]
-"""What is wrong, on this rank, or digests that must be the same on all; None if nothing is wrong."""
+"""Digests of tensors, by a description of the tensor."""
+Attempt = Callable[[AllReduceTrial], str | Digests | None]
+"""Tests one promise on a rank. Returns an error text, digests that all ranks must agree on, or None if all is well."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank tells the others of what it tried."""
+class TrialReport:
+    """Report of one rank about one promise."""
 
     rank: int
     seconds: float
-    """After which it knew."""
+    """Seconds until the rank had its result."""
     wrong: str | None = None
     refused: bool = False
-    """Whether it cannot be tried at all."""
+    """True if the all-reduce cannot be tested at all."""
     digests: Digests = field(default_factory=dict)
 
 
@@ -179,7 +180,7 @@ def _check(
         table = _group_of_all(stack, world, timeout_seconds + BACKSTOP_SECONDS)
         group = _group_of_all(stack, world, timeout_seconds)
         claimed = tuple(dtypes or sent_between(group))
-        trial = Trial(name, function, claimed, timeout_seconds, group, table, RollCall(table))
+        trial = AllReduceTrial(name, function, claimed, timeout_seconds, group, table, RollCall(table))
         stack.enter_context(trial.kept)
         for promise, attempt in PROMISES.items():
             _settle(trial, promise, attempt)
@@ -194,15 +195,17 @@ def _group_of_all(stack: ExitStack, parent: dist.ProcessGroup, timeout_seconds: 
     return group
 
 
-def _settle(trial: Trial, promise: str, attempt: Attempt) -> None:
-    """Raises on all ranks alike if any has found something, then or in giving back what it had."""
+def _settle(trial: AllReduceTrial, promise: str, attempt: Attempt) -> None:
+    """Tests one promise, then closes what was opened. If any rank reports an error, all ranks raise it."""
     tried = _all_told(trial, promise, partial(attempt, trial))
     closed = _all_told(trial, promise, trial.kept.close)
     for told in (tried, closed):
         _judge(trial, promise, told)
 
 
-def _all_told(trial: Trial, promise: str, act: Callable[[], str | Digests | None]) -> list[Told]:
+def _all_told(
+    trial: AllReduceTrial, promise: str, act: Callable[[], str | Digests | None]
+) -> list[TrialReport]:
     own = _told(trial.rank, act)
     try:
         return all_gather(own, trial.table)
@@ -211,7 +214,7 @@ def _all_told(trial: Trial, promise: str, act: Callable[[], str | Digests | None
         raise broken(trial.name, promise, f"{seen}{trial.roll_call.explain(error)}") from error
 
 
-def _told(rank: int, act: Callable[[], str | Digests | None]) -> Told:
+def _told(rank: int, act: Callable[[], str | Digests | None]) -> TrialReport:
     start = time.monotonic()
     refused, seen = False, None
     try:
@@ -224,12 +227,12 @@ def _told(rank: int, act: Callable[[], str | Digests | None]) -> Told:
         )
     seconds = time.monotonic() - start
     if isinstance(seen, Mapping):
-        return Told(rank, seconds, digests=seen)
-    return Told(rank, seconds, seen, refused)
+        return TrialReport(rank, seconds, digests=seen)
+    return TrialReport(rank, seconds, seen, refused)
 
 
-def _judge(trial: Trial, promise: str, told: Sequence[Told]) -> None:
-    """By the rank that was the first to find something: what the others met may have come of that."""
+def _judge(trial: AllReduceTrial, promise: str, told: Sequence[TrialReport]) -> None:
+    """Raises the earliest error of any rank, for later ones may follow from it. Also raises if digests differ."""
     first = min((one for one in told if one.wrong), key=lambda one: one.seconds, default=None)
     if first is not None:
         seen = f"On rank {first.rank} of {trial.world_size}: {first.wrong}"
@@ -240,7 +243,7 @@ def _judge(trial: Trial, promise: str, told: Sequence[Told]) -> None:
             raise broken(trial.name, promise, f"{what} have the digests {digests} on the ranks")
 
 
-def _sums_wrongly(trial: Trial) -> str | None:
+def _sums_wrongly(trial: AllReduceTrial) -> str | None:
     cases = [(dtype, numel) for dtype in trial.dtypes for numel in SIZES]
     if torch.float32 in trial.dtypes:
         cases.append((torch.float32, LARGE))
@@ -255,8 +258,8 @@ def _sums_wrongly(trial: Trial) -> str | None:
     return seen
 
 
-def _adds_in_halves(trial: Trial) -> str | None:
-    """A large number and small ones, which are lost one by one where each addition is rounded."""
+def _adds_in_halves(trial: AllReduceTrial) -> str | None:
+    """Sums a large number and small ones, which are lost if every addition is rounded to half precision."""
     seen, all_reduce = None, trial.opened()
     for dtype in [each for each in HALVES if each in trial.dtypes and all_reduce.exact]:
         large = 2.0 / torch.finfo(dtype).eps
@@ -268,8 +271,8 @@ def _adds_in_halves(trial: Trial) -> str | None:
     return seen
 
 
-def _bits(trial: Trial) -> Digests:
-    """Of sums that depend on the order of addition, by the last bits of random numbers."""
+def _bits(trial: AllReduceTrial) -> Digests:
+    """Returns digests of sums whose last bits depend on the order of addition."""
     digests = {}
     all_reduce = trial.opened()
     for dtype in (dtype for dtype in trial.dtypes if dtype.is_floating_point):
@@ -280,14 +283,14 @@ def _bits(trial: Trial) -> Digests:
     return digests
 
 
-def _of_many_scales(trial: Trial, dtype: torch.dtype, numel: int) -> Tensor:
+def _of_many_scales(trial: AllReduceTrial, dtype: torch.dtype, numel: int) -> Tensor:
     generator = torch.Generator().manual_seed(trial.rank)
     scales = 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
     return (torch.randn(numel, generator=generator) * scales).to(dtype).to(device_of(trial.group))
 
 
-def _confuses_calls(trial: Trial) -> str | None:
-    """Several are under way at a time; every second one is also asked for its future."""
+def _confuses_calls(trial: AllReduceTrial) -> str | None:
+    """Starts several calls at a time. For every second call, the future is tested too."""
     sizes = [3, 100_000, 1, 0, 40_000, 300_000, 8]
     seen = None
     all_reduce = trial.opened()
@@ -307,7 +310,7 @@ def _confuses_calls(trial: Trial) -> str | None:
     return seen
 
 
-def _fails_on_odd_tensors(trial: Trial) -> str | None:
+def _fails_on_odd_tensors(trial: AllReduceTrial) -> str | None:
     ranks, device = float(trial.world_size), device_of(trial.group)
     matrix, every_other = torch.ones(6, 5, device=device), torch.ones(10, device=device)
     parameter, scalar = torch.ones(3, device=device, requires_grad=True), torch.tensor(2.0, device=device)
@@ -335,8 +338,8 @@ def _fails_on_odd_tensors(trial: Trial) -> str | None:
     )
 
 
-def _cannot_close_twice(trial: Trial) -> str | None:
-    """And another can be made when the first is gone."""
+def _cannot_close_twice(trial: AllReduceTrial) -> str | None:
+    """Closes an all-reduce twice, and checks that another can be made afterwards."""
     for _ in range(2):
         all_reduce = trial.make(trial.group, trial.timeout_seconds)
         tensor = torch.ones(3, device=device_of(trial.group))
@@ -346,7 +349,7 @@ def _cannot_close_twice(trial: Trial) -> str | None:
     return None
 
 
-def _fails_alone(trial: Trial) -> str | None:
+def _fails_alone(trial: AllReduceTrial) -> str | None:
     alone = subgroup(trial.table, [trial.rank], trial.timeout_seconds)
     assert alone is not None
     trial.kept.callback(destroy, alone)
@@ -360,8 +363,8 @@ def _fails_alone(trial: Trial) -> str | None:
     return difference(tensor, trial.term(torch.float32, 1000), "1000 elements of the only rank")
 
 
-def _is_silent_about_a_missing_rank(trial: Trial) -> str | None:
-    """The last rank makes it and does not call it; over a group of its own, whose waits are short."""
+def _is_silent_about_a_missing_rank(trial: AllReduceTrial) -> str | None:
+    """Lets all ranks but the last call the all-reduce, in a process group with a short timeout."""
     group = _group_of_all(trial.kept, trial.table, MISSING_SECONDS)
     all_reduce = trial.opened(group, MISSING_SECONDS)
     missing = trial.world_size - 1

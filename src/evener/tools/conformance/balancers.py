@@ -1,8 +1,8 @@
-"""The promises of a balancer, tried in a short run over ranks of made-up speeds.
+"""Conformance test of a balancer: checks its promises in a short run over ranks of simulated speeds.
 
-The run asks as a loader does, for the present step and those that are prefetched, and tells each rank's time as a
-training does, now and then none. So a balancer that learns has something to learn, and one that does not is not asked
-for more than it does.
+As a loader does, the run asks for the shares of the current step and of steps to be prefetched. As a training does, it
+reports the time of each rank, and sometimes leaves one out. So a learning balancer has data to learn from, and a fixed
+one gets only calls that it must support.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def check_balancer(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     steps: int = STEPS,
 ) -> None:
-    """Raises unless what ``make`` makes keeps every promise of :class:`evener.balance.Balancer`.
+    """Checks that a balancer keeps every promise of :class:`evener.balance.Balancer`.
 
     Args:
-        make: A value that ``--balance`` takes, or what such a name stands for: a class, or a function that names any
-            of ``world_size``, ``caps``, ``quantum`` and ``lookahead``. Caps and quantum are tried if it names them,
-            caps in such a way that every rank is given samples.
+        make: A value that ``--balance`` takes, or what such a name stands for: a class or function with any of the
+            parameters ``world_size``, ``caps``, ``quantum`` and ``lookahead``. Caps and quantum are tested if it has
+            these parameters. The tested caps allow samples on every rank.
         world_size: Number of ranks.
-        batch_sizes: What each step is asked to divide.
+        batch_sizes: Batch sizes that each step asks to divide.
         steps: Length of each run.
 
     Raises:
-        ConformanceError: Which promise is broken, in which step, for which batch.
-        ShareError: There is no such balancer, or not for so many ranks.
+        ConformanceError: If a promise is broken. Says which, in which step and for which batch.
+        ShareError: If there is no such balancer, or it does not support this number of ranks.
     """
-    trial = Trial(make, world_size, tuple(batch_sizes), steps)
+    trial = BalancerTrial(make, world_size, tuple(batch_sizes), steps)
     with _generators_kept():
         first = trial.run(trial.made(seed=1))
         _check_decisions(trial, first)
@@ -63,16 +63,16 @@ def check_balancer(
 
 @dataclass
 class History:
-    """What was answered in a run."""
+    """A balancer and the shares it returned in a run."""
 
     balancer: Balancer
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """By step and batch size."""
+    """Shares by step and batch size."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What is tried, and on how many ranks."""
+class BalancerTrial:
+    """The balancer under test, and the size of the runs."""
 
     make: str | Callable[..., Balancer]
     world_size: int
@@ -85,7 +85,7 @@ class Trial:
 
     @property
     def knows_limits(self) -> set[str]:
-        """Which limits it names; a balancer of Evener's own takes both."""
+        """The limits it has parameters for: ``caps``, ``quantum``. Evener's own balancers take both."""
         function: Callable[..., Balancer] | str = self.make
         if isinstance(function, str):
             if ":" not in function:
@@ -94,7 +94,7 @@ class Trial:
         return names_taken(function, _offered(self.world_size)) & {"caps", "quantum"}
 
     def made(self, seed: int = 0, **limits: Any) -> Balancer:
-        """A fresh one; what it may draw at random it draws from ``seed``."""
+        """Makes a new balancer, after seeding all random generators with ``seed``."""
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -109,7 +109,7 @@ class Trial:
         batch_sizes: tuple[int, ...] | None = None,
         caps: Sequence[int | None] | None = None,
     ) -> History:
-        """Asks and tells for all steps, and checks every answer."""
+        """Asks for shares and reports times in all steps, and checks every answer."""
         history = History(balancer)
         for step in range(first, first + self.steps):
             for asked in range(step, step + LOOKAHEAD + 1):
@@ -132,7 +132,7 @@ class Trial:
         before = history.answers.setdefault((step, size), list(shares))
         if shares != before:
             raise broken(self.name, STAY, f"{where}, and {before} before")
-        shares.clear()  # the caller's own list: the next answer must be whole all the same
+        shares.clear()  # changing the returned list must not affect the next answer
         again = history.balancer.shares(step, size)
         if again != before:
             raise broken(self.name, STAY, f"Step {step}, a batch of {size}: {before}, and then {again}")
@@ -146,7 +146,10 @@ class Trial:
             raise broken(self.name, HEARS, seen) from error
 
     def seconds(self, step: int, shares: Sequence[int]) -> list[float]:
-        """Rank r is r + 1 times as slow as rank 0; no time where there is no sample, and now and then none at all."""
+        """Simulates seconds per rank. Rank r is r + 1 times as slow as rank 0.
+
+        NaN for a rank without samples, and for rank 0 in every fifth step.
+        """
         times = [(0.002 + 0.001 * share) * (rank + 1) for rank, share in enumerate(shares)]
         absent = [share == 0 or (step % 5 == 4 and rank == 0) for rank, share in enumerate(shares)]
         return [math.nan if none else time for none, time in zip(absent, times, strict=True)]
@@ -161,7 +164,7 @@ def _offered(world_size: int) -> dict[str, Any]:
     return {"world_size": world_size, "caps": None, "quantum": 1, "lookahead": LOOKAHEAD}
 
 
-def _check_decisions(trial: Trial, history: History) -> None:
+def _check_decisions(trial: BalancerTrial, history: History) -> None:
     for decision in history.balancer.decisions:
         batches = sum(decision.old_shares), sum(decision.new_shares)
         if decision.effective_step <= decision.step or batches[0] != batches[1]:
@@ -170,7 +173,7 @@ def _check_decisions(trial: Trial, history: History) -> None:
             )
 
 
-def _check_determinism(trial: Trial, first: History) -> None:
+def _check_determinism(trial: BalancerTrial, first: History) -> None:
     for seed in range(2, 6):
         other = trial.run(trial.made(seed))
         for (step, size), shares in first.answers.items():
@@ -194,7 +197,7 @@ def _generators_kept() -> Iterator[None]:
         torch.set_rng_state(kept[2])
 
 
-def _check_caps(trial: Trial) -> None:
+def _check_caps(trial: BalancerTrial) -> None:
     if "caps" not in trial.knows_limits:
         return
     caps: list[int | None] = [3 + rank for rank in range(trial.world_size)]
@@ -216,7 +219,7 @@ def _check_caps(trial: Trial) -> None:
     )
 
 
-def _check_quantum(trial: Trial) -> None:
+def _check_quantum(trial: BalancerTrial) -> None:
     if "quantum" not in trial.knows_limits:
         return
     promise = "shares are multiples of the quantum, but for one"
@@ -229,7 +232,7 @@ def _check_quantum(trial: Trial) -> None:
             raise broken(trial.name, promise, f"Step {step}, a batch of {size}, a quantum of 4: {shares}")
 
 
-def _check_state(trial: Trial, history: History) -> None:
+def _check_state(trial: BalancerTrial, history: History) -> None:
     promise = "a balancer goes on from its state, through JSON, as if nothing had happened"
     state = history.balancer.state_dict()
     try:

@@ -1,4 +1,4 @@
-"""How a battery says that a promise is broken."""
+"""Errors and helpers of the conformance tests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from evener.errors import EvenerError
 
 
 class ConformanceError(EvenerError, AssertionError):
-    """A part breaks a promise of its interface; says which, and on what input."""
+    """Raised if a part breaks a promise of its interface. Says which promise, and on what input."""
 
 
 def broken(name: str, promise: str, seen: str) -> ConformanceError:
-    """The error for the part ``name``."""
+    """Returns the error for a broken promise of the part ``name``."""
     return ConformanceError(f"{name} breaks its promise: {promise}. {seen}")
 
 
 @contextmanager
 def noting(what: str) -> Iterator[None]:
-    """Adds ``what`` to an error that is raised inside, such as the input that a part was given."""
+    """Adds ``what`` as a note to any error raised inside, such as the input that a part was given."""
     try:
         yield
     except Exception as error:
@@ -30,7 +30,7 @@ def noting(what: str) -> Iterator[None]:
 
 
 def difference(tensor: Tensor, expected: Tensor, what: str) -> str | None:
-    """The first element that is not as expected, in words."""
+    """Describes the first element that is not as expected. Returns None if shape, dtype and all elements are."""
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return (
             f"{what}: is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(expected.shape)} {expected.dtype}"

@@ -1,6 +1,6 @@
-"""What a strategy is tried with: small runs, of which each tells what it came to as named tensors.
+"""Small runs that test a strategy. Each returns its results as named tensors.
 
-The same functions run on one device, which is what a strategy has to match, and on ranks with the strategy.
+The same functions run on one device, as the reference, and on several ranks with the strategy.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from evener.distributed.mesh import Layout
 from evener.distributed.session import Session
 from evener.errors import DivergenceError
 from evener.tools.conformance import tasks
-from evener.torch_internals.named_group import groups_open
+from evener.torch_internals.process_groups import groups_open
 from evener.training.engine import Engine
 
 Chosen = str | Recipe | tuple[Recipe, ...]
-"""A strategy, or several that are laid over a mesh together."""
+"""A strategy, or several that divide the axes of a mesh together."""
 Findings = dict[str, Tensor]
-"""What a run came to: ``weight NAME`` and ``loss of step N``, and more, in float64 on the CPU."""
+"""Results of a run: ``weight NAME``, ``loss of step N`` and others, in float64 on the CPU."""
 
 STEPS, HALF = 7, 4
-"""Of a run, and after how many of them it is stopped where it goes on elsewhere."""
+"""Steps of a run, and the steps before the checkpoint in a run that is resumed elsewhere."""
 
 
 class NotKeptError(Exception):
-    """A promise is not kept, in words."""
+    """Raised if a promise is not kept. The message says how."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a trial runs."""
+class TrialRanks:
+    """The session and the strategy that a trial runs with."""
 
     strategy: Chosen
     session: Session
     parts: int = 1
-    """How many parts weights of ``balance`` are for."""
+    """Number of weights that ``balance`` takes."""
     mesh: str | None = None
 
     @property
     def words(self) -> str:
-        """The strategy, for messages."""
+        """The strategy as text, for messages."""
         return ",".join(map(str, self.strategy)) if isinstance(self.strategy, tuple) else str(self.strategy)
 
     def engine(self, task: Task, **settings: Any) -> Engine:
-        """Of a task in float64; of ``balance``, the words ``uneven`` and ``idle`` become weights."""
+        """Opens an engine in float64. Replaces a ``balance`` of ``uneven`` or ``idle`` by weights for the ranks."""
         if "balance" in settings:
             settings["balance"] = self._weights(settings["balance"])
         usual = {"steps": STEPS, "strategy": self.strategy, "mesh": self.mesh, "dtype": "float64"}
-        usual |= {"check_replicas": 0}  # the battery compares them itself, in its own words
+        usual |= {"check_replicas": 0}  # the test compares replicas itself
         config = RunConfig(**(usual | settings))
         return Engine(task, config, session=self.session)
 
@@ -75,37 +75,37 @@ class Place:
 
 
 @contextmanager
-def alone(device: str, timeout_seconds: float) -> Iterator[Place]:
-    """One device, also where this process is a rank."""
+def alone(device: str, timeout_seconds: float) -> Iterator[TrialRanks]:
+    """Opens a session on one device, also if this process is a rank."""
     with Session(device, timeout_seconds, Environment()) as session:
-        yield Place("single", session)
+        yield TrialRanks("single", session)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A promise and how it is tried."""
+class StrategyTrial:
+    """A promise, and the run that tests it."""
 
     name: str
-    """By which it can be left out."""
+    """Name by which the trial can be left out."""
     promise: str
-    run: Callable[[Place, Trial], Findings]
+    run: Callable[[TrialRanks, StrategyTrial], Findings]
     task: str = "plain"
     settings: Mapping[str, Any] = field(default_factory=dict)
     has_reference: bool = True
-    """Whether one device can be compared with."""
+    """True if the results are compared with those of one device."""
 
     @property
     def words(self) -> str:
-        """What runs."""
+        """The task and the settings as text, for messages."""
         return ", ".join([f"task {self.task}", *(f"{key} {value}" for key, value in self.settings.items())])
 
-    def engine(self, place: Place, **settings: Any) -> Engine:
-        """Of the trial's task."""
+    def engine(self, place: TrialRanks, **settings: Any) -> Engine:
+        """Opens an engine with the task of the trial."""
         return place.engine(getattr(tasks, self.task)(), **(dict(self.settings) | settings))
 
 
-def train(place: Place, trial: Trial) -> Findings:
-    """Takes all steps."""
+def train(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Takes all steps; returns losses and weights."""
     with trial.engine(place) as engine:
         return _trained(engine)
 
@@ -125,8 +125,8 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def by_hand(place: Place, trial: Trial) -> Findings:
-    """The steps as a loop of the user's own takes them."""
+def by_hand(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Takes the steps in a hand-written loop; returns losses and weights."""
     losses: Findings = {}
     with trial.engine(place) as engine:
         for batch in engine.batches():
@@ -139,8 +139,8 @@ def by_hand(place: Place, trial: Trial) -> Findings:
         return losses | _weights(engine)
 
 
-def evaluate(place: Place, trial: Trial) -> Findings:
-    """The metrics over two sets, one of them of two samples."""
+def evaluate(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Returns the metrics over two sets, one of which has only two samples."""
     with trial.engine(place) as engine:
         _trained(engine)
         few = Subset(engine.task.train, [1, 0])
@@ -152,8 +152,8 @@ def evaluate(place: Place, trial: Trial) -> Findings:
     }
 
 
-def predict(place: Place, trial: Trial) -> Findings:
-    """The outputs in order, on rank 0 and on all."""
+def predict(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Returns the predictions in order. Checks the calls that return them on rank 0 alone and on all ranks."""
     with trial.engine(place, steps=2) as engine:
         _trained(engine)
         everywhere: Any = engine.predict(engine.task.train, everywhere=True)
@@ -166,8 +166,8 @@ def predict(place: Place, trial: Trial) -> Findings:
     return {"predictions": everywhere.double()}
 
 
-def into_one(place: Place, trial: Trial) -> Findings:
-    """One device goes on from what the ranks wrote, and from what they hold."""
+def into_one(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Resumes on one device, from a checkpoint of the ranks and from their ``state_dict()``."""
     control = place.session.control
     with tempfile.TemporaryDirectory() as made:
         directory = Path(control.broadcast_object(made))
@@ -178,12 +178,12 @@ def into_one(place: Place, trial: Trial) -> Findings:
         with _one_device(place) as one:
             from_file = _gone_on(one, trial, lambda engine: engine.load(directory))
             from_state = _gone_on(one, trial, lambda engine: engine.load_state_dict(state))
-        control.barrier()  # all have read what rank 0 removes
+        control.barrier()  # rank 0 removes the files after all ranks have read them
     return _both(from_file, from_state)
 
 
-def from_one(place: Place, trial: Trial) -> Findings:
-    """The ranks go on from what one device wrote, and from what it held."""
+def from_one(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Resumes on the ranks, from a checkpoint of one device and from its ``state_dict()``."""
     with tempfile.TemporaryDirectory() as directory:
         with _one_device(place) as one, trial.engine(one, steps=HALF) as engine:
             _trained(engine)
@@ -194,11 +194,11 @@ def from_one(place: Place, trial: Trial) -> Findings:
     return _both(from_file, from_state)
 
 
-def _one_device(place: Place) -> Any:
+def _one_device(place: TrialRanks) -> Any:
     return alone(place.session.device.type, place.session.timeout_seconds)
 
 
-def _gone_on(place: Place, trial: Trial, load: Callable[[Engine], None]) -> Findings:
+def _gone_on(place: TrialRanks, trial: StrategyTrial, load: Callable[[Engine], None]) -> Findings:
     with trial.engine(place) as engine:
         load(engine)
         return _trained(engine)
@@ -208,13 +208,13 @@ def _both(from_file: Findings, from_state: Findings) -> Findings:
     return from_file | {f"{name}, from state_dict()": value for name, value in from_state.items()}
 
 
-def reference_of(trial: Trial) -> Callable[[Place, Trial], Findings]:
-    """What one device does for comparison."""
+def reference_of(trial: StrategyTrial) -> Callable[[TrialRanks, StrategyTrial], Findings]:
+    """Returns the function that one device runs for comparison."""
     return whole_run if trial.run in (into_one, from_one) else trial.run
 
 
-def whole_run(place: Place, trial: Trial) -> Findings:
-    """What :func:`into_one` and :func:`from_one` are to come to: the run that was never stopped."""
+def whole_run(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Returns the reference of :func:`into_one` and :func:`from_one`: the end of a run that was never stopped."""
     found = train(place, trial)
     late = {name: value for name, value in found.items() if not _is_early(name)}
     return _both(late, late)
@@ -225,8 +225,10 @@ def _is_early(name: str) -> bool:
     return step is not None and int(step[1]) < HALF
 
 
-def fail(place: Place, trial: Trial) -> Findings:
-    """The last rank's numbers are none in the last step, so that nobody waits for a rank that is gone."""
+def fail(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Makes numbers of the last rank NaN in the last step, and checks that the error names this rank. As it is the last
+    step, no rank is left waiting for another.
+    """
     rank, what = place.session.world_size - 1, trial.settings["what"]
     with place.engine(tasks.broken(what, rank), steps=HALF) as engine:
         said = _said(engine)
@@ -243,8 +245,8 @@ def _said(engine: Engine) -> str:
     return "nothing, the run went on"
 
 
-def close(place: Place, trial: Trial) -> Findings:
-    """Closes twice; then nothing is left of the engine, and another can be opened."""
+def close(place: TrialRanks, trial: StrategyTrial) -> Findings:
+    """Closes each of two engines twice. Checks that nothing is left of the engine, and that another can be opened."""
     session, before = place.session, _owned()
     for _ in range(2):
         engine = trial.engine(place, steps=2)
@@ -276,90 +278,94 @@ def _owned() -> tuple[int, int]:
 
 
 SUMS = "gradients are sums over all samples, whatever the shares: weights are those of one device"
-TRIALS: tuple[Trial, ...] = (
-    Trial("plain", SUMS, train, settings={"balance": "uneven"}),
-    Trial("idle", "a rank without samples counts for nothing", train, settings={"balance": "idle"}),
-    Trial("tiny", "a batch may have fewer samples than there are ranks", train, "tiny"),
-    Trial(
+TRIALS: tuple[StrategyTrial, ...] = (
+    StrategyTrial("plain", SUMS, train, settings={"balance": "uneven"}),
+    StrategyTrial("idle", "a rank without samples counts for nothing", train, settings={"balance": "idle"}),
+    StrategyTrial("tiny", "a batch may have fewer samples than there are ranks", train, "tiny"),
+    StrategyTrial(
         "batch_norm",
         "BatchNorm normalizes by the samples of all ranks",
         train,
         "batch_norm",
         {"balance": "uneven"},
     ),
-    Trial(
+    StrategyTrial(
         "batch_norm",
         "BatchNorm normalizes by the samples of all ranks where one has few or none",
         train,
         "batch_norm_of_few",
     ),
-    Trial(
+    StrategyTrial(
         "tokens",
         "a mean over tokens is that of all ranks and micro-batches",
         train,
         "tokens",
         {"balance": "uneven", "micro_batch": 4},
     ),
-    Trial(
+    StrategyTrial(
         "accumulation",
         "gradients of micro-batches add up, also where a rank has more of them than another",
         train,
         "tied",
         {"balance": "uneven", "micro_batch": 4},
     ),
-    Trial("tied", "a weight under two names is one weight", train, "tied"),
-    Trial(
+    StrategyTrial("tied", "a weight under two names is one weight", train, "tied"),
+    StrategyTrial(
         "clip",
         "gradients are clipped by the norm of the sum over all ranks",
         train,
         settings={"clip_norm": 0.05, "balance": "uneven"},
     ),
-    Trial(
+    StrategyTrial(
         "unused",
         "a parameter has a gradient if any rank's samples gave it one, and else none",
         train,
         "unused",
         {"balance": "uneven"},
     ),
-    Trial(
+    StrategyTrial(
         "unused",
         "a parameter has a gradient if any micro-batch of any rank gave it one, and else none",
         train,
         "unused",
         {"micro_batch": 3},
     ),
-    Trial("penalty", "a penalty counts once, and not once for each rank", train, "penalty"),
-    Trial("dropout", "a sample's dropout is the same wherever it is computed", train, "dropout"),
-    Trial("several", "inputs and outputs may be several, and None", train, "several", {"balance": "uneven"}),
-    Trial("sparse", "sparse gradients are summed too", train, "sparse", {"balance": "uneven"}),
-    Trial(
+    StrategyTrial("penalty", "a penalty counts once, and not once for each rank", train, "penalty"),
+    StrategyTrial("dropout", "a sample's dropout is the same wherever it is computed", train, "dropout"),
+    StrategyTrial(
+        "several", "inputs and outputs may be several, and None", train, "several", {"balance": "uneven"}
+    ),
+    StrategyTrial("sparse", "sparse gradients are summed too", train, "sparse", {"balance": "uneven"}),
+    StrategyTrial(
         "buffers",
         "buffers that a forward pass writes are the same on all ranks",
         train,
         "buffers",
         has_reference=False,
     ),
-    Trial(
+    StrategyTrial(
         "by_hand",
         "a loop of the user's own takes the same steps",
         by_hand,
         "unused",
         {"balance": "uneven", "clip_norm": 0.5},
     ),
-    Trial("evaluation", "an evaluation counts each sample once", evaluate, settings={"balance": "uneven"}),
-    Trial("prediction", "predictions come in the order of the samples", predict),
-    Trial(
+    StrategyTrial(
+        "evaluation", "an evaluation counts each sample once", evaluate, settings={"balance": "uneven"}
+    ),
+    StrategyTrial("prediction", "predictions come in the order of the samples", predict),
+    StrategyTrial(
         "checkpoint",
         "one device goes on from a checkpoint of the ranks",
         into_one,
         "batch_norm",
         {"balance": "uneven"},
     ),
-    Trial("checkpoint", "the ranks go on from a checkpoint of one device", from_one, "batch_norm"),
-    Trial(
+    StrategyTrial("checkpoint", "the ranks go on from a checkpoint of one device", from_one, "batch_norm"),
+    StrategyTrial(
         "error", "an error names the rank whose loss is not a number", fail, "broken", {"what": "loss"}, False
     ),
-    Trial(
+    StrategyTrial(
         "error",
         "an error names the rank whose gradient is not a number",
         fail,
@@ -367,8 +373,10 @@ TRIALS: tuple[Trial, ...] = (
         {"what": "gradient"},
         False,
     ),
-    Trial("close", "close() gives everything back, and may be called twice", close, has_reference=False),
+    StrategyTrial(
+        "close", "close() gives everything back, and may be called twice", close, has_reference=False
+    ),
 )
-"""In the order in which they are tried: what else rests on comes first."""
+"""All trials in the order in which they run: promises that others depend on come first."""
 
 NAMES = tuple(dict.fromkeys(trial.name for trial in TRIALS))

@@ -1,7 +1,7 @@
-"""The promises of a strategy, of which the first is that nobody can tell it from one device.
+"""Conformance test of a strategy. Its main promise: training on the ranks gives the same results as on one device.
 
-One device takes its steps once, where the battery is called; each rank compares what it came to with that, and all tell
-each other what they saw before any of them raises.
+The process that calls the test takes the steps on one device once. Each rank compares its results with these. All ranks
+report to each other before any of them raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evener.core.config.run_config import RunConfig
 from evener.distributed.launch.launch import is_launched, launch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.strategies.interfaces import Settings
+from evener.strategies.interfaces import StrategySettings
 from evener.tools.conformance.errors import ConformanceError, broken
 from evener.tools.conformance.harness import (
     NAMES,
@@ -28,18 +28,18 @@ from evener.tools.conformance.harness import (
     Chosen,
     Findings,
     NotKeptError,
-    Place,
-    Trial,
+    StrategyTrial,
+    TrialRanks,
     alone,
     reference_of,
 )
 from evener.training.factory import strategy_of
 
 TOLERANCE = 1e-10
-"""Largest difference in float64 that the order of sums explains, relative to the largest number of a tensor."""
+"""Largest difference in float64 that the order of summation explains, relative to the largest number of a tensor."""
 
 References = dict[int, Findings]
-"""What one device came to, by the number of the trial."""
+"""Results of one device, by index of the trial."""
 
 
 def check_strategy(
@@ -51,23 +51,24 @@ def check_strategy(
     device: str = "cpu",
     timeout_seconds: float = 60.0,
 ) -> None:
-    """Raises unless ``strategy`` keeps every promise of :class:`evener.strategies.Strategy`.
+    """Checks that ``strategy`` keeps every promise of :class:`evener.strategies.Strategy`.
 
-    Where this process is a rank already, it is a collective call of all ranks, tried on these; else it starts ranks,
-    once for each of ``processes``.
+    If this process is a rank already, all ranks must call this together, and it runs on them. Otherwise it starts
+    ranks, once for each number in ``processes``.
 
     Args:
-        strategy: As ``--strategy`` takes it, ``ddp`` or ``package.module:Class``; or a strategy with its options, or
-            a tuple of them.
-        processes: Numbers of ranks, at least 2 each.
-        mesh: As ``--mesh`` takes it; None for the strategy's own layout.
-        without: What the strategy does not claim to do, by the names of ``evener.tools.conformance.harness.NAMES``.
-        device: Of the ranks.
-        timeout_seconds: The longest wait.
+        strategy: As ``--strategy`` takes it, ``ddp`` or ``package.module:Class``; or a strategy with its options, or a
+            tuple of these.
+        processes: Numbers of ranks, each at least 2.
+        mesh: As ``--mesh`` takes it. None for the strategy's own layout.
+        without: Trials to leave out because the strategy does not claim to support them; names from
+            ``evener.tools.conformance.harness.NAMES``.
+        device: Device of the ranks.
+        timeout_seconds: Longest wait for another rank.
 
     Raises:
-        ConformanceError: Which promise is broken, in which run, on which rank, by which numbers.
-        ConfigurationError: There is no such strategy, or no such name in ``without``, or there are fewer than 2 ranks.
+        ConformanceError: If a promise is broken. Says which, in which run, on which rank, by which numbers.
+        ConfigurationError: If there is no such strategy, no such name in ``without``, or there are fewer than 2 ranks.
     """
     strange = [name for name in without if name not in NAMES]
     if strange:
@@ -117,9 +118,9 @@ def _check(
         if references is None:
             own = _references(without, device, timeout_seconds) if session.rank == 0 else None
             references = session.control.broadcast_object(own)
-        place = Place(config.strategy, session, _parts(config, session.world_size), config.mesh)
+        place = TrialRanks(config.strategy, session, _parts(config, session.world_size), config.mesh)
         with _little_garbage(), warnings.catch_warnings():
-            # A model of the trials does so on purpose.
+            # One of the test models writes such buffers on purpose.
             warnings.filterwarnings("ignore", message="buffer .* is (not the same on all|written in each)")
             for number, trial in enumerate(TRIALS):
                 if trial.name not in without:
@@ -128,7 +129,7 @@ def _check(
 
 @contextmanager
 def _little_garbage() -> Iterator[None]:
-    """An engine collects garbage when it is closed, which is quick where only what came since is looked at."""
+    """Freezes existing objects, so that the garbage collection at the end of each engine is quick."""
     gc.freeze()
     try:
         yield
@@ -137,14 +138,14 @@ def _little_garbage() -> Iterator[None]:
 
 
 def _parts(config: RunConfig, world_size: int) -> int:
-    """How many weights divide the work: of the samples, or where all ranks have all of these, of the model."""
-    layout = strategy_of(config, world_size).layout(world_size, Settings())
+    """Returns the number of weights in ``balance``: the degree of the data axis, or all ranks if that is 1."""
+    layout = strategy_of(config, world_size).layout(world_size, StrategySettings())
     degree = layout.data_axis(0).degree
     return degree if degree > 1 else world_size
 
 
-def _settle(place: Place, trial: Trial, reference: Findings | None) -> None:
-    """Raises on all ranks alike if any has found something."""
+def _settle(place: TrialRanks, trial: StrategyTrial, reference: Findings | None) -> None:
+    """Runs one trial. Raises the same error on all ranks if any rank found one."""
     seen, digest = _attempt(place, trial, reference)
     everyone = place.session.control.gather_objects((seen, digest))
     found = next((rank for rank, (seen, _) in enumerate(everyone) if seen), None)
@@ -156,11 +157,11 @@ def _settle(place: Place, trial: Trial, reference: Findings | None) -> None:
         raise _broken(place, trial, promise, f"The digests of what they hold at the end are {digests}")
 
 
-def _attempt(place: Place, trial: Trial, reference: Findings | None) -> tuple[str | None, str]:
-    """What is wrong, if anything is, and a digest of what the run came to.
+def _attempt(place: TrialRanks, trial: StrategyTrial, reference: Findings | None) -> tuple[str | None, str]:
+    """Runs a trial on this rank; returns an error text or None, and a digest of the results.
 
     Raises:
-        ConformanceError: At once if it failed on this rank; the others may never end, and wait for it.
+        ConformanceError: At once if the run failed on this rank, for the others may wait for this rank without end.
     """
     try:
         found = trial.run(place, trial)
@@ -174,14 +175,14 @@ def _attempt(place: Place, trial: Trial, reference: Findings | None) -> tuple[st
     return (None if reference is None else difference(reference, found)), weights_digest(found)
 
 
-def _broken(place: Place, trial: Trial, promise: str, seen: str) -> ConformanceError:
+def _broken(place: TrialRanks, trial: StrategyTrial, promise: str, seen: str) -> ConformanceError:
     where = f"{trial.name!r} on {place.session.world_size} ranks ({trial.words})"
     mesh = f" over {place.mesh}" if place.mesh else ""
     return broken(f"strategy '{place.words}'{mesh}", promise, f"{seen}; in {where}")
 
 
 def difference(reference: Findings, found: Findings) -> str | None:
-    """What lies farthest from what one device came to, in words; None if all is the same to rounding."""
+    """Describes the largest difference from the results of one device. Returns None if all agree to rounding."""
     if reference.keys() != found.keys():
         strange = sorted(reference.keys() ^ found.keys())[0]
         return f"{strange!r} is there only {'on one device' if strange in reference else 'here'}"
@@ -206,7 +207,7 @@ def _relative(reference: Tensor, found: Tensor) -> float:
 
 
 def _apart(reference: Tensor, found: Tensor) -> Tensor:
-    """The difference of each element: none where both are the same infinity or NaN, infinite where only one is."""
+    """Returns the difference of each element: 0 if both are the same infinity or NaN, infinity if only one is."""
     same = (reference == found) | (reference.isnan() & found.isnan())
     return (reference - found).abs().nan_to_num(math.inf, posinf=math.inf).masked_fill(same, 0.0)
 

@@ -1,7 +1,7 @@
-"""The small tasks on which strategies are tried: each holds one thing that a division of the work can get wrong.
+"""Small tasks to test strategies with. Each has one feature that a division of the work can get wrong.
 
-All but ``tokens`` and ``sparse`` begin with a linear layer over the features, so that strategies that divide that one
-can be tried too. Numbers of samples, batches and units have no common divisor.
+All but ``tokens`` and ``sparse`` begin with a linear layer over the features, so that strategies which divide that
+layer can be tested too. The number of samples, the batch size and the layer widths have no common divisor.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ SAMPLES, FEATURES, CLASSES, WORDS = 47, 6, 3, 11
 
 
 def plain() -> Task:
-    """Batches of 13, the last of 8."""
+    """Task with batches of 13 samples; the last has 8."""
     return _task()
 
 
 def tiny() -> Task:
-    """A batch of two samples."""
+    """Task with a batch of two samples."""
     return _task(train=_data(2), batch_size=64)
 
 
 def batch_norm() -> Task:
-    """Batches of 9; no bias in front, whose gradient would be rounding alone."""
+    """Task with BatchNorm and batches of 9. No bias before BatchNorm: its gradient would be rounding alone."""
     return _task(train=_data(45), **_NORMALIZED)
 
 
 def batch_norm_of_few() -> Task:
-    """Batches of 9, of which the last has 2 samples."""
+    """Task with BatchNorm and batches of 9, of which the last has 2 samples."""
     return _task(**_NORMALIZED)
 
 
 def tokens() -> Task:
-    """Sequences of 0 to 6 tokens, padded: a mean over tokens is no mean over samples."""
+    """Task with sequences of 0 to 6 tokens, padded: a mean over tokens is not a mean over samples."""
     return _task(model=Tokens, train=_padded(), evaluate=_padded(), metrics={})
 
 
 def tied() -> Task:
-    """One weight under two names."""
+    """Task with one weight under two names."""
     return _task(model=Tied)
 
 
 def unused() -> Task:
-    """Weight decay moves a weight whose gradient is zero, and leaves one that has none."""
+    """Task with unused parameters: weight decay moves a weight whose gradient is zero, but not one without a
+    gradient.
+    """
     return _task(model=Branches, batch_size=5)
 
 
 def penalty() -> Task:
-    """A penalty that is no sum over elements, and a scheduler that counts steps."""
+    """Task with a penalty that is not a sum over elements, and a scheduler that counts steps."""
     return _task(
         penalty=lambda model: 0.1 * sum((p.norm() for p in model.parameters()), start=torch.zeros(())),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
@@ -66,14 +68,14 @@ def penalty() -> Task:
 
 
 def dropout() -> Task:
-    """Masks by sample."""
+    """Task with dropout whose masks depend on the sample."""
     return _task(
         model=lambda: nn.Sequential(nn.Linear(FEATURES, 16), Dropout(0.4), nn.Tanh(), nn.Linear(16, CLASSES))
     )
 
 
 def several() -> Task:
-    """Inputs by name, of which one is a list and one None; outputs and targets that are two."""
+    """Task with named inputs, of which one is a list and one is None, and with two outputs and two targets."""
     loss = SumLoss(
         count=lambda targets: len(targets["sum"]),
         total=lambda outputs, targets: (
@@ -84,7 +86,7 @@ def several() -> Task:
 
 
 def sparse() -> Task:
-    """An embedding whose gradient is sparse."""
+    """Task with an embedding whose gradient is sparse."""
     return _task(
         model=lambda: Tokens(sparse=True),
         train=_padded(),
@@ -95,12 +97,12 @@ def sparse() -> Task:
 
 
 def buffers() -> Task:
-    """A buffer that every forward pass in training writes."""
+    """Task with a buffer that every forward pass in training mode writes."""
     return _task(model=Averaging)
 
 
 def broken(what: str, rank: int) -> Task:
-    """On one rank, in the fourth step, the ``loss`` or a ``gradient`` is not a number."""
+    """Task whose ``loss`` or ``gradient`` is NaN on one rank in the fourth step."""
     return _task(model=lambda: Broken(what, rank))
 
 
@@ -162,7 +164,7 @@ def _padded() -> TensorDataset:
 
 
 class Tokens(nn.Module):
-    """Scores (N, V, T) of each token; the embedding is the output's weight too, unless its gradient is sparse."""
+    """Returns scores (N, V, T) of each token. Output and embedding share a weight, unless gradients are sparse."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """Each sample chooses a layer, by a hidden unit; one layer is never chosen, one parameter is frozen."""
+    """A hidden unit chooses a layer for each sample. One layer is never chosen, and one parameter is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +228,7 @@ class SeveralData(Dataset[Any]):
 
 
 class Averaging(nn.Module):
-    """Keeps a running mean of its hidden values, which depends on who computes which samples."""
+    """Keeps a running mean of its hidden values, which depends on the samples of the rank."""
 
     average: Tensor
 

@@ -1,15 +1,17 @@
-"""Memory before the run: the engine's own steps, taken as each rank in turn on tensors that have no memory.
+"""Estimates the memory of a run before it starts: takes the engine's own steps as each rank in turn, on fake tensors.
 
-============  ================================================================================
-``estimate``  all ranks of a run, one after the other
-``rank``      one rank: fake tensors, what answers for them, and the accounting above
-``models``    a model of fake tensors
-``answers``   what happens where a number is asked of a tensor that has none
-``world``     the other ranks, which are not there
-``post``      what stages of a pipeline send each other, by its form
-``steps``     the steps that are counted, in an estimate as in a run that is measured
-``result``    the record
-============  ================================================================================
+====================  ========================================================================
+``estimate``          the estimate of all ranks, one after the other
+``rank``              the estimate of one rank
+``fake_models``       builds a model of fake tensors
+``fake_values``       answers when code asks for the value of a fake tensor
+``fake_world``        stands in for the other ranks
+``fake_p2p``          stands in for the messages between pipeline stages
+``onednn_workspace``  the workspace that oneDNN keeps for recurrent layers
+``steps``             the steps that are counted, for estimates and measurements alike
+``measure``           measures the same steps in a real run, to compare with the estimate
+``result``            the record
+====================  ========================================================================
 """
 
 from evener.tools.estimate.estimate import estimate_memory

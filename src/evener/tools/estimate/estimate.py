@@ -1,4 +1,4 @@
-"""The estimate of all ranks, one after the other in this process."""
+"""Estimates all ranks, one after the other in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evener.strategies.base import Strategy
 from evener.strategies.composed import Composed
 from evener.strategies.pipeline.pipeline import Pipeline
 from evener.tools.estimate.fake_p2p import NotYetSentError, PostOffice
-from evener.tools.estimate.rank import Found, Place, estimate_rank
+from evener.tools.estimate.rank import FakeRank, RankPeak, estimate_rank
 from evener.tools.estimate.result import MemoryEstimate
 from evener.training.batches.device_mix import difference
 from evener.training.builtin_tasks import BUILT_IN
@@ -33,19 +33,19 @@ def estimate_memory(
     options: Mapping[str, Any] | None = None,
     **settings: Unpack[Settings],
 ) -> MemoryEstimate:
-    """What memory a run would take, on each rank and for what, without the memory.
+    """Estimates the memory of a run on each rank, by category, without allocating it.
 
-    The engine takes two steps as each rank, with the strategy's own code, on tensors that have shapes and no numbers.
-    Some samples are read. Ranks are as many as ``processes`` says, whether this machine could run them or not.
+    The engine takes two steps as each rank, with the strategy's own code, on tensors that have shapes and no values.
+    Some samples of the dataset are read. ``processes`` gives the number of ranks; this machine need not be able to run
+    them.
 
     Args:
         task: As :func:`evener.fit` takes it.
-        config: The settings; ``settings`` change single ones, as in ``estimate_memory("digits", processes=2)``.
-        options: Keyword arguments for the task's function.
+        config: The settings. ``settings`` override single ones, as in ``estimate_memory("digits", processes=2)``.
+        options: Keyword arguments of the task's function.
 
     Raises:
-        ConfigurationError: If the settings cannot work together, or what a run takes cannot be known before it, with
-            the reason.
+        ConfigurationError: If the settings cannot work together, or memory cannot be known before the run. Says why.
     """
     config = (config or RunConfig()).replace(**settings)
     kind = kind_taken(config.device)
@@ -66,7 +66,7 @@ def estimate_memory(
 
 
 def _of_two_steps(config: RunConfig) -> RunConfig:
-    """Without what has no part in a step's memory, and would need numbers."""
+    """Returns the settings without those that do not affect the memory of a step and would need real values."""
     return config.replace(
         epochs=None,
         workers=0,
@@ -108,9 +108,9 @@ def _refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
         )
 
 
-def _of_all(task: Task, config: RunConfig, ranks: int, kind: str) -> list[Found]:
-    """Ranks of a pipeline need what others send, so that they take turns until nobody waits."""
-    place, mail, found = Place.of(kind), PostOffice(), dict[int, Found]()
+def _of_all(task: Task, config: RunConfig, ranks: int, kind: str) -> list[RankPeak]:
+    """Estimates all ranks. Pipeline ranks need messages of others, so they take turns until none is waiting."""
+    place, mail, found = FakeRank.from_kind(kind), PostOffice(), dict[int, RankPeak]()
     waiting = list(range(ranks))
     while waiting:
         before = len(waiting), mail.sent
@@ -125,29 +125,29 @@ def _of_all(task: Task, config: RunConfig, ranks: int, kind: str) -> list[Found]
             raise ConfigurationError(
                 f"ranks {waiting} of the pipeline wait for each other: no estimate can be made"
             )
-        waiting.reverse()  # what is sent back comes from the last
+        waiting.reverse()  # the last rank sends gradients back first
     return [found[rank] for rank in range(ranks)]
 
 
 def _quiet() -> warnings.catch_warnings:
-    """What there is to be warned of, the run says itself."""
+    """Suppresses warnings, which the run itself would show."""
     return warnings.catch_warnings(action="ignore")
 
 
 def _unlike(config: RunConfig, kind: str, ranks: int) -> bool:
-    """Whether a run on this machine would have shares by speed without being told."""
+    """Returns True if a run on this machine would choose ``balance=auto`` by itself because its devices differ."""
     seen = [torch.device(kind, number) for number in range(min(ranks, accelerators.count(kind)))]
     kinds = [accelerators.name_of(device) for device in seen if accelerators.is_accelerator(device)]
     return bool(difference(kinds, config)) and balance_of(config, ranks, unlike=True) == "auto"
 
 
-def _notes(config: RunConfig, kind: str, found: list[Found]) -> list[str]:
+def _notes(config: RunConfig, kind: str, found: list[RankPeak]) -> list[str]:
     notes = []
     if config.balance == "auto" or (config.balance is None and _unlike(config, kind, len(found))):
         notes.append(
             "balance auto moves samples to faster ranks, which then take more; these are equal shares"
         )
-    if Place.of(kind).device.type != kind:
+    if FakeRank.from_kind(kind).device.type != kind:
         notes.append(
             f"this PyTorch has no {kind.upper()}: sizes are rounded as on a GPU, and operators are those of a CPU, "
             "which keep other things for backward here and there"

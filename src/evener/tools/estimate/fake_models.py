@@ -1,4 +1,4 @@
-"""A task's model without numbers, however its constructor takes to that."""
+"""Builds a task's model of fake tensors, with fallbacks for constructors that cannot work with them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import UNCOUNTED
-from evener.torch_internals.fake_tensors import is_fake, without_fakes
-from evener.torch_internals.module_tensors import own_buffers, own_parameters
+from evener.torch_internals.dispatch import is_fake, without_fakes
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 
 class PretendedModel:
-    """Builds as the task's function does, but of fake tensors; where the constructor fails at these, of the meta
-    device's, and where it fails at these too, of real ones, which are given up as soon as it has ended."""
+    """Builds the task's model of fake tensors. If the constructor fails, it tries the meta device, and then real
+    tensors, which are replaced by fake ones when the constructor has ended. ``built_for_real`` is True in the last
+    case.
+    """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         self._make = make
@@ -25,7 +27,7 @@ class PretendedModel:
         if torch.get_default_device().type == "meta":
             with without_fakes():
                 return self._make()
-        with made_as(UNCOUNTED):  # drawing makes tensors that errors within PyTorch keep for a while
+        with made_as(UNCOUNTED):  # random init makes tensors that caught exceptions keep alive for a while
             model = self._made()
         return _of_fakes(model)
 
@@ -45,7 +47,9 @@ class PretendedModel:
 
 
 def _of_fakes(model: nn.Module) -> nn.Module:
-    """Every parameter and buffer anew: ``Module.to`` refuses fake tensors that have been written to."""
+    """Replaces every parameter, buffer and tensor attribute by a new fake tensor: ``Module.to`` refuses fake tensors
+    that have been written to.
+    """
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (own_parameters(module), own_buffers(module)):

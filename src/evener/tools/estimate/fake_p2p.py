@@ -1,8 +1,8 @@
-"""What the stages of a pipeline send each other, known by its form alone.
+"""Simulates the messages between pipeline stages by their metadata alone.
 
-A stage makes room for what comes before it comes, and learns its form from who sends it. Ranks are estimated one after
-the other, and a first one needs the form of what later ones send back. So a rank that needs something that nobody has
-sent yet is given up, and estimated once more when the others have said what they send::
+A stage learns the shapes of a tensor from its sender, and allocates a buffer before it receives the tensor. Ranks are
+estimated one after the other, but an early rank needs metadata that later ranks send back. So the estimate of a rank
+that needs a message which no rank has sent yet is abandoned. It is repeated after the other ranks have sent theirs::
 
     rank 0    sends forward ─ needs what rank 1 sends back ✗          again ─────────▶ done
     rank 1                    sends forward ─ needs ... ✗     again ─▶ sends back, done
@@ -20,31 +20,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.distributed.mesh import Mesh
-from evener.strategies.pipeline.p2p import Line
+from evener.strategies.pipeline.p2p import P2PChannel
 
 
 class NotYetSentError(Exception):
-    """Another rank has to be estimated first."""
+    """Raised if another rank must be estimated first."""
 
 
 class PostOffice:
-    """Forms that ranks have told each other, by sender and receiver, in the order in which they were sent."""
+    """Metadata that ranks have sent, by sender and receiver, in the order of sending."""
 
     def __init__(self) -> None:
         self.told: dict[tuple[int, int], list[Any]] = defaultdict(list)
 
     @property
     def sent(self) -> int:
-        """How many there are."""
+        """Number of messages sent so far."""
         return sum(map(len, self.told.values()))
 
-    def line(self, mesh: Mesh, axis: str, device: torch.device) -> Line:
-        """Of a rank; a new one begins from the start."""
+    def line(self, mesh: Mesh, axis: str, device: torch.device) -> P2PChannel:
+        """Returns the channel of a rank. A new channel reads and repeats all messages from the start."""
         return PretendedLine(self, mesh, axis, device)
 
 
-class PretendedLine(Line):
-    """Sends are over at once, and what is received is room without numbers."""
+class PretendedLine(P2PChannel):
+    """A channel whose sends complete at once. Received tensors are buffers without values."""
 
     def __init__(self, office: PostOffice, mesh: Mesh, axis: str, device: torch.device) -> None:
         self._office, self._own = office, mesh.rank
@@ -67,13 +67,13 @@ class PretendedLine(Line):
     def wait(self, under_way: Iterable[dist.Work | None]) -> None:
         pass
 
-    def tell(self, words: Any, to: int) -> None:
+    def send_object(self, words: Any, to: int) -> None:
         told = self._office.told[self._own, self._ranks[to]]
         if self._sent[to] == len(told):
             told.append(words)
         self._sent[to] += 1
 
-    def hear(self, source: int) -> Any:
+    def receive_object(self, source: int) -> Any:
         told = self._office.told[self._ranks[source], self._own]
         place = self._heard[source]
         self._heard[source] += 1

@@ -1,9 +1,9 @@
-"""What happens where a number is asked of a tensor that has none.
+"""Answers when code asks for the value of a tensor that has none.
 
-A loss that is looked at for being finite, the step count of an optimizer: such numbers say nothing of memory, and 1
-does for all of them. A whole number or a place that depends on numbers does say something of memory, as a rule the size
-of a tensor, and is refused: an estimate that goes on with a made-up size would be wrong and not say so. Where the
-user's own code asks for a number, it may choose between two ways by it, and the estimate says that it went one.
+Some values do not affect memory, such as a loss that is checked for being finite, or the step count of an optimizer.
+Then the answer is 1. An integer or an index that depends on values usually is the size of a tensor. It is refused, for
+an estimate with an invented size would be wrong without saying so. If the user's own code asks for a value, it may
+branch on it; the estimate then notes the line, since only one branch was taken.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 from evener.errors import ConfigurationError
 from evener.files import PACKAGE
 from evener.tools.estimate.onednn_workspace import RECURRENT, with_workspace
-from evener.torch_internals.dispatch_mode import READS_NUMBER, DispatchMode, wraps
-from evener.torch_internals.fake_tensors import depends_on_numbers
+from evener.torch_internals.dispatch import READS_NUMBER, DispatchMode, depends_on_numbers, wraps
 
 _TORCH, _EVENER = str(Path(torch.__file__).parent), str(PACKAGE)
 
@@ -34,17 +33,17 @@ _ON_THE_WAY = (
 _SAME = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 
 
-class Answers(DispatchMode):
-    """Answers for tensors without numbers, and for the ranks at the other end of a group.
+class FakeValues(DispatchMode):
+    """Dispatch mode that answers for the values of tensors that have none.
 
     Raises:
-        ConfigurationError: Where an answer would be made up that memory depends on.
+        ConfigurationError: If memory would depend on an invented answer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: set[str] = set()
-        """Lines of the user's own that asked for a number."""
+        """Lines of the user's code that asked for a value."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -80,7 +79,11 @@ def _is_no_size(tensor: Tensor) -> bool:
 
 
 def line_of_user() -> str | None:
-    """The innermost line that is not PyTorch's, if it is not Evener's either."""
+    """Returns ``FILE:LINE`` of the user's code that is being executed, skipping frames of PyTorch and the standard
+    library.
+
+    Returns None if the innermost remaining frame belongs to Evener.
+    """
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, "<", *_ON_THE_WAY)):
         frame = frame.f_back

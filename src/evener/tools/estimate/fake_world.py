@@ -1,7 +1,8 @@
-"""One rank of a world that is not there: its session, and what it hears from the others.
+"""Runs one rank of a job whose other ranks do not exist: its session, and the answers of the other ranks.
 
-What ranks tell each other with numbers and objects of the host comes back as if all had said what this one says, which
-in an estimate they would. Sums leave a tensor as it is. So the strategies' own code runs, to the last buffer.
+When ranks exchange numbers or objects of the host, this rank gets its own values back as those of all others: in an
+estimate all ranks would send the same. Sums leave a tensor as it is. So the strategies' own code runs, and makes all
+its buffers.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.distributed import HashStore, Store
 
 from evener.collectives.base import AllReduce, Done, Work
-from evener.collectives.reduce_scatter import NativeOwners, Owners, Pending
+from evener.collectives.reduce_scatter import NativeOwners, Pending, RangeOwners
 from evener.collectives.registry import SUBSTITUTES, Substitute
 from evener.collectives.shared_memory.all_reduce import shared_nbytes
 from evener.collectives.shared_memory.reduce_scatter import ROOMS, SHARED_NBYTES, rooms_nbytes
-from evener.data.prefetch import DELIVERIES, Stay
+from evener.data.prefetch import DELIVERIES, NoTransfer
 from evener.distributed.control_channel import Channel, LocalChannel
 from evener.distributed.control_channel import Pending as Exchange
 from evener.distributed.environment import Environment
@@ -38,25 +39,25 @@ from evener.strategies.context import context
 from evener.strategies.pipeline.p2p import LINES
 from evener.strategies.sharded.exchange_order import Turns
 from evener.tools.estimate.fake_p2p import PostOffice
-from evener.torch_internals.fake_group import BACKEND, open_fake_group
+from evener.torch_internals.process_groups import FAKE_BACKEND, open_fake_group
 
 
 class World:
-    """Ranks of which one is here.
+    """A job of which only one rank exists.
 
     Args:
-        device: Of the tensors that this rank pretends to have.
-        mail: What the ranks of a pipeline have sent each other so far.
+        device: Device of this rank's fake tensors.
+        mail: Messages between pipeline stages so far.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, mail: PostOffice) -> None:
         self.rank, self.world_size, self.device, self.mail = rank, world_size, device, mail
         self.shared_nbytes = 0
-        """Shared memory that this rank would make, in bytes."""
+        """Bytes of shared memory that this rank would allocate."""
 
     @contextmanager
     def session(self) -> Iterator[Session]:
-        """This rank's, with what depends on the kind of device or group in place."""
+        """Opens this rank's session. Inside, fakes replace all that depends on the kind of device or process group."""
         if dist.is_initialized():
             raise ConfigurationError(
                 "memory is estimated in a process that belongs to no process group; this one is rank "
@@ -71,9 +72,9 @@ class World:
                 (READERS, kind, Unread),
                 (SENDERS, kind, by_copy),
                 (STOPWATCHES, kind, HostStopwatch),
-                (DELIVERIES, kind, lambda device: Stay()),
-                (SUBSTITUTES, BACKEND, Substitute(self._all_reduce, self._owners)),
-                (LINES, BACKEND, self.mail.line),
+                (DELIVERIES, kind, lambda device: NoTransfer()),
+                (SUBSTITUTES, FAKE_BACKEND, Substitute(self._all_reduce, self._owners)),
+                (LINES, FAKE_BACKEND, self.mail.line),
             ]
             for registry, key, entry in registries:
                 stack.enter_context(mock.patch.dict(registry, {key: entry}))
@@ -90,9 +91,9 @@ class World:
             )
         if on_host and name != "native":
             self.shared_nbytes += shared_nbytes(group.size())
-        return InPlace(group, timeout_seconds)
+        return FakeInPlaceSum(group, timeout_seconds)
 
-    def _owners(self, name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> Owners:
+    def _owners(self, name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> RangeOwners:
         if self.device.type == "cpu" and name != "native":
             self._share(SHARED_NBYTES)
             return InTheirPlace(group, self._share)
@@ -113,7 +114,7 @@ def _broadcast_object_list(values: list[Any], *_: Any, **__: Any) -> None:
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (dist, "all_gather_object", _all_gather_object),
     (dist, "broadcast_object_list", _broadcast_object_list),
-    # Numbers that are read, and on which no memory depends.
+    # These functions read values of tensors, but memory does not depend on them.
     (Turns, "compare", lambda *_: None),
     (drawing, "common_seed", lambda: 0),
     (context, "check_likeness", lambda *_: None),
@@ -121,7 +122,7 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
 
 
 class Unread:
-    """Numbers that nobody reads: of no interest to memory, and sound."""
+    """Stands in for an asynchronous read of values: always returns 1, which is finite."""
 
     def __init__(self, numbers: float | Tensor) -> None:
         self.tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
@@ -133,8 +134,8 @@ class Unread:
         return [1.0] * self.tensor.numel()
 
 
-class InPlace(AllReduce):
-    """A sum that makes no tensor, as that through shared memory, and those of gloo and NCCL."""
+class FakeInPlaceSum(AllReduce):
+    """An all-reduce that does nothing. It allocates nothing, as shared memory, gloo and NCCL sum in place."""
 
     name = "native"
 
@@ -142,11 +143,11 @@ class InPlace(AllReduce):
         return Done(tensor)
 
 
-class InTheirPlace(Owners):
-    """The sums to owners through shared memory.
+class InTheirPlace(RangeOwners):
+    """Stands in for the reduce-scatter through shared memory.
 
     Args:
-        share: Told how many bytes of it the ranks make.
+        share: Called with the number of bytes of shared memory that the ranks would allocate.
     """
 
     words = "shared-memory"
@@ -171,7 +172,7 @@ class InTheirPlace(Owners):
 
 
 class Said(Exchange):
-    """What every rank said, which is what this one did."""
+    """A completed exchange, in which every rank sent the same values as this one."""
 
     def __init__(self, rows: list[list[float]]) -> None:
         self._rows = rows
@@ -181,7 +182,7 @@ class Said(Exchange):
 
 
 class Echo(LocalChannel):
-    """All ranks say what this one says."""
+    """A control channel that returns this rank's values as those of all ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -197,7 +198,7 @@ class Echo(LocalChannel):
 
 
 class PretendedSession(Session):
-    """A session of one rank, in which it is alone."""
+    """The session of one rank without the other ranks."""
 
     def __init__(self, world: World) -> None:
         place = Environment(world.rank, world.world_size, world.rank, world.world_size)
@@ -211,7 +212,7 @@ class PretendedSession(Session):
         return HashStore()
 
     def _enter_watchdog(self, stack: ExitStack, store: Store) -> Watchdog:
-        return Watchdog(self.rank, self.world_size, store)  # never started: nobody is late
+        return Watchdog(self.rank, self.world_size, store)  # never started: no other rank can be late
 
     def _enter_control(self, stack: ExitStack) -> Channel:
         return Echo(self.world_size)

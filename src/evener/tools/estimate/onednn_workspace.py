@@ -1,7 +1,7 @@
-"""What oneDNN keeps of a recurrent layer for backward, in a form of its own, of which PyTorch's fake operator knows no
-size: as much again as all that PyTorch keeps.
+"""Computes the size of the workspace that oneDNN keeps for the backward pass of a recurrent layer. It is as large as
+all that PyTorch keeps, in oneDNN's own format, and PyTorch's fake operator does not know its size.
 
-It is asked of oneDNN, by the layer itself on a few words of zeros, and grows by the same with every further word.
+The size is measured: the layer runs on short sequences of zeros. It grows linearly with the length of the sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.torch_internals.fake_tensors import without_fakes
+from evener.torch_internals.dispatch import without_fakes
 
 _FEW, _TWICE = 16, 32
 
@@ -21,7 +21,7 @@ _INPUT, _WEIGHTS, _STATES, _TRAIN = 0, slice(1, 5), slice(5, 7), 15
 
 
 def with_workspace(found: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """What :data:`RECURRENT` returns for ``args``, with a workspace of the size that it would have."""
+    """Returns the outputs of :data:`RECURRENT` for ``args``, with a workspace of the size that it has in a real run."""
     if not args[_TRAIN] or found[3].numel():
         return found
     tensors = (args[_INPUT], *args[_WEIGHTS], *args[_STATES])
@@ -35,7 +35,9 @@ def _hashable(value: Any) -> Any:
 
 @cache
 def _nbytes(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], options: tuple[Any, ...]) -> int:
-    """Sequences come first, whatever the module's ``batch_first``."""
+    """Returns the size of the workspace. Dimension 0 of the input is the sequence, whatever the module's
+    ``batch_first``.
+    """
     words = shapes[0][0][0]
     few, twice = (_asked(min(words, most), shapes, options) for most in (_FEW, _TWICE))
     return twice if words <= _TWICE else twice + (twice - few) * (words - _TWICE) // _FEW

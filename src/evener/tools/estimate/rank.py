@@ -1,12 +1,12 @@
-"""The estimate of one rank: the engine's own steps, on tensors that have a shape and no memory.
+"""Estimates one rank: takes the engine's own steps on tensors that have a shape and no memory.
 
 ::
 
-    outermost   Accounting     counts what comes and goes
-                Answers        for whoever asks for a number
+    outermost   MemoryTracker  counts what comes and goes
+                FakeValues     for whoever asks for a number
     innermost   fake tensors   every operator works out what it would return, and allocates nothing
 
-Samples are read as in a run, outside of all this, and then lose their numbers.
+Samples are read as in a run, outside of these modes, and then replaced by fake tensors.
 """
 
 from __future__ import annotations
@@ -27,62 +27,65 @@ from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.data.batch import Batch
 from evener.hardware import accelerators
-from evener.hardware.memory import Accounting
+from evener.hardware.memory import MemoryTracker
 from evener.tools.estimate.fake_models import PretendedModel
 from evener.tools.estimate.fake_p2p import PostOffice
-from evener.tools.estimate.fake_values import Answers
+from evener.tools.estimate.fake_values import FakeValues
 from evener.tools.estimate.fake_world import World
 from evener.tools.estimate.result import RankMemory
 from evener.tools.estimate.steps import STEPS, CountedEngine, count_steps
-from evener.torch_internals.ddp_buckets import buckets_kept
-from evener.torch_internals.fake_tensors import exchangeable, fake_mode, without_fakes
+from evener.torch_internals.ddp import buckets_kept
+from evener.torch_internals.dispatch import exchangeable, fake_mode, without_fakes
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where ranks are thought to be."""
+class FakeRank:
+    """The kind of device that ranks are estimated for."""
 
     device: torch.device
-    """Whose operators are taken."""
+    """Device whose operators the fake tensors use."""
     rounding: str
-    """The kind of device whose allocator makes the memory."""
+    """Kind of device whose allocator decides how sizes are rounded."""
 
     @classmethod
-    def of(cls, kind: str) -> Place:
-        """A PyTorch without CUDA cannot go backward on fake tensors of it, and takes those of a CPU."""
+    def from_kind(cls, kind: str) -> FakeRank:
+        """Returns the device to estimate for. Uses CPU operators if this machine has no such device.
+
+        PyTorch without CUDA has no backward on fake CUDA tensors.
+        """
         has = kind == "cpu" or accelerators.count(kind) > 0
         return cls(torch.device(kind, 0) if has and kind != "cpu" else torch.device("cpu"), kind)
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of a rank."""
+class RankPeak:
+    """Result of the estimate of one rank."""
 
     memory: RankMemory
     shares: tuple[int, ...]
     asked: frozenset[str]
-    """Lines of the user's own that asked for a number."""
+    """Lines of the user's code that asked for a value."""
     built_for_real: bool
-    """Whether the model could be built with numbers alone."""
+    """True if the model could be built with real tensors alone."""
 
 
 def estimate_rank(
-    task: Task, config: RunConfig, rank: int, world_size: int, place: Place, mail: PostOffice
-) -> Found:
-    """What a rank of so many takes.
+    task: Task, config: RunConfig, rank: int, world_size: int, place: FakeRank, mail: PostOffice
+) -> RankPeak:
+    """Estimates the memory of rank ``rank`` of ``world_size``.
 
     Args:
-        mail: What the other ranks of a pipeline have sent so far.
+        mail: Messages that the other pipeline stages have sent so far.
 
     Raises:
-        ConfigurationError: If memory depends on numbers.
-        NotYetSentError: If another rank must be estimated before.
+        ConfigurationError: If memory depends on values of tensors.
+        NotYetSentError: If another rank must be estimated first.
     """
     device = place.device
     world, model = World(rank, world_size, device, mail), PretendedModel(task.model)
     pretended = replace(task, model=model)
     with ExitStack() as stack:
-        mode, answers = fake_mode(), Answers()
+        mode, answers = fake_mode(), FakeValues()
         session = stack.enter_context(world.session())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(exchangeable())
@@ -93,7 +96,7 @@ def estimate_rank(
         )
         stack.enter_context(mode)
         stack.enter_context(answers)
-        account = stack.enter_context(Accounting(device_type=device.type, rounding=place.rounding))
+        account = stack.enter_context(MemoryTracker(device_type=device.type, rounding=place.rounding))
         engine = stack.enter_context(
             CountedEngine(
                 account,
@@ -105,12 +108,12 @@ def estimate_rank(
             )
         )
         memory, batch = count_steps(engine, account, world.shared_nbytes)
-        return Found(memory, batch.shares, frozenset(answers.asked), model.built_for_real)
+        return RankPeak(memory, batch.shares, frozenset(answers.asked), model.built_for_real)
 
 
 @contextmanager
 def _meshes_of_numbers() -> Iterator[None]:
-    """A mesh of devices keeps the numbers of its ranks in a tensor, and reads it."""
+    """Makes ``DeviceMesh`` use real tensors, for it keeps its ranks in a tensor and reads them."""
     original = DeviceMesh.from_group
 
     def from_group(*args: Any, **options: Any) -> DeviceMesh:

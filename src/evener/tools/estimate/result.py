@@ -1,4 +1,4 @@
-"""What an estimate says: bytes of each rank, by what they are for."""
+"""Result of an estimate: bytes per rank, by category."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ class RankMemory:
 
     rank: int
     peak: int
-    """The most that tensors take at once while steps are taken, the optimizer's state being there."""
+    """Largest number of bytes held by tensors during a step, the optimizer's state included."""
     at_peak: dict[str, int]
-    """The same by category; adds up to :attr:`peak`."""
+    """Bytes at the peak by category; they add up to :attr:`peak`."""
     between: int
-    """What is held between steps."""
+    """Bytes held between steps."""
     setup_peak: int
-    """The most that they take while model and optimizer are built."""
+    """Largest number of bytes held while model and optimizer are built."""
     shared: int = 0
-    """Shared memory that the rank makes besides for sums over ranks of one host."""
+    """Shared memory that the rank allocates in addition, for sums over the ranks of a host."""
     outside: int = 0
-    """The most that is kept outside of the device's memory: of the host's, or in files."""
+    """Largest number of bytes offloaded from the device, to host memory or files."""
 
     @property
     def needed(self) -> int:
-        """The most that the rank has to have."""
+        """Bytes that the rank needs at least."""
         return max(self.peak, self.setup_peak) + self.shared
 
     def exceeds(self, limit: int | None) -> bool:
-        """Whether a limit in bytes is too little; None is none."""
+        """Returns True if the rank needs more than ``limit`` bytes. None means no limit."""
         return limit is not None and self.needed > limit
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of all ranks, by rank."""
+    """Estimated memory of all ranks."""
 
     task: str
-    """Its name."""
+    """Name of the task."""
     strategy: str
-    """Its name, with its axes if it has several."""
+    """Name of the strategy, with its axes if it has several."""
     device: str
-    """The kind of device it was worked out for."""
+    """Kind of device that the estimate is for."""
     batch_size: int
-    """Samples of a batch over all ranks."""
+    """Samples per batch over all ranks."""
     shares: tuple[int, ...]
-    """Samples of each part of a batch."""
+    """Samples of each rank's part of a batch."""
     ranks: tuple[RankMemory, ...]
-    """Each rank's memory."""
+    """Memory of each rank."""
     notes: tuple[str, ...] = ()
-    """What the estimate could not know, in words."""
+    """Limits of the estimate, in words."""
 
     def __repr__(self) -> str:
-        """In one line; ``str`` is the table."""
+        """Returns a summary in one line; ``str`` gives the table."""
         ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) != 1 else ''}"
         return (
             f"<MemoryEstimate of {self.task}: at most {size_words(self.peak)} on {ranks} ({self.strategy})>"
@@ -67,19 +67,19 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Bytes that the rank which needs the most has to have."""
+        """Bytes needed on the rank that needs the most."""
         return max(rank.needed for rank in self.ranks)
 
     def exceeding(self, limits: Sequence[int | None]) -> list[RankMemory]:
-        """The ranks that need more than their limits in bytes, one for each rank."""
+        """Returns the ranks that need more than their limits. ``limits`` has one entry in bytes per rank, or None."""
         return [rank for rank, limit in zip(self.ranks, limits, strict=True) if rank.exceeds(limit)]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Returns all fields and the peak as JSON-serializable values."""
         return dataclasses.asdict(self) | {"peak": self.peak}
 
     def __str__(self) -> str:
-        """A table, a column for each rank."""
+        """Returns a table with one column per rank."""
         rows = [("peak of a step", [rank.peak for rank in self.ranks])]
         rows += [(f"  {name}", [rank.at_peak[name] for rank in self.ranks]) for name in CATEGORIES]
         rows += [

@@ -1,7 +1,8 @@
-"""Steps of an engine, counted: the same for a run that is measured and for one that is estimated.
+"""Takes and counts the steps of an engine, in the same way for an estimate and for a measured run.
 
-The second step tells all: in the first the optimizer makes its state, and the second has it from the beginning, as have
-all further ones. Building model and optimizer is counted apart, for on rank 0 it may take more.
+The second step is the one that counts. In the first step the optimizer creates its state, which the second and all
+further steps have from the beginning. Building model and optimizer is counted separately, as it may need more memory on
+rank 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 from evener.data.batch import Batch
-from evener.hardware.memory import Accounting, made_as
+from evener.hardware.memory import MemoryTracker, made_as
 from evener.hardware.memory.counters import OTHER
 from evener.strategies.memory_attribution import name_inputs, name_model, updates_named
 from evener.tools.estimate.result import RankMemory
@@ -22,17 +23,17 @@ STEPS = 2
 
 
 class CountedEngine(Engine):
-    """An engine whose batches are named to an accounting as they come.
+    """An engine that reports its batches to a memory tracker.
 
     Args:
-        account: Which is counting.
-        reading: Around the reading of samples.
-        read: What becomes of a batch that was read.
+        account: The active memory tracker.
+        reading: Makes a context manager that surrounds the reading of samples.
+        read: Maps each batch that was read to the batch that is used.
     """
 
     def __init__(
         self,
-        account: Accounting,
+        account: MemoryTracker,
         *args: Any,
         reading: Callable[[], AbstractContextManager[Any]] = nullcontext,
         read: Callable[[Batch], Batch] = lambda batch: batch,
@@ -52,18 +53,18 @@ class CountedEngine(Engine):
             return batch
 
 
-def count_steps(engine: CountedEngine, account: Accounting, shared: int = 0) -> tuple[RankMemory, Batch]:
-    """Takes steps, and says what they took; with the last batch.
+def count_steps(engine: CountedEngine, account: MemoryTracker, shared: int = 0) -> tuple[RankMemory, Batch]:
+    """Takes steps; returns the memory they needed and the last batch.
 
     Args:
-        shared: Bytes of shared memory that are made besides.
+        shared: Bytes of shared memory that are allocated in addition.
     """
     name_model(account, engine.learner)
     setup_peak = account.peak
     with updates_named(account, engine.learner), closing(engine.batches()) as batches:
         for _ in range(STEPS):
             batch = next(batches)
-            gc.collect()  # what PyTorch needed once, to choose operators, and has left in cycles
+            gc.collect()  # frees what PyTorch left in reference cycles when it chose operators
             account.reset_peak()
             engine.step(batch)
     rank, peak, at_peak = engine.session.rank, account.peak, account.at_peak()

@@ -1,8 +1,8 @@
-"""The proof: the same steps on one device and divided over ranks, and how far the runs then lie apart.
+"""Verifies that training on several ranks equals training on one device: takes the same steps both ways and compares.
 
-Sums of floating-point numbers depend on the order in which they are added, and a division of the work changes that
-order. So the runs are not equal to the last bit. How far rounding alone drives them apart depends on the model, the
-optimizer, the type and the number of steps; it is *measured*, on runs that differ from the reference by nothing else::
+Sums of floating-point numbers depend on the order of addition, and dividing the work changes that order. So the runs
+differ in the last bits. How far rounding alone drives them apart depends on the model, the optimizer, the dtype and the
+number of steps. So it is *measured*, on runs that differ from the reference by rounding alone::
 
     one device ──────────────────────────▶ reference ──┬─ difference ─┐
     divided over ranks ──────────────────▶ divided ────┘              ├─▶ difference / floor <= LIMIT ?
@@ -10,14 +10,15 @@ optimizer, the type and the number of steps; it is *measured*, on runs that diff
     and samples in another order
 
 ======================  ==================================================================
-``recording``           takes the steps of one run, remembers losses, gradients, weights
-``disturbing``          the last bits of the weights, the order of the samples
-``floor``               distances, floors, and which gradients are only rounding
-``verdict``             the record of a comparison
-``hints``               where two runs part, and what that tells of the cause
-``proof``               runs it all
-``script``              the same for a script of the user's own
+``trajectory``          takes the steps of one run; records losses, gradients, weights
+``perturbation``        disturbs the last bits of the weights and the order of the samples
+``rounding_floor``      distances, floors, and which gradients are rounding noise
+``comparison``          the record of a comparison
+``hints``               the first difference, and its likely cause
+``verification``        runs it all
 ======================  ==================================================================
+
+:mod:`evener.tools.verify_script` does the same for a user's script.
 """
 
 from evener.tools.verify.comparison import Verification, relative_error

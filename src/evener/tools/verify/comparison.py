@@ -1,4 +1,4 @@
-"""The comparison of a divided run with one device, as a record."""
+"""Compares a divided run with one device and records the result."""
 
 from __future__ import annotations
 
@@ -14,77 +14,78 @@ from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError
 from evener.tools.verify import rounding_floor as floors
 from evener.tools.verify.hints import Evidence, hint
-from evener.tools.verify.rounding_floor import Kind, Numbers, Place
+from evener.tools.verify.rounding_floor import ComparedPlace, Numbers, PlaceKind
 from evener.tools.verify.trajectory import Trajectory
 from evener.training.factory import balance_of, strategy_of
 
 LIMIT = 20.0
-"""The most times the floor that rounding explains.
+"""Largest difference that rounding explains, as a multiple of the floor.
 
-Over models, optimizers, types, shares and 2 to 100 steps, right training lay up to 2.6 times the floor apart, and up to
-5 in small networks with BatchNorm in bfloat16; gradients averaged over two ranks 38 times and more in bfloat16, and
-millions of times in the other types (docs/exactness.md).
+Over models, optimizers, dtypes, shares and 2 to 100 steps, correct training differed by up to 2.6 times the floor, and
+by up to 5 times in small networks with BatchNorm in bfloat16. Gradients averaged over two ranks instead of summed
+differed by 38 times and more in bfloat16, and by millions of times in other dtypes (docs/exactness.md).
 """
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How a division of the work compares with one device."""
+    """Result of comparing a divided run with one device."""
 
     task: str
-    """Its name."""
+    """Name of the task."""
     strategy: str
-    """What divided the work."""
+    """Strategy of the divided run."""
     processes: int
-    """Ranks of the divided run."""
+    """Number of ranks of the divided run."""
     shares: str
-    """What divided the batches, in words."""
+    """Setting ``balance`` that divided the batches."""
     dtype: str
-    """The type in which both computed, or the precision."""
+    """Dtype or precision in which both runs computed."""
     steps: int
-    """How many both took."""
+    """Steps of the run on one device."""
     batch_size: int
-    """Samples of a batch over all ranks."""
+    """Samples per batch over all ranks."""
     micro_batch: int | None
-    """Samples of a micro-batch over all ranks; None for whole batches."""
+    """Samples per micro-batch over all ranks. None if batches were not divided into micro-batches."""
     reference_losses: list[float]
-    """Of one device, by step."""
+    """Losses of one device, by step."""
     losses: list[float]
-    """Of the divided run, by step."""
+    """Losses of the divided run, by step."""
     max_relative_loss_error: float
-    """The largest of ``|a - b| / |a|``, where a is the reference."""
+    """Largest ``|a - b| / |a|``, where a is the reference loss."""
     max_relative_weight_error: float
-    """Over all parameters with a real gradient, the largest of max|a - b| / max|a|, where a is the reference."""
+    """Largest max|a - b| / max|a| over all parameters with a real gradient, where a is the reference."""
     worst_parameter: str
-    """The one with the largest."""
+    """Name of the parameter with the largest error."""
     weight_errors: dict[str, float]
-    """By name, of all parameters and buffers."""
+    """Relative error of each parameter and buffer, by name."""
     floor: float
-    """What ``max_relative_weight_error`` is between runs on one device that differ by rounding alone."""
+    """``max_relative_weight_error`` between runs on one device that differ by rounding alone."""
     times_floor: float
-    """The largest of all differences (losses, gradients, weights, buffers), each as a multiple of its own floor."""
+    """Largest of all differences (losses, gradients, weights, buffers), each as a multiple of its own floor."""
     worst: str
-    """Where that is, in words."""
+    """Place of the largest difference, in words."""
     times_floor_by_kind: dict[str, float]
-    """The largest of each :class:`~evener.tools.verify.rounding_floor.Kind`: ``loss``, ``statistic`` (a buffer, as
-    the first forward pass left it), ``gradient``, ``weight`` and ``buffer``."""
+    """Largest multiple of each :class:`~evener.tools.verify.rounding_floor.PlaceKind`: ``loss``, ``statistic`` (a
+    buffer after the first forward pass), ``gradient``, ``weight`` and ``buffer``.
+    """
     judged_absolutely: list[str]
     """Parameters whose gradient is mathematically zero, so that rounding alone moved them."""
     reordered: bool
-    """Whether the floor was measured with the samples of each batch in another order."""
+    """True if the floor was measured with the samples of each batch in another order."""
     replicas_identical: bool
-    """Whether all ranks ended with the same bits."""
+    """True if all ranks ended with bitwise equal weights."""
     limit: float
-    """The most times the floor that passes."""
+    """Largest multiple of the floor that passes."""
     tolerance: float | None
-    """If given, the most ``max_relative_weight_error`` that passes, in place of ``limit``."""
+    """Largest ``max_relative_weight_error`` that passes, instead of ``limit``. None to use ``limit``."""
     passed: bool
-    """Whether the divided training is that of one device."""
+    """True if the divided run is the same training as on one device."""
     hint: str = ""
-    """Where to look, if it is not."""
+    """Likely cause of the difference. Empty if the verification passed."""
 
     def __repr__(self) -> str:
-        """In one line; the fields hold the rest."""
+        """Returns a summary in one line."""
         found = "the same training" if self.passed else f"NOT the same training: {self.worst}"
         return (
             f"<Verification of {self.task}: {found}, {self.times_floor:.3g} times the floor, {self.steps} steps on "
@@ -93,16 +94,16 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far a run lies apart from the reference."""
+class RunDistance:
+    """Distance of a run from the reference."""
 
     numbers: Numbers
     weight_errors: dict[str, float]
-    """The relative error of each parameter and buffer."""
+    """Relative error of each parameter and buffer."""
 
     @classmethod
-    def of(cls, reference: Trajectory, other: Trajectory) -> Apart:
-        """The comparison of two runs, which needs neither of them any more."""
+    def from_runs(cls, reference: Trajectory, other: Trajectory) -> RunDistance:
+        """Computes the distance of two runs. The result keeps no reference to them."""
         errors = {
             name: relative_error(value, other.weights[name]) for name, value in reference.weights.items()
         }
@@ -110,29 +111,29 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Runs:
-    """What is compared."""
+class ComparedRuns:
+    """The runs that are compared."""
 
     reference: Trajectory
     divided: Sequence[Trajectory]
-    """Of all ranks."""
-    disturbed: Sequence[Apart]
-    """How far runs on one device, each disturbed by rounding, lie apart from the reference."""
+    """The divided run, by rank."""
+    disturbed: Sequence[RunDistance]
+    """Distance from the reference of each disturbed run on one device."""
     reordered: bool = True
     own_loss: bool = False
-    """Whether the user counts the terms of the loss."""
+    """True if the loss is the user's own and counts its terms itself."""
 
 
-def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = None) -> Verification:
-    """The record of a comparison; ``config`` is that of the divided run, with its dtype and batch size.
+def compare(runs: ComparedRuns, config: RunConfig, name: str, tolerance: float | None = None) -> Verification:
+    """Compares the runs. ``config`` gives the settings of the divided run, with its dtype and batch size.
 
     Raises:
-        ConfigurationError: If the divided run came to other tensors than one device has.
+        ConfigurationError: If the divided model lacks a tensor of the reference, or has it in another shape.
     """
     reference, divided = runs.reference, runs.divided[0]
     _check_whole(reference, divided)
-    apart = Apart.of(reference, divided)
-    measured = Measured.of(runs, apart, torch.finfo(type_of(config)).eps)
+    apart = RunDistance.from_runs(reference, divided)
+    measured = RunDifferences.from_runs(runs, apart, torch.finfo(type_of(config)).eps)
     errors = apart.weight_errors
     identical = len({trajectory.digest for trajectory in runs.divided}) == 1
     complete = len(reference.losses) == len(divided.losses)
@@ -173,13 +174,13 @@ def compare(runs: Runs, config: RunConfig, name: str, tolerance: float | None = 
 
 
 def type_of(config: RunConfig) -> torch.dtype:
-    """The type with the fewest digits in which the runs compute."""
+    """Returns the coarsest dtype in which the runs compute."""
     found: torch.dtype = getattr(torch, config.dtype) if config.dtype else _precision(config).coarsest
     return found
 
 
 def _precision(config: RunConfig) -> Precision:
-    return Precision.of(config.precision, config.precision_of)
+    return Precision.from_settings(config.precision, config.precision_of)
 
 
 def _check_whole(reference: Trajectory, divided: Trajectory) -> None:
@@ -189,13 +190,13 @@ def _check_whole(reference: Trajectory, divided: Trajectory) -> None:
             has = "no such tensor" if other is None else f"one of shape {tuple(other.shape)}"
             raise ConfigurationError(
                 f"{name} has the shape {tuple(value.shape)} on one device, and the divided model has {has}: a strategy "
-                "keeps all names, and marks what it divides with its evener.strategies.Slice"
+                "keeps all names, and marks what it divides with its evener.strategies.ShardSpec"
             )
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The differences of two runs in proportion to rounding."""
+class RunDifferences:
+    """Differences of two runs as multiples of the floor."""
 
     times: Numbers
     real: list[str]
@@ -203,7 +204,7 @@ class Measured:
     floor: float
 
     @classmethod
-    def of(cls, runs: Runs, apart: Apart, eps: float) -> Measured:
+    def from_runs(cls, runs: ComparedRuns, apart: RunDistance, eps: float) -> RunDifferences:
         disturbed = [run.numbers for run in runs.disturbed]
         real, noise = floors.real_and_noise(runs.reference, disturbed)
         return cls(
@@ -215,10 +216,10 @@ class Measured:
 
 
 def relative_error(reference: Tensor, other: Tensor) -> float:
-    """max|a - b| / max|a|, or max|b| where a is zero.
+    """Returns max|a - b| / max|a|, or max|b| if a is zero everywhere.
 
-    Places where both are the same count as equal, also if that is an infinity or NaN (a mask of attention, say); where
-    only one side is not finite, the result is not finite either. Such values have no part in max|a|.
+    Elements that are equal count as equal also if both are the same infinity or both are NaN, as in an attention mask.
+    If an element is not finite in only one of the two, the result is not finite. Such elements do not count in max|a|.
     """
     a, b = reference.double(), other.double()
     if a.numel() == 0:
@@ -230,9 +231,11 @@ def relative_error(reference: Tensor, other: Tensor) -> float:
 
 
 def _by_kind(times: Numbers) -> dict[str, float]:
-    found = dict.fromkeys(map(str, Kind), 0.0)
-    for kind in Kind:
-        of_kind: dict[Place, float] = {place: value for place, value in times.items() if place.kind is kind}
+    found = dict.fromkeys(map(str, PlaceKind), 0.0)
+    for kind in PlaceKind:
+        of_kind: dict[ComparedPlace, float] = {
+            place: value for place, value in times.items() if place.kind is kind
+        }
         if of_kind:
             found[str(kind)] = of_kind[floors.worst(of_kind)]
     return found

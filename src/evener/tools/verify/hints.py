@@ -1,6 +1,6 @@
-"""Where two runs part first, and what that tells of the cause.
+"""Finds the first difference between two runs and derives its likely cause.
 
-A step is forward, backward, exchange, update. So the first place at which the runs part tells what to suspect:
+A step is forward, backward, synchronization, update. So the first difference says which part to suspect:
 
 ==================================================  =====================================================
 loss of the first step, statistic of BatchNorm      the forward pass: the model, the loss, the samples
@@ -19,33 +19,33 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from evener.tools.verify.rounding_floor import Kind, Numbers, Place
+from evener.tools.verify.rounding_floor import ComparedPlace, Numbers, PlaceKind
 from evener.tools.verify.trajectory import Sketches, Trajectory
 
 _SHOWN = 3
 _ALIKE = 0.01
-"""How much factors may differ, and how much of a difference may be left unexplained."""
+"""Relative tolerance for factors, and for the part of a difference that a factor leaves unexplained."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of two runs that are not the same."""
+    """Data about two runs that differ."""
 
     reference: Trajectory
     divided: Sequence[Trajectory]
-    """Of all ranks."""
+    """The divided run, by rank."""
     times: Numbers
     """Differences as multiples of their floors."""
     limit: float
-    """The most times the floor that passes."""
+    """Largest multiple of the floor that passes."""
     reordered: bool
-    """Whether the order of a batch's samples changes nothing on one device."""
+    """True if the order of a batch's samples makes no difference on one device."""
     own_loss: bool
-    """Whether the user counts the terms of the loss."""
+    """True if the loss is the user's own and counts its terms itself."""
 
     @property
-    def first(self) -> list[Place]:
-        """The places of the first step, and in it of the first kind, where the runs part; the worst first."""
+    def first(self) -> list[ComparedPlace]:
+        """Places of the first difference: those of the first step and of its first stage, the worst first."""
         beyond = [place for place, value in self.times.items() if not value <= self.limit]
         if not beyond:
             return []
@@ -54,14 +54,20 @@ class Evidence:
         return sorted(chosen, key=lambda place: -self.times[place])
 
 
-_STAGE = {Kind.LOSS: 0, Kind.STATISTIC: 0, Kind.GRADIENT: 1, Kind.BUFFER: 2, Kind.WEIGHT: 2}
+_STAGE = {
+    PlaceKind.LOSS: 0,
+    PlaceKind.STATISTIC: 0,
+    PlaceKind.GRADIENT: 1,
+    PlaceKind.BUFFER: 2,
+    PlaceKind.WEIGHT: 2,
+}
 
 
 def hint(evidence: Evidence, own_statistics: bool = False) -> str:
-    """What to look at, in words.
+    """Returns what to look at, in words.
 
     Args:
-        own_statistics: Whether BatchNorm was asked to normalize by each rank's own samples.
+        own_statistics: True if BatchNorm was set to normalize by each rank's own samples.
     """
     reference, divided = evidence.reference, evidence.divided[0]
     if own_statistics:
@@ -87,13 +93,13 @@ def hint(evidence: Evidence, own_statistics: bool = False) -> str:
             "pieces of a weight have other rows than one device: the numbers differ by that much. Where a piece is a "
             "multiple of 256 numbers they do not; else say what may pass with tolerance"
         )
-    explain = {Kind.LOSS: _forward, Kind.STATISTIC: _forward, Kind.GRADIENT: _exchange}.get(
+    explain = {PlaceKind.LOSS: _forward, PlaceKind.STATISTIC: _forward, PlaceKind.GRADIENT: _exchange}.get(
         first[0].kind, _end
     )
     return explain(evidence, first)
 
 
-def _forward(evidence: Evidence, first: list[Place]) -> str:
+def _forward(evidence: Evidence, first: list[ComparedPlace]) -> str:
     step = first[0].step
     a, b = evidence.reference.losses[step], evidence.divided[0].losses[step]
     told = f"in step {step} the loss is {b:.9g}, on one device {a:.9g}"
@@ -105,8 +111,10 @@ def _forward(evidence: Evidence, first: list[Place]) -> str:
     return f"{told}, before any gradient was exchanged, so the forward pass differs: {_suspects(evidence, first)}"
 
 
-def _suspects(evidence: Evidence, first: list[Place]) -> str:
-    statistics = [place.name for place in evidence.times if place in first and place.kind is Kind.STATISTIC]
+def _suspects(evidence: Evidence, first: list[ComparedPlace]) -> str:
+    statistics = [
+        place.name for place in evidence.times if place in first and place.kind is PlaceKind.STATISTIC
+    ]
     if statistics:
         return (
             f"the first buffer to differ is {statistics[0]}, so look for a layer there or shortly before that takes "
@@ -128,7 +136,7 @@ def _suspects(evidence: Evidence, first: list[Place]) -> str:
     )
 
 
-def _exchange(evidence: Evidence, first: list[Place]) -> str:
+def _exchange(evidence: Evidence, first: list[ComparedPlace]) -> str:
     step = first[0].step
     told = f"the loss of step {step} agrees, but not its gradients, so look at how they are exchanged"
     reference, divided = evidence.reference.gradients[step], evidence.divided[0].gradients[step]
@@ -138,7 +146,7 @@ def _exchange(evidence: Evidence, first: list[Place]) -> str:
 
 
 def _of_penalty(evidence: Evidence, step: int) -> str:
-    """Whether the gradients differ by a multiple of the penalty's."""
+    """Returns a hint if the gradients differ by a multiple of the penalty's gradient; else an empty string."""
     penalty = evidence.reference.penalty
     if step or not penalty:
         return ""
@@ -153,7 +161,7 @@ def _of_penalty(evidence: Evidence, step: int) -> str:
 
 
 def _of_factor(evidence: Evidence, step: int, names: list[str]) -> str:
-    """Whether all gradients are the same multiple of those of one device."""
+    """Returns a hint if all differing gradients are the same multiple of those of one device; else an empty string."""
     reference, divided = evidence.reference.gradients[step], evidence.divided[0].gradients[step]
     penalty = {} if step else evidence.reference.penalty
     sizes = {name: float(value.norm()) for name, value in reference.items()}
@@ -187,9 +195,9 @@ def _named(reference: Sketches, divided: Sketches, names: list[str]) -> str:
     return f"the largest differences are in {listed(names)}"
 
 
-def _end(evidence: Evidence, first: list[Place]) -> str:
+def _end(evidence: Evidence, first: list[ComparedPlace]) -> str:
     names = [place.name for place in first]
-    if first[0].kind is Kind.BUFFER:
+    if first[0].kind is PlaceKind.BUFFER:
         return f"losses and gradients agree, but not the buffers {listed(names)}: look at what writes them"
     return (
         f"losses and gradients agree, but not the weights of {listed(names)} at the end: look at the update "
@@ -203,7 +211,7 @@ def _minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str) -> Tenso
 
 
 def fit(values: list[Tensor], basis: list[Tensor]) -> tuple[float, float]:
-    """The factor by which ``basis`` comes nearest to ``values``, and which part of these is left."""
+    """Returns the least-squares factor from ``basis`` to ``values``, and the relative norm of the remainder."""
     target, unit = torch.cat([v.expand_as(b) for v, b in zip(values, basis, strict=True)]), torch.cat(basis)
     if not unit.norm() or not target.norm():
         return 0.0, 1.0
@@ -212,6 +220,6 @@ def fit(values: list[Tensor], basis: list[Tensor]) -> tuple[float, float]:
 
 
 def listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first names, and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""What changes a run by rounding alone: the last bit of its weights, and the order in which samples are added."""
+"""Disturbs a run by rounding alone: changes the last bit of its weights, and the order in which samples are added."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from evener.training.engine import Engine
 
 @dataclass(frozen=True)
 class Disturbance:
-    """A run's batches, after every weight was disturbed by units of its last place, up or down at random.
+    """Disturbs every weight by units in its last place, up or down at random, then returns the run's batches.
 
     Args:
-        seed: Of the signs and the orders.
-        reorder: Whether the samples of each micro-batch come in another order, each with its own number, where all
-            inputs and targets are tensors with the samples along dimension 0.
-        strength: By how many units.
-        eps: The least that a unit is, relative: that of the type in which the run computes, where its weights have more
-            digits than that.
+        seed: Seed of the signs and the sample orders.
+        reorder: True to shuffle the samples of each micro-batch, each with its own sample number. Micro-batches are
+            shuffled only if all inputs and targets are tensors with the samples along dimension 0, or None.
+        strength: Number of units.
+        eps: Smallest relative size of a unit. Use the eps of the compute dtype if the weights have a finer dtype.
     """
 
     seed: int
@@ -40,8 +39,9 @@ class Disturbance:
 
 @torch.no_grad()
 def disturb(model: torch.nn.Module, generator: torch.Generator, strength: int = 1, eps: float = 0.0) -> None:
-    """Multiplies each weight by 1 + strength * eps or 1 - strength * eps of its type, which a zero survives; ``eps`` is
-    the least that this is."""
+    """Multiplies each weight by 1 + strength * e or 1 - strength * e, where e is the eps of its dtype, but at least
+    ``eps``. Zeros stay zero.
+    """
     for parameter in model.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
@@ -50,7 +50,7 @@ def disturb(model: torch.nn.Module, generator: torch.Generator, strength: int = 
 
 
 def reordered(batch: Batch, generator: torch.Generator) -> Batch:
-    """The batch with each micro-batch's samples in another order."""
+    """Returns the batch with the samples of each micro-batch in another order."""
     micro_batches = [_shuffled(micro, generator) for micro in batch.micro_batches]
     return dataclasses.replace(batch, micro_batches=micro_batches)
 

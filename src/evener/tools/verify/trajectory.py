@@ -1,9 +1,9 @@
-"""The steps of one run, and what is remembered of them for a comparison: losses, gradients, and the weights at the end.
+"""Takes the steps of one run and records losses, gradients and final weights for a comparison.
 
-Of the gradients that an update sees, every step is remembered, but of each only a *sketch*: its elements with random
-signs, added up in :data:`WIDTH` bins. The sketch of a difference is the difference of the sketches, and its norm is
-that of the difference within some 20 %; so an error in any element of any gradient of any step shows, for 128 bytes.
-Gradients have to be looked at because weights do not tell all: Adam takes the same step for one of half the size.
+The gradients that the optimizer sees are recorded in every step, but each only as a *sketch*: its elements with random
+signs, summed in :data:`WIDTH` bins. The sketch of a difference is the difference of the sketches, and its norm is that
+of the difference within some 20 %. So an error in any element of any gradient of any step shows, for 128 bytes. Weights
+alone would not be enough: Adam takes the same step for a gradient of half the size.
 """
 
 from __future__ import annotations
@@ -30,43 +30,46 @@ from evener.training.engine import Engine
 from evener.training.step.step import Step
 
 WIDTH = 16
-"""Numbers in a sketch; of a tensor with no more elements, these are the elements themselves."""
+"""Numbers in a sketch. A tensor with no more elements is its own sketch."""
 
 Sketches = dict[str, Tensor]
-"""By name, float64 ``(WIDTH,)`` or shorter; a parameter without a gradient has none."""
+"""Sketches by name, in float64, of shape ``(WIDTH,)`` or shorter. A parameter without a gradient has no entry."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What one rank remembers of the steps it took."""
+    """Record of the steps of one rank."""
 
     losses: list[float]
     weights: dict[str, Tensor]
-    """Parameters and buffers at the end; this and all that follows but the digest are kept by rank 0 alone."""
+    """Parameters and buffers at the end. Rank 0 alone keeps these and the fields below, except ``digest`` and
+    ``drawing_apart``.
+    """
     digest: str
     drawing_apart: int = 0
-    """Modules that drop, and draw other masks on every rank."""
+    """Number of modules with dropout that draws different masks on each rank."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the parameters, in the order of the model."""
+    """Shapes of the parameters, in the order of the model."""
     gradients: list[Sketches] = field(default_factory=list)
-    """What the optimizer was given in each step."""
+    """Gradients that the optimizer got, by step."""
     moved: dict[str, float] = field(default_factory=dict)
-    """How far each parameter came from where it started, as a 2-norm."""
+    """Distance of each parameter from its start, as a 2-norm."""
     penalty: Sketches = field(default_factory=dict)
-    """The gradients of the task's penalty in the first step, of a run on one device: others may hold slices, of which a
-    penalty need not be a function."""
+    """Gradients of the task's penalty in the first step. Only for a run on one device: other ranks may hold shards, on
+    which the penalty need not be defined.
+    """
     buffers: Sketches = field(default_factory=dict)
-    """As the first step left them."""
+    """Buffers after the first step."""
     other_blocks: bool = False
-    """Whether the optimizer keeps a scale for every so many numbers of what may be a piece of a weight."""
+    """True if the optimizer keeps one scale per block of numbers, and blocks differ because weights are sharded."""
     updated: list[Sketches] = field(default_factory=list)
-    """The weights after each step, of a run that remembers them."""
+    """Weights after each step, for runs that record them."""
     places: list[str] = field(default_factory=list)
-    """What the loss of each step is a loss of, where these are several; each has a floor of its own."""
+    """Label of each step's loss, if a run has several losses. Each label has a floor of its own."""
 
 
 Batches = Callable[[Engine], Iterator[Batch]]
-"""Gets an engine before its first step, and gives the batches to take steps with."""
+"""Gets an engine before its first step, and returns the batches to take steps with."""
 
 
 def record(
@@ -76,21 +79,21 @@ def record(
     environment: Environment | None = None,
     batches: Batches = Engine.batches,
 ) -> Trajectory:
-    """Takes the steps of ``config`` on this rank."""
+    """Takes the steps of ``config`` on this rank and records them."""
     with (
         Session(
             device=config.device, timeout_seconds=config.timeout_seconds, environment=environment
         ) as session,
         Engine(resolve(task, BUILT_IN, options)(), config, session=session) as engine,
     ):
-        engine.learner.synchronizer.alone()  # as in a run, which this is the proof of
+        engine.learner.synchronizer.alone()  # as in a real run
         chosen = batches(engine)
-        recorder = Recorder(engine)
+        recorder = TrajectoryRecorder(engine)
         return recorder.trajectory(list(_losses(recorder.seen(engine.step(batch) for batch in chosen))))
 
 
 def _losses(steps: Iterator[Step]) -> Iterator[float]:
-    """Each is asked for a step late, as in training, so that asking makes no rank wait."""
+    """Reads each loss one step late, as in training, so that no rank has to wait for it."""
     last: Step | None = None
     for step in steps:
         if last is not None:
@@ -100,24 +103,24 @@ def _losses(steps: Iterator[Step]) -> Iterator[float]:
         yield last.loss
 
 
-class Recorder:
-    """Watches an engine from now on."""
+class TrajectoryRecorder:
+    """Records the steps of an engine from its creation on."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._learner = engine.learner
         self._leads = engine.session.rank == 0
-        start = self._learner.tensors()  # of all ranks, which gather what is divided
+        start = self._learner.tensors()  # collective: all ranks gather their shards
         self._start = _copies(start) if self._leads else {}
-        self._sketch = Sketch()
+        self._sketch = RandomSketch()
         self._gradients: list[Sketches] = []
-        self._early: dict[Tensor, Tensor] = {}  # gradients of a step whose backward is not over
+        self._early: dict[Tensor, Tensor] = {}  # gradients of updates that run during backward
         self._penalty: Sketches = {}
         self._buffers: Sketches = {}
         self._learner.optimizer.register_step_pre_hook(self._before_update)
 
     def seen(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps, of which the first has left its buffers with all ranks."""
+        """Passes the steps through. Records the buffers after the first step. All ranks must call this together."""
         for number, step in enumerate(steps):
             if not number:
                 named = self._engine.model.named_buffers(remove_duplicate=False)
@@ -128,7 +131,7 @@ class Recorder:
             yield step
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer is not self._learner.optimizer:  # some parameters, in the midst of backward
+        if optimizer is not self._learner.optimizer:  # an update of some parameters during backward
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._early.update((p, p.grad.detach().clone()) for p in held)
             return
@@ -163,7 +166,7 @@ class Recorder:
         return ((clean_name(name), parameter) for name, parameter in named)
 
     def trajectory(self, losses: list[float]) -> Trajectory:
-        """All ranks call it together, after the last step."""
+        """Returns the record. All ranks must call this together after the last step."""
         named = self._learner.tensors()
         digest, dropouts = checkpoint.weights_digest(named), drawing_apart(self._engine.model)
         if not self._leads:
@@ -184,8 +187,8 @@ class Recorder:
         )
 
 
-class Sketch:
-    """``sketch(name, tensor)``: the same signs for the same name, in any process."""
+class RandomSketch:
+    """Computes ``sketch(name, tensor)``. The same name has the same random signs in every process."""
 
     def __init__(self) -> None:
         self._signs: dict[str, Tensor] = {}
@@ -208,10 +211,10 @@ def _copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """With all its numbers, which a sparse one (a graph's edges in a buffer) leaves out where they are zero."""
+    """Returns the tensor as a dense one. Buffers may be sparse, such as the edges of a graph."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, in a last dimension of their own; others as they are."""
+    """Returns complex numbers as pairs in an additional last dimension; other tensors as they are."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""Runs what is compared: the reference, the divided run, and the disturbed ones."""
+"""Runs the reference, the divided run and the disturbed runs, and compares them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import Environment, kind_taken
 from evener.distributed.launch.launch import is_launched, launch
 from evener.errors import ConfigurationError
-from evener.tools.verify.comparison import Apart, Runs, Verification, compare, type_of
+from evener.tools.verify.comparison import ComparedRuns, RunDistance, Verification, compare, type_of
 from evener.tools.verify.perturbation import Disturbance
 from evener.tools.verify.trajectory import Trajectory, record
 from evener.training.builtin_tasks import BUILT_IN
@@ -25,18 +25,19 @@ from evener.training.factory import balance_of, strategy_of
 from evener.training.fit import check_plan
 
 FIRST_RUNS = 3
-"""Disturbed runs. Measured with one, the divided run lay up to 8 times the floor apart; with three, up to 5."""
+"""Disturbed runs at first. With one, the divided run measured up to 8 times the floor; with three, up to 5 times."""
 ALL_RUNS = 12
-"""Disturbed runs before the verdict is no."""
+"""Disturbed runs before a verification fails."""
 STRONGER = 8
-"""By how much more the last of these are disturbed.
+"""Factor by which the runs after the first :data:`FIRST_RUNS` are disturbed more strongly.
 
-Where a ReLU stands within rounding of its kink, each run falls to one side or the other by chance, and the gradient
-jumps by thousands of times the floor. A jump of the divided run has to be met on one device, which a stronger
-disturbance is likelier to do. Types of half the precision need none: there, every run meets many."""
+If the input of a ReLU lies within rounding of its kink, each run falls on one side or the other by chance, and the
+gradient jumps by thousands of times the floor. Such a jump of the divided run must also occur on one device, and a
+stronger disturbance makes it more likely. Half-precision dtypes do not need this: every run has many such jumps.
+"""
 
 _HALF = 1e-4
-"""Between the unit in the last place of ``float32`` and that of the types of half its width."""
+"""Separates the eps of ``float32`` from the larger eps of half-precision dtypes."""
 
 
 def verify(
@@ -47,17 +48,18 @@ def verify(
     tolerance: float | None = None,
     **settings: Unpack[Settings],
 ) -> Verification:
-    """Trains the same steps on one device and divided, and compares; rounding is measured and explains the rest.
+    """Trains the same steps on one device and divided over ranks, and compares the runs. Differences up to the measured
+    effect of rounding pass.
 
     Args:
-        task: As for :func:`evener.fit`; building it and loading its data must be deterministic.
-        config: The division: processes, balance (the shares), strategy, steps, batch_size, micro_batch, and
-            dtype or precision, in which both compute (default: float64).
-        options: Keyword arguments for the task's function.
-        tolerance: Largest ``max_relative_weight_error`` that passes, in place of what rounding explains.
+        task: As for :func:`evener.fit`. Building it and loading its data must be deterministic.
+        config: Settings of the divided run: processes, balance, strategy, steps (default: 20), batch_size, micro_batch,
+            and the dtype or precision of both runs (default: float64).
+        options: Keyword arguments of the task's function.
+        tolerance: Largest ``max_relative_weight_error`` that passes, instead of a multiple of the measured rounding.
 
     Raises:
-        ConfigurationError: For settings that cannot work together.
+        ConfigurationError: If the settings cannot work together.
     """
     config = (config or RunConfig()).replace(**settings)
     usual = {"steps": config.steps or 20, "check_replicas": 0, "balance": balance_of(config, 1, unlike=False)}
@@ -92,15 +94,19 @@ def verify(
     )
 
     def found() -> Verification:
-        runs = Runs(one.reference, divided, one.disturbed, one.reordered, not is_torch_loss(built.loss))
+        runs = ComparedRuns(
+            one.reference, divided, one.disturbed, one.reordered, not is_torch_loss(built.loss)
+        )
         return compare(runs, config, built.name, tolerance)
 
     return judge(one, found)
 
 
 def _in_numbers(config: RunConfig) -> RunConfig:
-    """The settings with a type: what is given, what the device of ``precision=auto`` is best at, or float64; where the
-    optimizer's update is in float32 whatever the weights are, that."""
+    """Returns the settings with a dtype or precision: the given one, or the best one of the device for
+    ``precision=auto``. The default is float64, or float32 if the optimizer updates in float32 whatever the weights'
+    dtype.
+    """
     if config.precision == "auto":
         return config.replace(precision=able(torch.device(kind_taken(config.device)))[0])
     given = config.dtype or config.precision or config.precision_of
@@ -108,7 +114,7 @@ def _in_numbers(config: RunConfig) -> RunConfig:
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """The same run on one device."""
+    """Returns the settings of the same run on one device."""
     alike: dict[str, Any] = {"balance": "equal", "caps": None, "quantum": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
@@ -118,36 +124,36 @@ def alone(config: RunConfig) -> RunConfig:
 
 
 class OneDevice:
-    """The reference, and the runs that rounding alone drives apart from it.
+    """The reference and the disturbed runs on one device.
 
-    These take the samples of a batch in another order, too, but not where the order matters to more than rounding, as
-    to a layer that draws random numbers by the place of a sample: then rounding is not what would be measured.
+    The disturbed runs also change the order of the samples in a batch, unless the order matters by more than rounding.
+    It does, for example, if a layer draws random numbers by the position of a sample.
 
     Args:
         run: Takes the steps, with the batches that ``run(batches=...)`` is given.
-        eps: The unit in the last place, relative, of the type in which it computes.
+        eps: Relative unit in the last place of the dtype in which it computes.
     """
 
     def __init__(self, run: Callable[..., Trajectory], eps: float) -> None:
         self._run, self.eps = run, eps
         self.reference = run()
-        self.disturbed: list[Apart] = []
+        self.disturbed: list[RunDistance] = []
         self.reordered = True
         self.measure(FIRST_RUNS)
 
     def measure(self, runs: int, strength: int = 1) -> None:
-        """Takes further disturbed runs until there are so many."""
+        """Adds disturbed runs until there are ``runs`` of them."""
         while len(self.disturbed) < runs:
             seed = 1 + len(self.disturbed)
             other = self._run(batches=Disturbance(seed, self.reordered, strength, self.eps))
             if self.reordered and _more_than_rounding(self.reference, other, self.eps):
                 self.reordered, self.disturbed = False, []
             else:
-                self.disturbed.append(Apart.of(self.reference, other))
+                self.disturbed.append(RunDistance.from_runs(self.reference, other))
 
 
 def judge(one: OneDevice, found: Callable[[], Verification]) -> Verification:
-    """What ``found`` tells, of a floor that was measured more thoroughly before it says no."""
+    """Returns the result of ``found``. Measures the floor with more runs first, if a larger floor might let it pass."""
     first = found()
     settled = first.passed or not first.replicas_identical or len(first.losses) != len(first.reference_losses)
     if settled or first.tolerance is not None:
@@ -157,7 +163,7 @@ def judge(one: OneDevice, found: Callable[[], Verification]) -> Verification:
 
 
 def _more_than_rounding(reference: Trajectory, other: Trajectory, eps: float) -> bool:
-    """Whether the first loss, before any update, changed in half of its digits."""
+    """Returns True if the first loss, before any update, changed in more than the last half of its digits."""
     first, disturbed = reference.losses[0], other.losses[0]
     return abs(first - disturbed) > math.sqrt(eps) * abs(first)
 

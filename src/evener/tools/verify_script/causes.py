@@ -1,4 +1,4 @@
-"""What the first event at which two runs part tells of the cause, in words."""
+"""Describes the first difference between two runs and its likely cause, in words."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from statistics import median
 
 from evener.tools.verify.hints import fit, listed
-from evener.tools.verify_script.comparison import Parting, Runs, gradients_part, values_part
-from evener.tools.verify_script.events import Event, Line, Record, What
+from evener.tools.verify_script.comparison import Parting, ScriptRuns, gradients_part, values_part
+from evener.tools.verify_script.events import Event, Record, ScriptLine, What
 
 _ALIKE = 0.01
-"""How much factors may differ, and how much of a difference may be left unexplained."""
+"""Relative tolerance for factors, and for the part of a difference that a factor leaves unexplained."""
 _DIVIDED = (
     "ranks have only their own samples: a prepared loss and evener.global_mean give the number of all, and "
     "evener.gather the rows, evener.batch_size() how many there are"
@@ -22,9 +22,11 @@ _OWN_GRAD = (
 )
 
 
-def line_of(runs: Runs, parting: Parting) -> Line:
-    """The line to name: that of the event; of gradients that no backward pass has left, that which computed them; of
-    what comes of a gradient that ``torch.autograd.grad`` gives of each rank's own samples, its own."""
+def line_of(runs: ScriptRuns, parting: Parting) -> ScriptLine:
+    """Returns the line to report, usually that of the event. If the difference follows from a ``torch.autograd.grad``
+    of a rank's own samples, it is the line of that call. If a gradient differs and no backward pass computed it, it is
+    the line of the call of ``torch.autograd.grad`` that did.
+    """
     own = _own_grad(runs, parting)
     if own is not None:
         return own.line
@@ -35,8 +37,8 @@ def line_of(runs: Runs, parting: Parting) -> Line:
     return parting.line
 
 
-def told(runs: Runs, parting: Parting) -> str:
-    """What differs, as a sentence without its beginning."""
+def told(runs: ScriptRuns, parting: Parting) -> str:
+    """Describes what differs, as a sentence without its beginning."""
     return {
         "course": _course,
         "samples": _samples,
@@ -49,8 +51,8 @@ def told(runs: Runs, parting: Parting) -> str:
     }.get(parting.kind, _tensors)(runs, parting)
 
 
-def cause(runs: Runs, parting: Parting) -> str:
-    """What to look at."""
+def cause(runs: ScriptRuns, parting: Parting) -> str:
+    """Describes what to look at."""
     explain = {
         "course": _cause_of_course,
         "samples": _cause_of_samples,
@@ -68,23 +70,23 @@ def cause(runs: Runs, parting: Parting) -> str:
 # What differs
 
 
-def _course(runs: Runs, parting: Parting) -> str:
+def _course(runs: ScriptRuns, parting: Parting) -> str:
     return f"rank {parting.rank} comes to {parting.texts[1]}, one device to {parting.texts[0]}"
 
 
-def _samples(runs: Runs, parting: Parting) -> str:
+def _samples(runs: ScriptRuns, parting: Parting) -> str:
     number = sum(event.what is What.BATCH for event in runs.reference.events[: parting.event])
     return f"batch {number} has other samples than on one device"
 
 
-def _shape(runs: Runs, parting: Parting) -> str:
+def _shape(runs: ScriptRuns, parting: Parting) -> str:
     a, b = runs.reference.events[parting.event], runs.divided[parting.rank].events[parting.event]
     if a.what is What.LOSS:
         return f"the loss has {b.dims} dimensions on ranks, and {a.dims} on one device"
     return "the optimizer has other parameters than on one device"
 
 
-def _value(runs: Runs, parting: Parting) -> str:
+def _value(runs: ScriptRuns, parting: Parting) -> str:
     values = [run.events[parting.event].value for run in runs.divided]
     shown = f"{values[0]:.9g} on all ranks"
     if any(value != values[0] for value in values) and not all(map(math.isnan, values)):
@@ -94,7 +96,7 @@ def _value(runs: Runs, parting: Parting) -> str:
     return f"{what} is {runs.reference.events[parting.event].value:.9g} on one device, and {shown}"
 
 
-def _gradient(runs: Runs, parting: Parting) -> str:
+def _gradient(runs: ScriptRuns, parting: Parting) -> str:
     backward = [event.line for event in _since_last_step(runs.reference, parting.event)]
     lines = ", ".join(dict.fromkeys(line.told for line in backward))
     since = f", left by {lines}" if lines else ""
@@ -102,11 +104,11 @@ def _gradient(runs: Runs, parting: Parting) -> str:
     return f"the gradient of {listed(list(parting.names))} differs before the update{since}: {how}"
 
 
-def _printed(runs: Runs, parting: Parting) -> str:
+def _printed(runs: ScriptRuns, parting: Parting) -> str:
     return f"one device prints {parting.texts[0]!r}, and rank 0 {parting.texts[1]!r}"
 
 
-def _tensors(runs: Runs, parting: Parting) -> str:
+def _tensors(runs: ScriptRuns, parting: Parting) -> str:
     if parting.kind == "replicas":
         return f"the bits of {listed(list(parting.names))} are not the same on ranks 0 and {parting.rank}"
     is_end = parting.event == len(runs.reference.events)
@@ -115,16 +117,16 @@ def _tensors(runs: Runs, parting: Parting) -> str:
     return f"{listed(list(parting.names))} differs {when}"
 
 
-# What that tells
+# Likely causes
 
 
-def _cause_of_course(runs: Runs, parting: Parting) -> str:
+def _cause_of_course(runs: ScriptRuns, parting: Parting) -> str:
     return (
         f"something that decides it is a rank's own number, or was drawn on each rank by itself; {_DIVIDED}"
     )
 
 
-def _cause_of_samples(runs: Runs, parting: Parting) -> str:
+def _cause_of_samples(runs: ScriptRuns, parting: Parting) -> str:
     return (
         "the order of the samples is drawn from another state of the generator: look for torch.manual_seed after "
         "evener.prepare, for a sampler that draws from a generator of its own, and for random numbers that are drawn "
@@ -132,14 +134,14 @@ def _cause_of_samples(runs: Runs, parting: Parting) -> str:
     )
 
 
-def _cause_of_shape(runs: Runs, parting: Parting) -> str:
+def _cause_of_shape(runs: ScriptRuns, parting: Parting) -> str:
     return (
         "a loss of each sample (reduction='none') is not the mean that ranks are given; multiply by weights within "
         "the loss, or give evener.global_mean the weighted mean and the sum of the weights"
     )
 
 
-def _cause_of_loss(runs: Runs, parting: Parting) -> str:
+def _cause_of_loss(runs: ScriptRuns, parting: Parting) -> str:
     if _own_grad(runs, parting) is not None:
         return _OWN_GRAD
     norms = runs.divided[0].norms
@@ -165,7 +167,7 @@ def _cause_of_loss(runs: Runs, parting: Parting) -> str:
     )
 
 
-def _of_drawing(runs: Runs) -> str:
+def _of_drawing(runs: ScriptRuns) -> str:
     dropouts = runs.divided[0].dropouts
     what = (
         f"the model has {dropouts} modules with dropout of torch.nn, which"
@@ -179,7 +181,7 @@ def _of_drawing(runs: Runs) -> str:
     )
 
 
-def _cause_of_backward(runs: Runs, parting: Parting) -> str:
+def _cause_of_backward(runs: ScriptRuns, parting: Parting) -> str:
     event = runs.reference.events[parting.event]
     if event.drew and _parted_ranks(runs, parting):
         return _of_drawing(runs)
@@ -191,7 +193,7 @@ def _cause_of_backward(runs: Runs, parting: Parting) -> str:
     return "prepared losses before it agree, so look at what is computed from them on this line"
 
 
-def _cause_of_gradient(runs: Runs, parting: Parting) -> str:
+def _cause_of_gradient(runs: ScriptRuns, parting: Parting) -> str:
     events = _since_last_step(runs.reference, parting.event)
     if any(event.what is What.GRAD for event in events):
         return _OWN_GRAD
@@ -206,8 +208,8 @@ def _cause_of_gradient(runs: Runs, parting: Parting) -> str:
     )
 
 
-def _factor(runs: Runs, parting: Parting) -> str:
-    """Whether all gradients are the same multiple of those of one device."""
+def _factor(runs: ScriptRuns, parting: Parting) -> str:
+    """Returns a text if all differing gradients are the same multiple of those of one device; else an empty string."""
     reference = runs.reference.events[parting.event].gradients
     divided = runs.divided[parting.rank].events[parting.event].gradients
     fits = [fit([divided[n]], [reference[n]]) for n in parting.names if n in reference and n in divided]
@@ -219,7 +221,7 @@ def _factor(runs: Runs, parting: Parting) -> str:
     return f"they are {factor:.6g} times those of one device; "
 
 
-def _cause_of_text(runs: Runs, parting: Parting) -> str:
+def _cause_of_text(runs: ScriptRuns, parting: Parting) -> str:
     return (
         "losses, gradients and weights before it agree: the training is right, and the number that is told of it is "
         f"rank 0's own. {_DIVIDED[0].upper()}{_DIVIDED[1:]}; a sum over batches such as "
@@ -227,7 +229,7 @@ def _cause_of_text(runs: Runs, parting: Parting) -> str:
     )
 
 
-def _cause_of_replicas(runs: Runs, parting: Parting) -> str:
+def _cause_of_replicas(runs: ScriptRuns, parting: Parting) -> str:
     rates = [run.events[parting.event : parting.event + 1] for run in runs.divided]
     shown = [event.rates for events in rates for event in events]
     if any(rate != shown[0] for rate in shown):
@@ -238,7 +240,7 @@ def _cause_of_replicas(runs: Runs, parting: Parting) -> str:
     return "the ranks hold different weights, though rounding explains the difference: all must get the same update"
 
 
-def _cause_of_tensors(runs: Runs, parting: Parting) -> str:
+def _cause_of_tensors(runs: ScriptRuns, parting: Parting) -> str:
     if parting.kind == "buffer":
         return (
             "weights agree: look at what writes this buffer, from samples of one rank, or once a rank, as BatchNorm "
@@ -266,8 +268,10 @@ def _alike(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
     return len(a) == len(b) and all(close)
 
 
-def _own_grad(runs: Runs, parting: Parting) -> Event | None:
-    """The first call of ``grad`` since the update before that is for weights and of another value on each rank."""
+def _own_grad(runs: ScriptRuns, parting: Parting) -> Event | None:
+    """Returns the first call of ``torch.autograd.grad`` since the previous update that asks for gradients of weights
+    and whose value differs between ranks. Returns None if there is none.
+    """
     found = None
     if parting.kind in ("course", "samples", "printed"):
         return None
@@ -282,7 +286,9 @@ def _own_grad(runs: Runs, parting: Parting) -> Event | None:
 
 
 def _since_last_step(record: Record, event: int) -> list[Event]:
-    """The backward passes and calls of ``grad`` between the update before ``event`` and it."""
+    """Returns the backward passes and calls of ``torch.autograd.grad`` between the previous optimizer step and
+    ``event``.
+    """
     found: list[Event] = []
     for each in reversed(record.events[:event]):
         if each.what is What.STEP:
@@ -292,12 +298,12 @@ def _since_last_step(record: Record, event: int) -> list[Event]:
     return found
 
 
-def _had_step(runs: Runs, parting: Parting) -> bool:
+def _had_step(runs: ScriptRuns, parting: Parting) -> bool:
     return any(event.what is What.STEP for event in runs.reference.events[: parting.event])
 
 
-def _parted_ranks(runs: Runs, parting: Parting) -> bool:
-    """Whether the ranks differ from each other."""
+def _parted_ranks(runs: ScriptRuns, parting: Parting) -> bool:
+    """Returns True if the ranks differ from each other."""
     first, *others = (run.events[parting.event] for run in runs.divided)
     if parting.kind in ("loss", "backward"):
         return any(values_part(first, other) for other in others)

@@ -1,4 +1,4 @@
-"""The first event at which the run on ranks parts from that on one device, and how far apart all of them lie."""
+"""Finds the first event at which the run on ranks differs from that on one device, and measures all differences."""
 
 from __future__ import annotations
 
@@ -9,60 +9,62 @@ from itertools import zip_longest
 
 from evener.tools.verify import rounding_floor as floors
 from evener.tools.verify.comparison import LIMIT
-from evener.tools.verify.rounding_floor import Kind, Numbers
-from evener.tools.verify_script.events import Event, Line, Record, What
-from evener.tools.verify_script.printed_output import Comparison
+from evener.tools.verify.rounding_floor import Numbers, PlaceKind
+from evener.tools.verify_script.events import Event, Record, ScriptLine, What
+from evener.tools.verify_script.printed_output import OutputComparison
 
 _ALIKE = 1e-5
-"""Relative; of numbers that are the same on all ranks."""
+"""Relative tolerance for numbers that are equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the runs part first."""
+    """The first difference between two runs."""
 
     event: int
-    """The number of the event; that of all events for the end of the run."""
+    """Index of the event. The number of all events stands for the end of the run."""
     kind: str
-    """``course`` (ranks do something else), ``samples``, ``shape``, ``loss``, ``backward``, ``grad`` (what
-    ``torch.autograd.grad`` is asked for), ``gradient``, ``weight``, ``buffer``, ``printed`` or ``replicas``."""
-    line: Line
+    """Kind of difference: ``course`` (a rank does something else), ``samples``, ``shape``, ``loss``, ``backward``,
+    ``grad`` (the value given to ``torch.autograd.grad``), ``gradient``, ``weight``, ``buffer``, ``printed`` or
+    ``replicas``.
+    """
+    line: ScriptLine
     names: tuple[str, ...] = ()
     """Parameters and buffers that differ, the worst first."""
     rank: int = 0
-    """The first that differs."""
+    """First rank that differs."""
     times: float = math.inf
-    """How far apart, as a multiple of the floor; infinite where there is no measure."""
+    """Difference as a multiple of the floor; infinity if it has no measure."""
     texts: tuple[str, str] = ("", "")
-    """What one device and rank 0 printed, or did."""
+    """Text that one device printed and that the rank printed, or descriptions of what they did."""
     between: bool = False
-    """Whether ranks differ from each other, which no rounding explains."""
+    """True if ranks differ from each other, which no rounding explains."""
 
 
 @dataclass(frozen=True)
-class Runs:
-    """What is compared."""
+class ScriptRuns:
+    """The runs that are compared."""
 
     reference: Record
     disturbed: Sequence[Record]
     divided: Sequence[Record]
-    """Of each rank."""
+    """Records of the divided run, by rank."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a comparison found."""
+class ScriptComparison:
+    """Result of a comparison."""
 
     partings: list[Parting]
-    """The first of its kind that was found in each of several ways, in the order of events."""
+    """First difference of each check, in the order of events. The runs agree if the list is empty."""
     times_floor: float
-    """The largest of all differences, each as a multiple of its own floor."""
+    """Largest of all differences, each as a multiple of its own floor."""
     noise: list[str] = field(default_factory=list)
-    """Parameters of whose gradient nothing is left but rounding."""
+    """Parameters whose gradient is rounding noise alone."""
 
 
-def before_failure(runs: Runs) -> Parting | None:
-    """The first difference before ranks failed; None if there is none."""
+def before_failure(runs: ScriptRuns) -> Parting | None:
+    """Returns the first difference before the ranks failed. Returns None if there is none."""
     number = min(len(run.events) for run in (runs.reference, *runs.divided))
     if any(run.events[:number] and _is_open(run.events[number - 1]) for run in runs.divided):
         number -= 1
@@ -71,12 +73,14 @@ def before_failure(runs: Runs) -> Parting | None:
         for rank, run in enumerate((runs.reference, *runs.disturbed, *runs.divided))
     ]
     others = len(cut) - len(runs.divided)
-    found = compare(Runs(cut[0], cut[1:others], cut[others:])).partings
+    found = compare(ScriptRuns(cut[0], cut[1:others], cut[others:])).partings
     return found[0] if found else _own_grad(cut[others:])
 
 
 def _own_grad(divided: Sequence[Record]) -> Parting | None:
-    """The last event, if it is a gradient of weights of which each rank asks by a number of its own."""
+    """Returns a difference if the last event is a call of ``torch.autograd.grad`` for weights whose value differs
+    between ranks. Returns None otherwise.
+    """
     ends = [run.events[-1] for run in divided if run.events]
     if not ends or not (ends[0].what is What.GRAD and ends[0].of_weights):
         return None
@@ -85,12 +89,12 @@ def _own_grad(divided: Sequence[Record]) -> Parting | None:
 
 
 def _is_open(event: Event) -> bool:
-    """Whether an optimizer's step has not come to its end."""
+    """Returns True if the event is an optimizer step that did not end."""
     return event.what is What.STEP and not event.weights
 
 
-def compare(runs: Runs) -> Found:
-    """All ranks with one device."""
+def compare(runs: ScriptRuns) -> ScriptComparison:
+    """Compares all ranks with one device."""
     reference = runs.reference
     stops = [same_course(reference, other) for other in (*runs.disturbed, *runs.divided)]
     partings = [_course(runs, rank) for rank in range(len(runs.divided))]
@@ -101,11 +105,11 @@ def compare(runs: Runs) -> Found:
         partings += [_between(runs, rank), _beyond(runs, numbers, rank)]
     partings += [_printed(runs), _replicas(runs)]
     found = sorted((each for each in partings if each is not None), key=lambda each: each.event)
-    return Found(found, measured.largest, measured.noise)
+    return ScriptComparison(found, measured.largest, measured.noise)
 
 
 def same_course(reference: Record, other: Record) -> int | None:
-    """The number of the first event that is another one, or of other samples; None if there is none."""
+    """Returns the index of the first event that is another one, or has other samples. Returns None if there is none."""
     for number, (a, b) in enumerate(zip_longest(reference.events, other.events)):
         if a is None or b is None or _course_of(a) != _course_of(b):
             return number
@@ -117,7 +121,7 @@ def _course_of(event: Event) -> tuple[object, ...]:
     return (*event.place, mark, event.dims, *((name, len(value)) for name, value in event.weights.items()))
 
 
-def _course(runs: Runs, rank: int) -> Parting | None:
+def _course(runs: ScriptRuns, rank: int) -> Parting | None:
     reference, other = runs.reference.events, runs.divided[rank].events
     number = same_course(runs.reference, runs.divided[rank])
     if number is None:
@@ -138,7 +142,7 @@ def _told(event: Event | None) -> str:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Differences of all ranks as multiples of their floors."""
+    """Differences of each rank as multiples of their floors."""
 
     times: list[Numbers]
     noise: list[str]
@@ -149,7 +153,7 @@ class _Measured:
         return max(values, key=lambda value: math.inf if math.isnan(value) else value, default=0.0)
 
 
-def _measured(runs: Runs, stop: int | None) -> _Measured:
+def _measured(runs: ScriptRuns, stop: int | None) -> _Measured:
     reference = runs.reference.trajectory(stop)
     disturbed = [floors.differences(reference, run.trajectory(stop)) for run in runs.disturbed]
     _, noise = floors.real_and_noise(reference, disturbed)
@@ -161,11 +165,11 @@ def _measured(runs: Runs, stop: int | None) -> _Measured:
     )
 
 
-def _between(runs: Runs, rank: int) -> Parting | None:
-    """The first event at which a rank has another value or gradient than rank 0.
+def _between(runs: ScriptRuns, rank: int) -> Parting | None:
+    """Returns the first event at which a rank's value or gradient differs from that of rank 0.
 
-    What is back-propagated is the value of the whole batch, and gradients are summed: on all ranks they have the same
-    bits, in whatever type, so that this shows what the floor of half precision hides.
+    The back-propagated value is that of the whole batch, and gradients are summed. So both have the same bits on all
+    ranks, in any dtype. This check therefore finds differences that lie below the floor of half precision.
     """
     pairs = zip(runs.divided[0].events, runs.divided[rank].events, strict=False)
     for number, (a, b) in enumerate(pairs):
@@ -180,24 +184,24 @@ def _between(runs: Runs, rank: int) -> Parting | None:
 
 
 def values_part(a: Event, b: Event) -> bool:
-    """Whether two ranks have different values."""
+    """Returns True if two ranks have different values."""
     both_nan = math.isnan(a.value) and math.isnan(b.value)
     return not both_nan and not math.isclose(a.value, b.value, rel_tol=_ALIKE)
 
 
 def gradients_part(a: Event, b: Event, name: str) -> bool:
-    """Whether two ranks have different gradients of a parameter."""
+    """Returns True if two ranks have different gradients of a parameter."""
     x, y = a.gradients.get(name), b.gradients.get(name)
     if x is None or y is None or x.shape != y.shape:
         return x is not y
     return floors.distance(x, y) > _ALIKE * floors.norm(x)
 
 
-_STAGES = {Kind.LOSS: 0, Kind.GRADIENT: 1, Kind.BUFFER: 2, Kind.WEIGHT: 2}
+_STAGES = {PlaceKind.LOSS: 0, PlaceKind.GRADIENT: 1, PlaceKind.BUFFER: 2, PlaceKind.WEIGHT: 2}
 
 
-def _beyond(runs: Runs, times: Numbers, rank: int) -> Parting | None:
-    """The first event of a rank that lies beyond its floor."""
+def _beyond(runs: ScriptRuns, times: Numbers, rank: int) -> Parting | None:
+    """Returns the first event of a rank that lies beyond its floor."""
     beyond = [place for place, value in times.items() if not value <= LIMIT]
     if not beyond:
         return None
@@ -207,7 +211,7 @@ def _beyond(runs: Runs, times: Numbers, rank: int) -> Parting | None:
     events = runs.reference.events
     event = events[min(first.step, len(events) - 1)]
     kind = str(first.kind)
-    if first.kind is Kind.LOSS:
+    if first.kind is PlaceKind.LOSS:
         kind, names = "backward" if event.what is What.BACKWARD else "loss", []
     worst = max(_size(times[place]) for place in same)
     return Parting(first.step, kind, event.line, tuple(names), rank, worst)
@@ -217,8 +221,8 @@ def _size(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _printed(runs: Runs) -> Parting | None:
-    """The first line of text that says something else on rank 0 than on one device."""
+def _printed(runs: ScriptRuns) -> Parting | None:
+    """Returns the first printed line that differs between rank 0 and one device."""
     reference, other = runs.reference.printed, runs.divided[0].printed
     steady = [run.printed for run in runs.disturbed]
     for number, (a, b) in enumerate(zip_longest(reference, other)):
@@ -231,14 +235,14 @@ def _printed(runs: Runs) -> Parting | None:
             return Parting(known.event, "printed", known.line, texts=texts)
         texts_of_others = [run[number].text for run in steady if number < len(run)]
         eps = max(runs.reference.eps, 2.0**-52)
-        differs = Comparison(a.text, texts_of_others, eps, len(runs.divided))
+        differs = OutputComparison(a.text, texts_of_others, eps, len(runs.divided))
         if a.line != b.line or differs(b.text):
             return Parting(a.event, "printed", a.line, texts=(a.text, b.text))
     return None
 
 
-def _replicas(runs: Runs) -> Parting | None:
-    """The first update after which the ranks' weights have not the same bits."""
+def _replicas(runs: ScriptRuns) -> Parting | None:
+    """Returns the first update after which the ranks' weights are not bitwise equal."""
     if len({run.digest for run in runs.divided}) == 1:
         return None
     first, *others = runs.divided
@@ -254,7 +258,7 @@ def _replicas(runs: Runs) -> Parting | None:
         for name, value in first.end.items()
         if any(not value.equal(other.end.get(name, value + 1)) for other in others)
     ]
-    line = first.events[-1].line if first.events else Line("", 0)
-    if not first.end:  # of runs that were cut
+    line = first.events[-1].line if first.events else ScriptLine("", 0)
+    if not first.end:  # the runs were cut before their end
         return None
     return Parting(len(first.events), "replicas", line, tuple(names), 1)

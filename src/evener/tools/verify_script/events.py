@@ -1,4 +1,4 @@
-"""What is remembered of a run of a script: events in their order, each with the line of the script."""
+"""Record of a script's run: events in order, each with its line of the script."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from evener.tools.verify.trajectory import Sketches, Trajectory
 _EVENER = str(PACKAGE.resolve()) + os.sep
 
 
-class Line(NamedTuple):
-    """A line of the script, or of a module beside it."""
+class ScriptLine(NamedTuple):
+    """A line of the script, or of a module in the script's directory."""
 
     file: str
     number: int
@@ -31,17 +31,17 @@ class Line(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Its text; empty if it cannot be read."""
+        """Text of the line; empty if it cannot be read."""
         return linecache.getline(self.file, self.number).strip()
 
     @property
     def told(self) -> str:
-        """The line and its text."""
+        """The line's place and text, for messages."""
         return f"{self} `{self.source}`" if self.source else str(self)
 
 
-class Lines:
-    """Finds the innermost line of the user's own code: of files below the script's directory that were not installed.
+class ScriptLines:
+    """Finds the innermost line of the user's own code: files below the script's directory, except installed packages.
 
     Args:
         home: The script's directory.
@@ -51,36 +51,36 @@ class Lines:
         self._home = str(home) + os.sep
         self._known: dict[str, bool] = {}
 
-    def here(self) -> Line:
-        """The line that is being executed."""
-        return self._of_frames(inspect.currentframe()) or Line("", 0)
+    def here(self) -> ScriptLine:
+        """Returns the line that is being executed."""
+        return self._of_frames(inspect.currentframe()) or ScriptLine("", 0)
 
     def is_own(self, file: str) -> bool:
-        """Whether the file is the user's own code."""
+        """Returns True if the file is the user's own code."""
         if file not in self._known:
             below = file.startswith(self._home) and not file.startswith(_EVENER)
             self._known[file] = below and "site-packages" not in file
         return self._known[file]
 
-    def of_error(self, error: BaseException) -> Line | None:
-        """The line at which the user's code raised it, or called what raised it."""
+    def of_error(self, error: BaseException) -> ScriptLine | None:
+        """Returns the innermost line of the user's code in the traceback. Returns None if there is none."""
         found, trace = None, error.__traceback__
         while isinstance(trace, TracebackType):
             file = trace.tb_frame.f_code.co_filename
-            found = Line(file, trace.tb_lineno) if self.is_own(file) else found
+            found = ScriptLine(file, trace.tb_lineno) if self.is_own(file) else found
             trace = trace.tb_next
         return found
 
-    def _of_frames(self, frame: FrameType | None) -> Line | None:
+    def _of_frames(self, frame: FrameType | None) -> ScriptLine | None:
         while frame is not None:
             if self.is_own(frame.f_code.co_filename):
-                return Line(frame.f_code.co_filename, frame.f_lineno)
+                return ScriptLine(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return None
 
 
 class What(StrEnum):
-    """What happens in a loop."""
+    """Kind of event in a training loop."""
 
     BATCH = "a batch"
     LOSS = "a loss"
@@ -91,90 +91,96 @@ class What(StrEnum):
 
 @dataclass
 class Event:
-    """Something that happened on a rank."""
+    """An event on one rank."""
 
     what: What
-    line: Line
+    line: ScriptLine
     value: float = math.nan
-    """Of a loss or a root, NaN where it is not one number; of a batch the number that tells its samples from others."""
+    """Value of a loss or of a root of ``backward()``; NaN if it is not a scalar. For a batch, an identifier of its
+    samples.
+    """
     dims: int = 0
-    """Dimensions of what the loss returned."""
+    """Number of dimensions of the loss."""
     gradients: Sketches = field(default_factory=dict)
-    """Before an optimizer's step."""
+    """Gradients before an optimizer step."""
     weights: Sketches = field(default_factory=dict)
-    """After it; of a batch those that the loop has changed in the batch before without an optimizer."""
+    """Weights after an optimizer step. For a batch, the weights if the loop changed them by hand since the last
+    batch.
+    """
     rates: tuple[float, ...] = ()
-    """Learning rates of the optimizer's groups."""
+    """Learning rates of the optimizer's parameter groups."""
     of_weights: bool = False
-    """Whether ``torch.autograd.grad`` is asked for a gradient of weights."""
+    """True if ``torch.autograd.grad`` is asked for gradients of weights."""
     drew: bool = False
-    """Whether random numbers were drawn between the loop's getting the batch at hand and this."""
+    """True if random numbers were drawn since the loop got the current batch."""
 
     @property
-    def place(self) -> tuple[What, Line]:
-        """What happened where."""
+    def place(self) -> tuple[What, ScriptLine]:
+        """Kind and line of the event."""
         return self.what, self.line
 
     @property
     def is_update(self) -> bool:
-        """Whether weights were changed."""
+        """True if weights were changed."""
         return self.what is What.STEP or bool(self.weights)
 
 
 @dataclass
 class Printed:
-    """A line of text that was printed."""
+    """A line of text that the script printed."""
 
     text: str
-    line: Line
+    line: ScriptLine
     event: int
-    """How many events came before it."""
+    """Number of events before it."""
 
 
 @dataclass
 class Record:
-    """A run on one rank."""
+    """Record of a run on one rank."""
 
     events: list[Event] = field(default_factory=list)
     printed: list[Printed] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the parameters of prepared models."""
+    """Shapes of the parameters of prepared models, and of all parameters that an optimizer updated."""
     start: Sketches = field(default_factory=dict)
-    """The weights when the first batch came."""
+    """Weights when the first batch came."""
     end: Sketches = field(default_factory=dict)
     """Parameters and buffers of prepared models at the end."""
     digest: str = ""
-    """Of their bits."""
+    """Digest of the bits of all parameters and buffers at the end."""
     eps: float = 0.0
-    """The unit in the last place, relative, of the coarsest type in which the models computed."""
+    """Relative unit in the last place of the coarsest dtype in which the models computed."""
     mixed: bool = False
-    """Whether that is coarser than the weights' own, as under torch.autocast."""
+    """True if that dtype is coarser than the dtypes of the weights, as under torch.autocast."""
     dropouts: int = 0
-    """Modules that drop, and draw other masks on every rank."""
+    """Number of modules with dropout that draws different masks on each rank."""
     norms: int = 0
-    """BatchNorm layers of models that were not prepared, which computed in training mode."""
+    """Number of BatchNorm layers in training mode that belong to models which were not prepared."""
     prepared: bool = False
-    """Whether evener.prepare was called with a model."""
+    """True if evener.prepare was called with a model."""
     ended_by_limit: bool = False
-    """Whether the run was ended after the number of steps that was asked for."""
+    """True if the run was ended after the requested number of steps."""
     passes: int = 0
-    """Passes through a prepared loader that trained and came to their end."""
+    """Number of passes through a prepared loader that trained and ended, complete or cut short."""
     cut: bool = False
-    """Whether the last of them was ended early."""
+    """True if the last of these passes was cut short."""
     failed_after_cut: bool = False
-    """Whether the script failed after that."""
+    """True if the script failed after a pass was cut short."""
 
     @property
     def steps(self) -> int:
-        """Steps of optimizers, or updates by hand."""
+        """Number of optimizer steps, or of updates without an optimizer."""
         return sum(event.is_update for event in self.events)
 
     def losses(self) -> list[float]:
-        """The values of backward passes."""
+        """Returns the values of the backward passes."""
         return [event.value for event in self.events if event.what is What.BACKWARD]
 
     def trajectory(self, stop: int | None = None) -> Trajectory:
-        """The events before ``stop`` as steps of the proof; all of them, with the weights at the end, if it is None."""
+        """Returns the events before ``stop`` as steps of a :class:`Trajectory`. None for all events and the final
+        weights.
+        """
         events = self.events[:stop]
         return Trajectory(
             losses=[event.value if event.what in _WITH_VALUE else 0.0 for event in events],
@@ -188,7 +194,7 @@ class Record:
         )
 
     def _start_of(self, name: str) -> Tensor:
-        """Zero for what was not there, or of another shape."""
+        """Returns the start of a tensor; zeros if it did not exist then, or had another shape."""
         start, end = self.start.get(name, self.end[name] * 0), self.end[name]
         return start if start.shape == end.shape else end * 0
 

@@ -1,4 +1,4 @@
-"""What a script prints, as lines with their place in the script, and which of their numbers differ."""
+"""Records what a script prints, as lines with their place in the script, and compares the numbers in them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from evener.tools.verify.comparison import LIMIT
-from evener.tools.verify_script.events import Line, Printed
+from evener.tools.verify_script.events import Printed, ScriptLine
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _MOST = 100_000
-"""Lines that are remembered."""
+"""Largest number of lines that are recorded."""
 _ROUNDING = 1.01
-"""By how many units of its last digit a number may differ because it was rounded to it."""
+"""Largest difference of numbers that printing explains, in units of the last printed digit."""
 
 
 class Listening(io.TextIOBase):
-    """A standard output that remembers lines instead of showing them.
+    """A standard output that records lines instead of showing them.
 
     Args:
-        here: The line of the script that prints.
-        event: How many events there were.
+        here: Returns the line of the script that prints.
+        event: Returns the number of events so far.
     """
 
-    def __init__(self, here: Callable[[], Line], event: Callable[[], int]) -> None:
+    def __init__(self, here: Callable[[], ScriptLine], event: Callable[[], int]) -> None:
         super().__init__()
         self._here, self._event = here, event
         self._pending: Printed | None = None
@@ -49,7 +49,7 @@ class Listening(io.TextIOBase):
             self.finish()
 
     def finish(self) -> None:
-        """The line at hand is over."""
+        """Ends the current line and records it, unless it is blank."""
         if self._pending is not None and self._pending.text.strip() and len(self.printed) < _MOST:
             self.printed.append(self._pending)
         self._pending = None
@@ -60,20 +60,19 @@ class Number(NamedTuple):
 
     value: float
     resolution: float
-    """What its last digit counts; 0 for a whole number."""
+    """Value of one unit of its last digit; 0 for an integer."""
 
 
-class Comparison:
-    """Tells whether a text says something else than what one device printed.
+class OutputComparison:
+    """Compares a text with what one device printed. Calling it returns True if the texts differ.
 
-    Numbers that are not the same on one device whenever it runs, such as times, tell nothing, and neither does the
-    number of ranks.
+    Numbers that vary between runs on one device, such as times, are ignored. So is the number of ranks.
 
     Args:
-        reference: What one device printed.
-        disturbed: What its disturbed runs printed in that place.
-        eps: The unit in the last place, relative.
-        ranks: Of the divided run.
+        reference: Text that one device printed.
+        disturbed: Texts that its disturbed runs printed at the same place.
+        eps: Relative unit in the last place.
+        ranks: Number of ranks of the divided run.
     """
 
     def __init__(self, reference: str, disturbed: Sequence[str], eps: float, ranks: int) -> None:
@@ -101,7 +100,7 @@ class Comparison:
 
 
 def _parted(text: str) -> tuple[list[str], list[Number]]:
-    """The words between the numbers, and the numbers."""
+    """Splits a text into the words between the numbers, and the numbers."""
     return _NUMBER.split(text), [_number(found) for found in _NUMBER.findall(text)]
 
 

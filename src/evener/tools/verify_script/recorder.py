@@ -1,4 +1,4 @@
-"""The watch that remembers a run of a script on one rank."""
+"""Records a run of a script on one rank."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from evener.errors import EvenerError
 from evener.nn.dropout import drawing_apart
 from evener.nn.fqn import clean_name
 from evener.tools.verify.perturbation import disturb
-from evener.tools.verify.trajectory import Sketch, Sketches, as_real
-from evener.tools.verify_script.events import Event, Lines, Record, What
+from evener.tools.verify.trajectory import RandomSketch, Sketches, as_real
+from evener.tools.verify_script.events import Event, Record, ScriptLines, What
 
 _OF_ONE_DEVICE: dict[str, Any] = {"balance": "equal"}
 _OF_RANKS = ("balance", "caps", "quantum", "throttle", "throttle_at", "compress", "allreduce")
@@ -41,51 +41,52 @@ _NOTHING = object()
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run does."""
+class RunPlan:
+    """Settings of one recorded run."""
 
     steps: int
-    """Steps of optimizers after which it ends."""
+    """Optimizer steps after which the run ends."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of evener.prepare, in place of those that the script gives."""
+    """Settings of evener.prepare that replace those of the script."""
     alone: bool = False
-    """Whether it is on one device."""
+    """True for a run on one device."""
     disturbed: int = 0
-    """The seed of the disturbance of its weights; 0 for none."""
+    """Seed of the disturbance of the weights; 0 for no disturbance."""
     strength: int = 1
     eps: float = 0.0
     forgives: bool = False
-    """Whether the script may fail after a pass that was cut short, as it does on one device."""
+    """True if the script may fail after a pass that was cut short, because it also did on one device."""
 
 
 class Enough(SystemExit):
-    """The script has taken the steps that it was to take."""
+    """Raised to end the script after the requested steps."""
 
 
-class Recorder(LoopWatch):
-    """Remembers what happens in this process; switched on by :meth:`listening`.
+class ScriptRecorder(LoopWatch):
+    """Records what happens in this process, inside of :meth:`listening`.
 
     Args:
+        plan: Settings of the run.
         lines: Finds lines of the script.
     """
 
-    def __init__(self, plan: Plan, lines: Lines) -> None:
+    def __init__(self, plan: RunPlan, lines: ScriptLines) -> None:
         self._plan, self._lines = plan, lines
         self.environment = Environment() if plan.alone else None
         self.record = Record()
         self._models: list[nn.Module] = []
         self._undisturbed: list[nn.Module] = []
         self._close: Callable[[], None] | None = None
-        self._open: dict[int, Event] = {}  # steps of optimizers that are not over
-        self._sketch = Sketch()
+        self._open: dict[int, Event] = {}  # optimizer steps that have not ended
+        self._sketch = RandomSketch()
         self._drawn = 0
         self._steps = 0
         self._steps_in_batch = self._most_in_batch = 0
         self._is_inside = False
-        self._held: Sketches = {}  # weights when the batch at hand came, as long as no optimizer stepped
+        self._held: Sketches = {}  # weights at the start of the current batch, if no optimizer is used
         self._norms: set[int] = set()
 
-    # What a preparation asks
+    # Hooks of evener.prepare
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in given.items() if not (self._plan.alone and name in _OF_RANKS)}
@@ -124,7 +125,9 @@ class Recorder(LoopWatch):
         )
 
     def _changed_by_hand(self) -> Sketches:
-        """The weights, if the loop has changed them since the last batch and uses no optimizer; that is an update."""
+        """Returns the weights if the loop has changed them since the last batch and uses no optimizer, and counts an
+        update. Otherwise returns no weights.
+        """
         if any(event.what is What.STEP for event in self.record.events):
             return {}
         before, self._held = self._held, self._sketches(self._parameters())
@@ -136,10 +139,10 @@ class Recorder(LoopWatch):
     def mean(self, value: Tensor) -> None:
         self.heard(value)
 
-    # What the loop does
+    # Events of the loop
 
     def heard(self, value: Any) -> None:
-        """A prepared loss, or evener.global_mean, has returned ``value``."""
+        """Records the ``value`` that a prepared loss or evener.global_mean returned."""
         if self._is_inside:
             return
         dims = value.dim() if isinstance(value, Tensor) else 0
@@ -147,7 +150,7 @@ class Recorder(LoopWatch):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Remembers what happens inside."""
+        """Records what happens inside the context."""
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -160,7 +163,9 @@ class Recorder(LoopWatch):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """What happens inside is part of an event, and none itself: a prepared loss may be tried by ``grad``."""
+        """Records no events inside the context: they are part of another event, such as a ``grad`` in a prepared
+        loss.
+        """
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -168,11 +173,11 @@ class Recorder(LoopWatch):
             self._is_inside = before
 
     def _around(self, name: str, what: What) -> Any:
-        """Has ``torch.autograd.backward`` and ``grad`` tell of what they are called for."""
+        """Patches ``torch.autograd.backward`` or ``grad`` to record each call."""
         original = getattr(torch.autograd, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:  # as activation checkpointing is inside of a backward pass
+            if self._is_inside:  # such as activation checkpointing, inside of a backward pass
                 return original(*args, **kwargs)
             self._end_if_enough()
             given = [*args, *kwargs.values()]
@@ -218,16 +223,19 @@ class Recorder(LoopWatch):
         return self._steps >= self._plan.steps
 
     def _end_if_enough(self) -> None:
-        """Before an update, or a backward pass: the batch at hand is done to its end, as far as can be foreseen."""
+        """Ends the run after the requested steps, before an update or a backward pass. Before that, the current batch
+        gets as many optimizer steps as the batches before it.
+        """
         if self._is_enough() and self._steps_in_batch >= self._most_in_batch:
             self.record.ended_by_limit = True
             raise Enough(0)
 
     def _passing(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """A pass through a prepared loader, which ends early after the steps that were asked for, the same in all runs.
+        """Passes the batches of a prepared loader through, and ends the pass early after the requested steps.
 
-        So what the script does when an epoch is over is compared, too: ``20 steps │ the end of the epoch │ ended by
-        the first backward pass of the next``. Passes without training are whole before that, and short after it.
+        All runs end the pass at the same batch. So the code that runs after an epoch is compared too: ``20 steps │ the
+        end of the epoch │ ended by the first backward pass of the next``. Passes without training, such as evaluations,
+        are complete before the limit and shortened after it.
         """
         before = self._steps
         for number in count():
@@ -243,7 +251,7 @@ class Recorder(LoopWatch):
         self.record.passes += self._steps > before
 
     def forgives(self, error: BaseException) -> bool:
-        """Whether a script may fail so: it had fewer batches than it was to have."""
+        """Returns True if the script may fail with this error, because a pass had fewer batches than it expected."""
         is_theirs = not isinstance(error, EvenerError) and not (
             isinstance(error, Exception) and is_communication_error(error)
         )
@@ -270,7 +278,7 @@ class Recorder(LoopWatch):
         self.record.digest = digest.hexdigest()
 
     def _look_at_models(self) -> None:
-        """For what in them needs more than a rank's own samples, or draws for them."""
+        """Counts the modules that need the samples of all ranks, or that draw random numbers on each rank."""
         known = {id(module) for model in self._models for module in model.modules()}
         self.record.norms = len(self._norms - known)
         self.record.dropouts = sum(map(drawing_apart, self._models))
@@ -279,7 +287,7 @@ class Recorder(LoopWatch):
         if self._close is not None:
             self._close()
 
-    # Names
+    # Names of tensors
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         names = {id(p): name for name, p in self._parameters().items()}
@@ -311,18 +319,19 @@ class Recorder(LoopWatch):
 
 
 class HeardLoss:
-    """A loss whose values are remembered.
+    """Wraps a loss and records its values.
 
     Args:
-        loss: What is called.
-        made: Has everything else.
+        loss: The function that is called.
+        made: The prepared loss, which provides all other attributes.
+        recorder: Records the values.
     """
 
-    def __init__(self, loss: Any, made: Any, recorder: Recorder) -> None:
+    def __init__(self, loss: Any, made: Any, recorder: ScriptRecorder) -> None:
         self._loss, self._made, self._recorder = loss, made, recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self._loss, nn.Module):  # its class weights
+        if isinstance(self._loss, nn.Module):  # moves its class weights
             self._loss.to(next((each.device for each in args if isinstance(each, Tensor)), "cpu"))
         with self._recorder.inside():
             value = self._loss(*args, **kwargs)
@@ -330,13 +339,13 @@ class HeardLoss:
         return value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copying and pickling, before anything is there
+        if name.startswith("__"):  # copy and pickle look these up before __init__
             raise AttributeError(name)
         return getattr(self._made, name)
 
 
 def _number(roots: Any) -> float:
-    """The value of a loss or a root, the sum of several; NaN for what has dimensions."""
+    """Returns the value of a scalar, or the sum of several. Returns NaN if one of them has dimensions or is complex."""
     each = list(roots) if isinstance(roots, list | tuple) else [roots]
     if not each or any(not isinstance(t, Tensor) or t.dim() or t.is_complex() for t in each):
         return math.nan
@@ -344,7 +353,7 @@ def _number(roots: Any) -> float:
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
-    """Those in nested lists and tuples."""
+    """Yields the tensors in nested lists and tuples."""
     if isinstance(given, Tensor):
         yield given
     for each in given if isinstance(given, list | tuple) else ():
@@ -352,7 +361,7 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 
 
 def _generators() -> int:
-    """A number that tells the states of the process's random generators from others."""
+    """Returns a checksum of the states of this process's random generators."""
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), state)

@@ -1,4 +1,4 @@
-"""One run of a script on one rank, watched; and several at once, each on one device or all together."""
+"""Runs a script with a recorder: single runs on one device, several at a time, or one run on several ranks."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.launch.script import run_file
 from evener.distributed.loop_watch import watching
 from evener.errors import EvenerError, InterruptedRunError, RankTimeoutError
-from evener.tools.verify_script.events import Line, Lines, Record
+from evener.tools.verify_script.events import Record, ScriptLine, ScriptLines
 from evener.tools.verify_script.printed_output import Listening
-from evener.tools.verify_script.recorder import Plan, Recorder
+from evener.tools.verify_script.recorder import RunPlan, ScriptRecorder
 from evener.tools.verify_script.workplace import workplace
 
 _AT_ONCE = 4
-"""Runs on one device at the same time."""
+"""Number of runs on one device at a time."""
 _HASTE = 1000.0
-"""By how much faster the clock of a disturbed run goes."""
+"""Factor by which the clock of a disturbed run is faster."""
 _CLOCKS = ("time", "perf_counter", "monotonic")
 
 
 @dataclass(frozen=True)
-class Script:
+class ScriptCommand:
     """A script and its command line."""
 
     path: Path
-    """Absolute."""
+    """Absolute path."""
     args: tuple[str, ...] = ()
     timeout_seconds: float = 300.0
-    """For which ranks wait for each other."""
+    """Longest time that ranks wait for each other."""
 
 
 class ScriptError(EvenerError):
-    """The script ended with an error, or with a status that is none of success."""
+    """Raised if the script ended with an error, or with an exit status other than success."""
 
-    def __init__(self, message: str, line: Line | None, refused: bool) -> None:
+    def __init__(self, message: str, line: ScriptLine | None, refused: bool) -> None:
         super().__init__(message, line, refused)
         self.message = message
         self.line = line
-        """Of the script."""
+        """Line of the script. None if the error has none."""
         self.refused = refused
-        """Whether Evener refused what the script does."""
+        """True if Evener refused what the script does."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
-def alone(script: Script, plans: Sequence[Plan]) -> list[Record]:
-    """Runs on one device, one for each plan, some at the same time.
+def alone(script: ScriptCommand, plans: Sequence[RunPlan]) -> list[Record]:
+    """Runs the script on one device, once per plan, with several runs at a time.
 
     Raises:
-        EvenerError: If one ended with an error; a :class:`ScriptError` where the script raised it.
+        EvenerError: If a run ended with an error. It is a :class:`ScriptError` if the script raised it.
     """
     found: list[Record] = []
     for start in range(0, len(plans), _AT_ONCE):
@@ -78,22 +78,22 @@ def alone(script: Script, plans: Sequence[Plan]) -> list[Record]:
 
 
 @dataclass(frozen=True)
-class Together:
-    """One run on several ranks."""
+class RanksOfScript:
+    """Result of one run on several ranks."""
 
     records: list[Record]
-    """Of each rank, where there is an error as far as it came; empty if one was left by none."""
+    """Records of all ranks. After an error, they end where it occurred; the list is empty if a rank left no record."""
     error: EvenerError | None = None
-    """With which it ended; a :class:`ScriptError` where the script raised it."""
+    """The error that ended the run, a :class:`ScriptError` if the script raised it. None if the run succeeded."""
 
 
-def together(script: Script, plan: Plan, processes: int) -> Together:
-    """One run on so many ranks."""
+def together(script: ScriptCommand, plan: RunPlan, processes: int) -> RanksOfScript:
+    """Runs the script once on ``processes`` ranks."""
     with workplace() as directory, tempfile.TemporaryDirectory() as left:
         try:
-            return Together(_launched(script, [plan], processes, str(directory), left))
+            return RanksOfScript(_launched(script, [plan], processes, str(directory), left))
         except EvenerError as error:
-            return Together(_left(Path(left), processes), error)
+            return RanksOfScript(_left(Path(left), processes), error)
 
 
 def _left(directory: Path, processes: int) -> list[Record]:
@@ -103,13 +103,13 @@ def _left(directory: Path, processes: int) -> list[Record]:
 
 def _leave(record: Record, directory: str, rank: int) -> None:
     file = Path(directory, f"{rank}.new")
-    with suppress(OSError):  # as of a directory that is gone
+    with suppress(OSError):  # the directory may have been removed
         file.write_bytes(pickle.dumps(record))
         file.replace(Path(directory, str(rank)))
 
 
 def _launched(
-    script: Script, plans: Sequence[Plan], processes: int, directory: str = "", left: str = ""
+    script: ScriptCommand, plans: Sequence[RunPlan], processes: int, directory: str = "", left: str = ""
 ) -> list[Record]:
     return launch(
         record_script,
@@ -123,19 +123,21 @@ def _launched(
     )
 
 
-def record_script(script: Script, plans: list[Plan], directory: str = "", left: str = "") -> Record:
-    """On a rank: runs the script by its plan, or by that of all; in ``directory``, or one of its own.
+def record_script(script: ScriptCommand, plans: list[RunPlan], directory: str = "", left: str = "") -> Record:
+    """Runs the script on this rank and returns its record. Runs in ``directory``, or in a directory of its own.
 
     Args:
-        left: A directory in which the record is left if the script ends with an error.
+        plans: One plan for all ranks, or one per rank.
+        left: Directory in which the record is saved if the script ends with an error. Empty to save none.
 
     Raises:
-        ScriptError: If the script raised an error; those that follow from another rank's are raised as they are.
+        ScriptError: If the script raised an error. Errors that follow from another rank's failure are raised unchanged,
+            or with the line of the script added.
     """
     rank = detect().rank
     plan = plans[rank % len(plans)]
-    lines = Lines(script.path.parent)
-    recorder = Recorder(plan, lines)
+    lines = ScriptLines(script.path.parent)
+    recorder = ScriptRecorder(plan, lines)
     output = Listening(lines.here, lambda: len(recorder.record.events))
     with ExitStack() as stack:
         place = directory or str(stack.enter_context(workplace()))
@@ -163,8 +165,8 @@ def record_script(script: Script, plans: list[Plan], directory: str = "", left: 
     return recorder.record
 
 
-def _run(script: Script) -> None:
-    """Until its end, which may be ``sys.exit()``."""
+def _run(script: ScriptCommand) -> None:
+    """Runs the script to its end, which may be a successful ``sys.exit()``."""
     try:
         run_file(str(script.path))
     except SystemExit as end:
@@ -172,8 +174,8 @@ def _run(script: Script) -> None:
             raise
 
 
-def _told(error: BaseException, rank: int, lines: Lines) -> BaseException:
-    """The error with the line of the script where it was raised."""
+def _told(error: BaseException, rank: int, lines: ScriptLines) -> BaseException:
+    """Returns the error with the line of the script that raised it."""
     line = lines.of_error(error)
     if isinstance(error, Exception) and is_communication_error(error):
         if isinstance(error, RankTimeoutError) and line is not None:
@@ -185,8 +187,8 @@ def _told(error: BaseException, rank: int, lines: Lines) -> BaseException:
 
 
 @contextmanager
-def _as_a_program(script: Script, directory: str, is_alone: bool) -> Iterator[None]:
-    """The process is one that runs the script, in ``directory``; afterwards it is what it was."""
+def _as_a_program(script: ScriptCommand, directory: str, is_alone: bool) -> Iterator[None]:
+    """Sets the process up to run the script as a program in ``directory``, and restores its state afterwards."""
     where, modules, main = os.getcwd(), set(sys.modules), sys.modules.get("__main__")
     path = [str(script.path.parent), *sys.path]
     variables = [] if not is_alone else ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
@@ -207,7 +209,7 @@ def _as_a_program(script: Script, directory: str, is_alone: bool) -> Iterator[No
 
 
 def _forget(names: set[str], home: Path) -> None:
-    """Modules of the script's directory."""
+    """Removes the given modules from ``sys.modules`` if they belong to the script's directory."""
     below = str(home) + os.sep
     for name in names:
         if str(getattr(sys.modules[name], "__file__", None) or "").startswith(below):
@@ -215,16 +217,19 @@ def _forget(names: set[str], home: Path) -> None:
 
 
 def _seed(seed: int) -> None:
-    """One device and rank 0 draw the same where the script sets no seed; other ranks draw other numbers, as in life."""
+    """Seeds all random generators. One device and rank 0 get the same seed; other ranks get others, as in a real
+    run.
+    """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
 @contextmanager
-def _disturbed_surroundings(lines: Lines) -> Iterator[None]:
-    """The script's own files find that time flies, so that what they print of it is told from what they compute; and
-    nobody reads once more what it says on standard error."""
+def _disturbed_surroundings(lines: ScriptLines) -> Iterator[None]:
+    """Makes clocks run faster for the script's own files, so that printed times differ from those of the reference.
+    Discards standard error, which the reference run has shown already.
+    """
 
     def hasty(clock: Callable[[], float]) -> Callable[[], float]:
         began = clock()

@@ -1,4 +1,4 @@
-"""Runs a script on one device and on ranks, and gives the verdict."""
+"""Runs a script on one device and on several ranks, and returns the verdict."""
 
 from __future__ import annotations
 
@@ -17,65 +17,72 @@ from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
 from evener.tools.verify.comparison import LIMIT
 from evener.tools.verify.verification import ALL_RUNS, FIRST_RUNS, STRONGER
 from evener.tools.verify_script.causes import cause, line_of, told
-from evener.tools.verify_script.comparison import Found, Parting, Runs, before_failure, compare, same_course
-from evener.tools.verify_script.events import Line, Record, What
-from evener.tools.verify_script.recorder import Plan
-from evener.tools.verify_script.script_run import Script, ScriptError, alone, together
+from evener.tools.verify_script.comparison import (
+    Parting,
+    ScriptComparison,
+    ScriptRuns,
+    before_failure,
+    compare,
+    same_course,
+)
+from evener.tools.verify_script.events import Record, ScriptLine, What
+from evener.tools.verify_script.recorder import RunPlan
+from evener.tools.verify_script.script_run import ScriptCommand, ScriptError, alone, together
 
 STEPS = 20
-"""Steps of optimizers after which a run ends, where nothing else was said."""
+"""Default number of optimizer steps after which a run ends."""
 _SETTINGS = ("allreduce", "batch_norm", "bucket_mb", "caps", "compress", "device", "quantum", "seed")
-"""Of evener.prepare, in place of the script's own where they were given."""
+"""Settings of evener.prepare that replace those of the script if they are given."""
 _ON_ONE_DEVICE = ("device", "seed")
 _UNEVEN = ("3", "1", "2")
-"""Weights of the ranks' shares, in turn, where nothing else was said."""
+"""Default weights of the ranks' shares, repeated in turn."""
 _SURE = ("course", "samples", "shape", "replicas")
-"""Kinds that no better measurement of rounding would explain."""
+"""Kinds of difference that no better measurement of rounding would explain."""
 
 
 @dataclass(frozen=True)
 class ScriptVerification:
-    """How a script on several ranks compares with the same script on one device."""
+    """Result of comparing a script on several ranks with the same script on one device."""
 
     script: str
-    """Its path."""
+    """Path of the script."""
     processes: int
-    """Ranks of the divided run."""
+    """Number of ranks of the divided run."""
     shares: str
-    """What divided the batches."""
+    """Setting ``balance`` that divided the batches."""
     steps: int
-    """Steps of optimizers that one device took."""
+    """Number of optimizer steps on one device."""
     ended_by_limit: bool
-    """Whether the runs were ended after these; else the script came to its end."""
+    """True if the runs were ended after these steps; False if the script came to its end."""
     passed: bool
-    """Whether the training is that of one device."""
+    """True if the divided run is the same training as on one device."""
     passes: int = 0
-    """Epochs whose end was compared: passes through a prepared loader that trained, the last maybe cut short."""
+    """Number of epochs whose end was compared: training passes through a prepared loader, the last maybe cut short."""
     line: str = ""
-    """``FILE:LINE`` where the runs part, or where one failed."""
+    """``FILE:LINE`` of the first difference, or of the failure."""
     source: str = ""
-    """The text of that line."""
+    """Text of that line."""
     found: str = ""
-    """What differs there, in words; or the error."""
+    """Description of the difference, or the error."""
     hint: str = ""
-    """What that tells of the cause."""
+    """Likely cause of the difference."""
     also: list[str] = field(default_factory=list)
-    """What differs further on in other ways, in words."""
+    """Descriptions of further differences in printed output."""
     reference_losses: list[float] = field(default_factory=list)
-    """What one device back-propagated, in order."""
+    """Values that one device back-propagated, in order."""
     losses: list[float] = field(default_factory=list)
-    """What rank 0 back-propagated."""
+    """Values that rank 0 back-propagated, in order."""
     times_floor: float = 0.0
-    """The largest of all differences (losses, gradients, weights, buffers), each as a multiple of its own floor."""
+    """Largest of all differences (losses, gradients, weights, buffers), each as a multiple of its own floor."""
     limit: float = LIMIT
-    """The most that rounding explains."""
+    """Largest multiple of the floor that rounding explains."""
     judged_absolutely: list[str] = field(default_factory=list)
     """Parameters whose gradient is mathematically zero, so that rounding alone moved them."""
     replicas_identical: bool = False
-    """Whether all ranks ended with the same bits."""
+    """True if all ranks ended with bitwise equal weights."""
 
     def __repr__(self) -> str:
-        """In one line; the fields hold the rest."""
+        """Returns a summary in one line."""
         found = "the same training" if self.passed else f"NOT the same training, {self.line}"
         return f"<ScriptVerification of {self.script}: {found}, {self.steps} steps on {self.processes} processes>"
 
@@ -88,17 +95,17 @@ def verify_script(
 ) -> ScriptVerification:
     """Runs a script on one device and on several ranks with uneven shares, and compares its training.
 
-    The script calls :func:`evener.prepare` and is started by no launcher of its own. It runs as it is, in a directory
-    that looks like the working directory, several times: rounding is measured and explains the rest.
+    The script must call :func:`evener.prepare` and must not start ranks itself. It runs unchanged, several times, in a
+    copy of the working directory. Differences up to the measured effect of rounding pass.
 
     Args:
-        script: The path of a Python file.
-        args: Its command line.
-        config: processes (default: 2), balance (the shares; default: 3,1), steps of optimizers after which a run ends
-            (default: 20), and of evener.prepare's settings those that are to hold in place of the script's own.
+        script: Path of a Python file.
+        args: Command-line arguments of the script.
+        config: Settings: processes (default: 2), balance (default: 3,1 for two ranks), steps (optimizer steps after
+            which a run ends; default: 20), and settings of evener.prepare that replace those of the script.
 
     Raises:
-        ConfigurationError: For settings that cannot work, and if there is no such script.
+        ConfigurationError: If the settings cannot work together, or there is no such script.
     """
     given = (config or RunConfig()).replace(**settings)
     path = Path(script)
@@ -116,7 +123,7 @@ def verify_script(
         balance, processes, caps=parse_caps(given.caps, processes), quantum=given.quantum, lookahead=1
     )
     proof = _Proof(
-        Script(path.resolve(), tuple(args), given.timeout_seconds),
+        ScriptCommand(path.resolve(), tuple(args), given.timeout_seconds),
         given.replace(processes=processes, balance=balance, steps=given.steps or STEPS),
         ScriptVerification(str(script), processes, balance, 0, ended_by_limit=False, passed=False),
     )
@@ -124,19 +131,19 @@ def verify_script(
 
 
 class _Proof:
-    """The runs of a script.
+    """Runs a script and compares the runs.
 
     Args:
         blank: The verdict, to be filled in.
     """
 
-    def __init__(self, script: Script, config: RunConfig, blank: ScriptVerification) -> None:
+    def __init__(self, script: ScriptCommand, config: RunConfig, blank: ScriptVerification) -> None:
         self._script, self._config, self._blank = script, config, blank
         self._eps = 0.0
         self._disturbed: list[Record] = []
 
     def verdict(self) -> ScriptVerification:
-        """From as many runs as it needs."""
+        """Runs the script as often as needed and returns the verdict."""
         try:
             reference = self._first_runs()
         except EvenerError as error:
@@ -165,30 +172,30 @@ class _Proof:
         if divided.error is not None:
             where = f"on {self._blank.processes} ranks, and not on one device"
             failed = self._failed(divided.error, where, told)
-            return _led_to(failed, Runs(reference, self._disturbed, divided.records))
+            return _led_to(failed, ScriptRuns(reference, self._disturbed, divided.records))
         return self._judged(reference, divided.records, told)
 
     def _first_runs(self) -> Record:
         reference, *self._disturbed = alone(self._script, [self._plan(0), *self._plans(FIRST_RUNS)])
-        if reference.mixed:  # the weights have more digits than the numbers that are computed with them
+        if reference.mixed:  # the compute dtype is coarser than the weights' dtype
             self._eps, self._disturbed = reference.eps, []
             self._measure(FIRST_RUNS)
         return reference
 
     def _measure(self, runs: int, strength: int = 1) -> None:
-        """Takes further disturbed runs until there are so many."""
+        """Adds disturbed runs until there are ``runs`` of them."""
         self._disturbed += alone(self._script, self._plans(runs, strength))
 
-    def _plans(self, runs: int, strength: int = 1) -> list[Plan]:
+    def _plans(self, runs: int, strength: int = 1) -> list[RunPlan]:
         return [self._plan(seed, strength) for seed in range(len(self._disturbed) + 1, runs + 1)]
 
-    def _plan(self, seed: int, strength: int = 1) -> Plan:
+    def _plan(self, seed: int, strength: int = 1) -> RunPlan:
         settings = self._settings(_ON_ONE_DEVICE)
-        return Plan(self._config.steps or STEPS, settings, True, seed, strength, self._eps)
+        return RunPlan(self._config.steps or STEPS, settings, True, seed, strength, self._eps)
 
-    def _plan_of_ranks(self, forgives: bool) -> Plan:
+    def _plan_of_ranks(self, forgives: bool) -> RunPlan:
         settings = self._settings(_SETTINGS) | {"balance": self._config.balance}
-        return Plan(self._config.steps or STEPS, settings, forgives=forgives)
+        return RunPlan(self._config.steps or STEPS, settings, forgives=forgives)
 
     def _settings(self, names: Sequence[str]) -> dict[str, Any]:
         usual, given = RunConfig(), self._config
@@ -198,10 +205,10 @@ class _Proof:
     def _judged(
         self, reference: Record, divided: list[Record], told: ScriptVerification
     ) -> ScriptVerification:
-        found = compare(Runs(reference, self._disturbed, divided))
+        found = compare(ScriptRuns(reference, self._disturbed, divided))
         if found.partings and not _is_sure(reference, found.partings[0]):
             self._measure(ALL_RUNS, STRONGER)
-            found = compare(Runs(reference, self._disturbed, divided))
+            found = compare(ScriptRuns(reference, self._disturbed, divided))
         told = replace(
             told,
             losses=divided[0].losses(),
@@ -210,19 +217,19 @@ class _Proof:
             replicas_identical=len({run.digest for run in divided}) == 1,
             passed=not found.partings,
         )
-        return _explained(told, Runs(reference, self._disturbed, divided), found)
+        return _explained(told, ScriptRuns(reference, self._disturbed, divided), found)
 
     def _failed(
         self, error: EvenerError, where: str, told: ScriptVerification | None = None
     ) -> ScriptVerification:
-        """The verdict on a script that does not come to an end.
+        """Returns the verdict on a script that ended with an error.
 
         Raises:
-            EvenerError: If the fault is not the script's.
+            EvenerError: If the error is due to the settings or an interruption, not the script.
         """
         if isinstance(error, ConfigurationError | InterruptedRunError):
             raise error
-        line = error.line if isinstance(error, ScriptError) and error.line is not None else Line("", 0)
+        line = error.line if isinstance(error, ScriptError) and error.line is not None else ScriptLine("", 0)
         message = error.message if isinstance(error, ScriptError) and told is None else str(error)
         refused = isinstance(error, ScriptError) and error.refused
         return replace(
@@ -234,7 +241,7 @@ class _Proof:
 
 
 def _nothing(reference: Record) -> tuple[str, str] | None:
-    """Why there is nothing to compare, and what to do."""
+    """Returns why there is nothing to compare, and what to do about it. Returns None if there is something."""
     if not reference.prepared:
         return (
             "the script never calls evener.prepare with a model",
@@ -249,8 +256,8 @@ def _nothing(reference: Record) -> tuple[str, str] | None:
     return None
 
 
-def _unsteady(reference: Record, disturbed: Sequence[Record]) -> Line | None:
-    """The line at which runs on one device part by more than rounding; None if they do not."""
+def _unsteady(reference: Record, disturbed: Sequence[Record]) -> ScriptLine | None:
+    """Returns the line at which runs on one device differ by more than rounding. Returns None if they do not."""
     for run in disturbed:
         number = same_course(reference, run)
         events = reference.events[:number]
@@ -268,14 +275,16 @@ def _unsteady(reference: Record, disturbed: Sequence[Record]) -> Line | None:
 
 
 def _is_sure(reference: Record, parting: Parting) -> bool:
-    """Whether it cannot be that rounding explains it after all: before the first update values are continuous."""
+    """Returns True if more disturbed runs cannot explain the difference by rounding. Before the first update, losses
+    are continuous in the weights, so their floor has no jumps that a few runs could miss.
+    """
     before = reference.events[: parting.event]
     is_first = not any(event.what is What.STEP for event in before)
     return parting.between or parting.kind in _SURE or (is_first and parting.kind in ("loss", "backward"))
 
 
-def _led_to(failed: ScriptVerification, runs: Runs) -> ScriptVerification:
-    """What ended the run on ranks is the first difference, or follows from one."""
+def _led_to(failed: ScriptVerification, runs: ScriptRuns) -> ScriptVerification:
+    """Adds the first difference before the failure of the ranks to the verdict, for the failure may follow from it."""
     if not runs.divided:
         return failed
     parting = before_failure(runs)
@@ -291,7 +300,7 @@ def _led_to(failed: ScriptVerification, runs: Runs) -> ScriptVerification:
     )
 
 
-def _explained(told_: ScriptVerification, runs: Runs, found: Found) -> ScriptVerification:
+def _explained(told_: ScriptVerification, runs: ScriptRuns, found: ScriptComparison) -> ScriptVerification:
     if not found.partings:
         return told_
     first, *others = found.partings

@@ -1,8 +1,8 @@
-"""The working directory of a run of the proof: it looks like the user's, and what is written there is gone afterwards.
+"""Working directory of a verification run: a copy of the user's, which is removed afterwards.
 
-A script that is run several times would else find what it has written before: go on from its own checkpoint, or write
-over one of the user's. Files are copied, large ones linked; so are directories with many files, where what a script
-writes stays. The directories above look the same too, for names such as ``../data``.
+A script that runs several times would otherwise find its own earlier output: resume from its checkpoint, or overwrite
+one of the user's. Files are copied. Large files are symbolic links, and so are directories with many files; what a
+script writes there stays. The parent directories are imitated too, for paths such as ``../data``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _MOST_FILES = 500
-"""In a directory that is copied."""
+"""Largest number of files and subdirectories in a directory that is copied."""
 _MOST_BYTES = 2**24
-"""Of a file that is copied."""
+"""Largest size of a file that is copied."""
 _ABOVE = 3
-"""Directories above that look the same."""
+"""Number of parent directories that are imitated."""
 _PREFIX = "evener-proof-"
 _SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
 
 
 @contextmanager
 def workplace() -> Iterator[Path]:
-    """A directory that looks like the working directory, and is removed at the end."""
+    """Makes a directory that looks like the working directory, and removes it at the end."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         above = list(reversed([here, *here.parents][: _ABOVE + 1]))
@@ -54,7 +54,7 @@ def _copy_all(source: Path, place: Path) -> None:
 
 
 def _entries(source: Path) -> list[os.DirEntry[str]]:
-    """What is in a directory, without such directories as this module makes."""
+    """Returns the entries of a directory, except directories that this module makes."""
     with os.scandir(source) as entries:
         return [entry for entry in entries if not entry.name.startswith(_PREFIX)]
 

@@ -1,1 +1,1 @@
-"""Batches for the ranks: shares, progress, skipped samples and reading processes."""
+"""Batches for the ranks: shares, progress, skipped samples, and reading processes."""

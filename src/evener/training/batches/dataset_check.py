@@ -1,13 +1,13 @@
-"""Whether a data set gives the same sample for the same index: on every rank, and at every reading.
+"""Checks that a data set returns the same sample for the same index, on every rank and at every reading.
 
-Else a run on more ranks trains on other data than a run on one, and nobody sees it. Some indices, the same on all
-ranks, are read twice on each, and what was read is compared by a digest::
+Otherwise a run on several ranks silently trains on other data than a run on one. Each rank reads the same few indices
+twice, and the ranks compare digests of the samples::
 
     rank 0   [a b c ...]  [a b c ...]   second reading: another epoch
     rank 1   [a b c ...]  [a x c ...]   b is another sample here
 
-Random augmentation draws on purpose. It may be allowed: then the generators of torch, NumPy and ``random`` are seeded
-with the index before each reading, and what still differs comes from elsewhere. The generators are left as they were.
+Random augmentation draws on purpose, and may be allowed: then the generators of torch, NumPy and ``random`` are seeded
+with the index before each reading, and any remaining difference has another cause. The generators are restored.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from evener.errors import ConfigurationError, DataError, InterruptedRunError
 from evener.strategies.learner import Learner
 
 SAMPLES = 16
-"""Indices that are read; of each, two readings on every rank."""
+"""Number of indices; each is read twice on every rank."""
 
 Readings = Sequence[Sequence[str]]
-"""Of each reading of a rank, the digest of each sample."""
+"""For each reading of a rank, the digest of each sample."""
 
 
 def check_data(config: RunConfig, learner: Learner) -> None:
@@ -82,7 +82,7 @@ _OTHERWISE = "Let a sample depend on nothing but its index: on no clock, no stat
 
 
 def difference(found: Sequence[Readings], shared: bool = True) -> tuple[int, str] | None:
-    """The first place at which readings differ, and where in words; None if there is none.
+    """Returns the first position at which readings differ, and a description. Returns None if all are the same.
 
     Args:
         found: The readings of each rank.
@@ -107,7 +107,7 @@ def _readings(dataset: Any, name: str, indices: Sequence[int], seeded: bool) -> 
 def _digest(dataset: Any, name: str, index: int, seeded: bool) -> str:
     if seeded:
         torch.manual_seed(index)
-        np.random.seed(index)  # what a data set of the user's own may draw from
+        np.random.seed(index)  # a user's data set may draw from it
         random.seed(index)
     try:
         item = dataset[index]

@@ -1,4 +1,4 @@
-"""Whether the ranks' devices are alike, which decides how a batch is divided where the settings leave it open."""
+"""Checks if the ranks' devices are alike, which decides how a batch is divided if the settings name no balance."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from evener.training.factory import balance_of
 
 
 def settled(config: RunConfig, session: Session, reading: Reading) -> tuple[RunConfig, str]:
-    """The settings with what divides a batch, and what the user must know of that; empty if nothing.
+    """Returns the settings with a balance, and a message for the user, empty if there is none.
 
-    Where they leave it open this is a collective call. Shares of an iterable data set decide which of its samples meet
-    in a batch, and who has asked PyTorch for deterministic algorithms wants the same bits again: both have equal ones.
+    A collective call if the settings name no balance. Shares stay equal for an iterable data set, whose shares decide
+    which samples meet in a batch, and if PyTorch is set to deterministic algorithms, with which the same bits are
+    wanted again.
     """
     if config.balance is not None:
         return config, ""
@@ -31,7 +32,7 @@ def settled(config: RunConfig, session: Session, reading: Reading) -> tuple[RunC
 
 
 def why_by_speed(config: RunConfig, session: Session) -> str:
-    """Why shares follow the ranks' speed where nothing was said; empty if they do not. A collective call."""
+    """Returns the reason why shares follow the ranks' speed by default, or "" if they do not. A collective call."""
     said = session.control.gather_objects(
         (kind_of(session.device), torch.are_deterministic_algorithms_enabled())
     )
@@ -45,21 +46,21 @@ def why_by_speed(config: RunConfig, session: Session) -> str:
 
 
 def kind_of(device: torch.device) -> str:
-    """What is known of a device's speed without measuring it."""
+    """Returns what is known of a device's speed without measuring it."""
     if accelerators.is_accelerator(device):
         return accelerators.name_of(device) or device.type
     return f"{torch.get_num_threads()} x {processor_name() or 'cpu'}"
 
 
 def difference(kinds: list[str], config: RunConfig) -> str:
-    """In words, what makes the ranks unequal; empty if nothing is known that does."""
+    """Returns a message that says why the ranks are unequal, or "" if nothing is known that makes them so."""
     if len(set(kinds)) > 1:
         return f"the ranks' devices are not alike ({', '.join(dict.fromkeys(kinds))})"
     return "the ranks are emulated to be unequal" if emulates(config) else ""
 
 
 def emulates(config: RunConfig) -> bool:
-    """Whether ranks are told to run at different speeds."""
+    """Returns True if ranks are told to run at different speeds."""
     if config.throttle_at or config.throttle is None:
         return bool(config.throttle_at)
     factors = Throttle.parse(config.throttle, (), config.throttle.count(",") + 1).factors

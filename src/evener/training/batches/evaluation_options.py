@@ -1,25 +1,20 @@
-"""How an evaluation is cut up."""
+"""Options for dividing an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from evener.data.worker_tuning import Choice
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How an evaluation is cut up; nothing of it changes its result."""
+    """Options for dividing an evaluation over ranks and micro-batches. They do not change its result."""
 
     batch_size: int
     micro_batch: int | None = None
-    workers: Callable[[Any], int | Choice] = lambda dataset: 0
-    """Processes that read a data set, or what chooses their number."""
-    ranks_beside: int = 1
-    """On this machine, with this one."""
+    workers: int = 0
+    """Number of reading processes for each rank."""
     skips: bool = False
-    """Whether samples that cannot be read are left out; not of predictions, which have the order of the dataset."""
+    """True if unreadable samples are skipped. Never for predictions, which have the order of the dataset."""
     weights: Sequence[float] | None = None
-    """Parts of a batch that the ranks take; None is equal parts."""
+    """Relative shares of a batch for the ranks. None means equal shares."""

@@ -1,4 +1,4 @@
-"""The batches of a run on this rank, and the balancer that divides them."""
+"""Reads the batches of a run on this rank, and holds the balancer that divides them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from evener.balance.base import Balancer, Decision
-from evener.balance.by_speed_large import BySpeedOfMany, Voice
+from evener.balance.by_speed_large import BySpeedOfMany, SpeedReport
 from evener.core.config.run_config import RunConfig
 from evener.core.records import MemoryRecord, Note
 from evener.data.batch import Batch
@@ -24,19 +24,18 @@ from evener.training.batches.device_mix import settled
 from evener.training.batches.evaluation_options import EvaluationOptions
 from evener.training.batches.progress import Progress, SampleOrder
 from evener.training.batches.skipped_samples import Skips, check_skipping
-from evener.training.batches.worker_processes import Readers
 from evener.training.factory import balancer_of
 from evener.training.step.exchange import adds_up
-from evener.training.step.oom_report import Pieces, noticed
+from evener.training.step.oom_report import PieceSizes, noticed
 from evener.training.step.step import Step
 
 
-class Feed:
+class BatchFeed:
     """Reads this rank's part of every global batch, once.
 
     Args:
-        epochs: The epoch after the last one.
-        steps_late: How many steps after its own the times of a step are known.
+        epochs: Number of epochs.
+        steps_late: Number of steps after which the times of a step are known.
     """
 
     def __init__(
@@ -45,27 +44,26 @@ class Feed:
         self._learner = learner
         check_data(config, learner)
         self._batch_size, self._epochs, self._steps_late = batch_size, epochs, steps_late
-        self._reading = Reading.of(learner, learner.task.train, "training set", learner.task.order)
+        self._reading = Reading.from_learner(learner, learner.task.train, "training set", learner.task.order)
         self._listed = _agreed_order(self._reading, learner.session.control)
         self._config, self._unlike = settled(config, learner.session, self._reading)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
-        self.readers = Readers(config, learner.session)
         self._loader: Loader | None = None
         self._prepared: tuple[tuple[Any, ...], Loader] | None = None
-        """From where on and with what it has learned before, until it is opened."""
+        """The loader that is made but not open yet, after its key: start, steps, and identity of the balancer state."""
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
-        self._told, self._learns, self._step = 0, False, 0
+        self._told, self._learns = 0, False
         self._graphs: tuple[int, ...] = ()
-        self._pieces, self._events = Pieces(), list[MemoryRecord | Note]()
+        self._pieces, self._events = PieceSizes(), list[MemoryRecord | Note]()
         self.first_step = 0
-        """Steps that were taken before this run."""
+        """Number of steps that were taken before this run."""
         self.input_seconds = 0.0
-        """How long the last batch was waited for."""
+        """Seconds that this rank waited for the last batch."""
 
     @cached_property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None if the dataset does not tell its length."""
+        """Number of steps of the whole run. None if the dataset has no known length."""
         size = self._reading.size
         if size is None:
             return self._config.steps
@@ -73,13 +71,13 @@ class Feed:
         return min(steps, self._config.steps) if self._config.steps else steps
 
     def sample_order(self) -> SampleOrder:
-        """What decides which samples a step has."""
+        """Returns the settings that decide which samples a step has."""
         parts = self._reading.parts
         sizes = None if parts is None else list(parts.sizes)
         return SampleOrder(self._config.seed, self._batch_size, self._reading.size, sizes, self._listed)
 
     def open(self, progress: Progress) -> Loader:
-        """The batches that are left from ``progress`` on; to be closed."""
+        """Returns a loader of the batches from ``progress`` on, which the caller must close."""
         if self._loader is not None:
             raise ConfigurationError("batches() is running already; one engine makes one pass over the run")
         self._loader = self._ready(progress)
@@ -92,7 +90,7 @@ class Feed:
         return self._loader
 
     def _ready(self, progress: Progress) -> Loader:
-        """What reads from there on, made once with the balancer; a user's own may not bear to be made twice."""
+        """Makes the loader from ``progress`` on, and the balancer. Only once: a user's own might not allow more."""
         start = progress.epoch, progress.position
         place = (*start, progress.steps, id(self.balancer_state))
         if self._prepared is not None and self._prepared[0] == place:
@@ -105,22 +103,21 @@ class Feed:
             shares=self._shares,
             micro_batch=config.samples_at_once,
             collate=self._learner.task.collate,
-            workers=self.readers.of_training(self._reading.dataset),
-            ranks_beside=self.readers.beside,
+            workers=config.workers,
             device=self._learner.session.device,
             epochs=self._epochs,
             start=start,
             first_step=progress.steps,
             skips=self.skips is not None,
         )
-        # Besides what a loader draws ahead, a batch is looked at one step early, and times are known late.
+        # Besides the loader's read-ahead, a batch is looked at one step early, and times are known late.
         drawn_ahead = max(self._learner.session.control.gather_objects(loader.lookahead))
         self.balancer = self._balancer(drawn_ahead + 1 + self._steps_late)
         self._prepared = place, loader
         return loader
 
     def _balancer(self, lookahead: int) -> Balancer:
-        """With what it has learned so far."""
+        """Makes the balancer with what it has learned so far."""
         data = self._learner.data if adds_up(self._learner.session) else None
         made = balancer_of(self._config, self._reading, lookahead, data)
         if self.balancer_state:
@@ -128,9 +125,9 @@ class Feed:
         return made
 
     def first_shares(self, progress: Progress) -> tuple[tuple[int, ...], bool]:
-        """Samples of the next batch for each part, and whether shares change with speed; before any is read.
+        """Returns the samples of the next batch for each part, and True if shares change with speed. A collective call.
 
-        Nothing where the data decide, or there is one part. A collective call.
+        May be called before anything is read. Returns no shares if the data decide them, or there is only one part.
         """
         if self._reading.parts is not None or self._reading.ranks == 1:
             return (), False
@@ -140,16 +137,16 @@ class Feed:
         return tuple(self.balancer.shares(progress.steps, self._batch_size)), _learns(self.balancer)
 
     def rewind(self) -> bool:
-        """Batches may be opened again, those that were are closed; whether there were any."""
+        """Allows batches to be opened again; earlier ones must be closed. Returns True if there were any."""
         loader, self._loader = self._loader, None
         return loader is not None
 
     def next(self, source: Iterator[Batch], step: int) -> Batch | None:
-        """The next batch, on the device; None at the end."""
-        began, self._step = time.perf_counter(), step
+        """Returns the next batch, on the device, or None at the end."""
+        began = time.perf_counter()
         with self._learner.session.watchdog.phase("loading a batch", step=step):
             batch = next(source, None)
-            batch = batch and self._learner.own(self._learner.place(batch))
+            batch = batch and self._learner.local_part(self._learner.place(batch))
         if batch is not None and self.skips is not None:
             self.skips.read(batch)
         self.input_seconds = time.perf_counter() - began
@@ -160,19 +157,19 @@ class Feed:
         return self.balancer.shares(step, size)
 
     def observe(self, number: int, batch: Batch, seconds: Sequence[float]) -> None:
-        """Tells the balancer the time of each part of the batch that had samples, from that of each rank."""
+        """Gives the balancer the time of each part that had samples. The time of a part is that of its slowest rank."""
         assert self.balancer is not None
         of_parts = self._learner.data.slowest(seconds)
         known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
         self.balancer.observe(number, batch.shares, known)
 
     def observe_step(self, step: Step) -> None:
-        """All ranks know the times of the step, and how many of its samples could not be read.
+        """Processes a step once all ranks know its times and its number of unreadable samples.
 
-        A rank that compiled in the step, or took it again for want of memory, was not as slow as it seemed.
+        A rank that compiled in the step, or repeated it after running out of memory, is not counted as slow.
 
         Raises:
-            DataError: If they are too many.
+            DataError: If too many samples were unreadable.
         """
         if self.skips is not None:
             self.skips.observe(step)
@@ -181,7 +178,7 @@ class Feed:
         self._events += noticed(step, self._learner.session.device.type)
 
     def observe_times(self, step: Step) -> None:
-        """All ranks know the times of the step, or what each tells of its own."""
+        """Gives the balancer the times of a step: those of all ranks, or this rank's own and the sum of all reports."""
         if self._alone is not None and step.speeds is not None:
             self._alone.hear(step.number, step.batch.shares, _of_own_work(step), step.speeds, step.lines)
         elif self._learns:
@@ -189,7 +186,7 @@ class Feed:
             self._graphs = step.graphs
 
     def _of_work_alone(self, step: Step) -> Sequence[float]:
-        """NaN where a rank did something else besides."""
+        """Returns the compute seconds of each rank; NaN for a rank that compiled or retried in the step."""
         if step.graphs == self._graphs and not any(step.retries):
             return step.compute_seconds
         before = self._graphs or (0,) * len(step.graphs)
@@ -197,64 +194,62 @@ class Feed:
         told = zip_longest(step.compute_seconds, compiled, step.retries, fillvalue=0)
         return [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
 
-    # Of many ranks
+    # With many ranks
 
     @property
     def _alone(self) -> BySpeedOfMany | None:
-        """The balancer, if each rank knows its own times alone."""
+        """The balancer, if each rank knows only its own times; else None."""
         return self.balancer if isinstance(self.balancer, BySpeedOfMany) else None
 
-    def voice(self, step: Step | None) -> Voice | None:
-        """What this rank tells of the time of its work in a step, if each knows its own alone."""
+    def voice(self, step: Step | None) -> SpeedReport | None:
+        """Returns this rank's speed report for a step. Returns None if all ranks know all times."""
         if self._alone is None:
             return None
         if step is None:
-            return Voice.silent()
+            return SpeedReport.silent()
         return self._alone.voice(step.batch.shares[self._learner.data.index], _of_own_work(step))
 
     def line(self) -> Sequence[float]:
-        """What this rank tells of its line, if all are asked for theirs; else nothing."""
+        """Returns the line of this rank's speed model if all ranks are asked for theirs; otherwise nothing."""
         return self._alone.line() if self._alone and self._alone.asks else ()
 
     @property
     def wants_rows(self) -> bool:
-        """Whether the times of all ranks have to be known of every step."""
+        """True if the times of all ranks must be known for every step."""
         return self._learns and self._alone is None
 
     def new_events(self) -> Sequence[Decision | MemoryRecord | Note]:
-        """Changes of shares, of pieces and of workers since the last call, and once why shares are not equal."""
+        """Returns changes of shares and of piece sizes since the last call and, once, why shares are not equal."""
         decisions = self.balancer.decisions if self.balancer else ()
         new: list[Decision | MemoryRecord | Note] = [*decisions[self._told :], *self._events]
-        new += [Note(self._step, words) for words in self.readers.new_words()]
         self._told = len(decisions)
         self._events.clear()
         return new
 
     def speeds(self, steps_done: int) -> list[float] | None:
-        """Parts of a batch that the ranks took in the last step; None, which is equal parts, before the first."""
+        """Returns the shares that the ranks took in the last step. None, before the first, means equal shares."""
         if self.balancer is None or steps_done == 0:
             return None
         shares = self.balancer.shares(max(self.first_step, steps_done - 1), self._batch_size)
         return [float(share) for share in shares]
 
     def evaluation_options(self, steps_done: int) -> EvaluationOptions:
-        """How ranks divide an evaluation: as they did the last step."""
+        """Returns the options for dividing an evaluation: with the shares of the last step."""
         return EvaluationOptions(
             batch_size=self._batch_size,
             micro_batch=self._config.samples_at_once,
-            workers=self.readers.of_evaluation,
-            ranks_beside=self.readers.beside,
+            workers=self._config.workers,
             skips=self.skips is not None,
             weights=self.speeds(steps_done),
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the balancer has learned."""
+        """Returns what the balancer has learned."""
         return self.balancer.state_dict() if self.balancer else self.balancer_state
 
 
 def _of_own_work(step: Step) -> float:
-    """Seconds; NaN where this rank did something else besides."""
+    """Returns the seconds of this rank's work; NaN if it did something else in that time."""
     return step.own_seconds.compute if step.only_work else math.nan
 
 
@@ -263,7 +258,7 @@ def _learns(balancer: Balancer) -> bool:
 
 
 def _agreed_order(reading: Reading, control: Channel) -> int | None:
-    """The checksum of the task's order, if it has one. A collective call.
+    """Returns the checksum of the task's order, or None if it has none. A collective call.
 
     Raises:
         ConfigurationError: If the ranks list different samples.

@@ -1,4 +1,4 @@
-"""Where a run stands in its data, and whether a saved place is one in the same order of samples."""
+"""Training progress, and the check that a saved position belongs to the same order of samples."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from evener.errors import ConfigurationError
 
 @dataclass
 class Progress:
-    """What was done of a run, by all ranks together and in earlier parts of it."""
+    """Training progress: epoch, position in the epoch, steps and samples.
+
+    Counts all ranks together, and includes the runs that this one resumed from.
+    """
 
     epoch: int = 0
-    """Passes over the data that are complete."""
+    """Number of complete passes over the data."""
     position: int = 0
-    """Samples of the present epoch that were trained on."""
+    """Number of samples of the current epoch that were trained on."""
     steps: int = 0
     samples: int = 0
 
     @property
     def epochs_begun(self) -> int:
-        """Epochs of which something was trained on."""
+        """Number of epochs that were trained on, the current one included if it has begun."""
         return self.epoch + (self.position > 0)
 
     def advance(self, batch: Batch) -> None:
-        """A step was taken."""
+        """Adds a step that was taken with ``batch``."""
         self.steps += 1
         self.samples += batch.size
         self.epoch, self.position = (
@@ -37,26 +40,26 @@ class Progress:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """What decides which samples a step has, on any number of ranks."""
+    """The settings that decide which samples a step has, on any number of ranks."""
 
     seed: int
     batch_size: int
     length: int | None
-    """Samples of the training set; None if it does not tell."""
+    """Number of samples of the training set; None if unknown."""
     parts: list[int] | None = None
-    """Samples of each rank, where ranks own samples of their own."""
+    """Number of samples of each rank, if ranks own samples of their own."""
     listed: int | None = None
-    """A checksum of the order that the task gives, if it gives one."""
+    """Checksum of the order that the task gives, if it gives one."""
 
     def saved(self, progress: Progress) -> dict[str, Any]:
-        """Both, as plain values."""
+        """Returns the progress and this order as plain values."""
         return asdict(progress) | asdict(self)
 
     def resumed(self, saved: Mapping[str, Any]) -> Progress:
-        """The place that :meth:`saved` gave.
+        """Returns the progress from the result of :meth:`saved`.
 
         Raises:
-            ConfigurationError: If the order of samples is another one here.
+            ConfigurationError: If the order of samples differs here.
         """
         for name, ours in (("seed", self.seed), ("batch_size", self.batch_size)):
             if saved[name] != ours:

@@ -1,6 +1,6 @@
-"""Samples that could not be read and were left out: told at once on their rank, counted over all, and limited.
+"""Skips samples that cannot be read: prints each on its rank at once, counts them over all ranks, and limits them.
 
-The sum stays exact: such a sample brings neither to the total nor to the count, on whichever rank it is.
+The mean stays exact: a skipped sample adds neither to the total nor to the count, whichever rank reads it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from evener.strategies.learner import Learner
 from evener.training.step.step import Step
 
 MOST = 0.1
-"""The part of an epoch's samples that may be skipped."""
+"""Largest part of an epoch's samples that may be skipped."""
 _SHOWN = 5
-"""Samples that a rank tells of at once."""
+"""Number of skipped samples that a rank prints."""
 
 
 def check_skipping(config: RunConfig, learner: Learner) -> bool:
-    """Whether samples are skipped.
+    """Returns True if unreadable samples are skipped.
 
     Raises:
-        ConfigurationError: If several ranks read the same samples, one of which might read what another cannot.
+        ConfigurationError: If several ranks read the same samples, because one might read what another cannot.
     """
     skips = config.on_bad_sample == "skip"
     if skips and not learner.data.is_whole:
@@ -40,7 +40,7 @@ def check_skipping(config: RunConfig, learner: Learner) -> bool:
 
 
 class Announcer:
-    """Tells on standard error of the first samples that a rank skips."""
+    """Prints the first samples that a rank skips to standard error."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._told = rank, 0
@@ -58,10 +58,10 @@ class Announcer:
 
 
 class Skips:
-    """The samples of each epoch that were skipped.
+    """Counts and limits the skipped samples of each epoch.
 
     Args:
-        size: Samples of an epoch; None if nobody knows.
+        size: Samples of an epoch; None if unknown.
     """
 
     def __init__(self, size: int | None, session: Session) -> None:
@@ -71,15 +71,15 @@ class Skips:
         self._own: list[dict[str, object]] = []
 
     def read(self, batch: Batch) -> None:
-        """This rank has read a batch."""
+        """Records the samples that were skipped in a batch that this rank has read."""
         self._announcer.tell(batch)
         self._own += [{"rank": self._session.rank, "sample": s.sample, "why": s.words} for s in batch.skipped]
 
     def observe(self, step: Step) -> None:
-        """All ranks know how many samples of the step were skipped.
+        """Counts the skipped samples of a step, once all ranks know them.
 
         Raises:
-            DataError: If they are too many; on all ranks in the same step.
+            DataError: If too many are skipped; on all ranks in the same step.
         """
         if step.batch.epoch != self._epoch:
             self._epoch, self._count = step.batch.epoch, 0
@@ -92,7 +92,7 @@ class Skips:
             )
 
     def record(self, step: int, epoch: int) -> Sequence[SkippedRecord]:
-        """Those of all ranks since the last call, if there are any. A collective call."""
+        """Returns a record of all ranks' skipped samples since the last call, if there are any. A collective call."""
         own, self._own = self._own, []
         samples = [one for of_rank in self._session.control.gather_objects(own) for one in of_rank]
         return [SkippedRecord(step, epoch, samples)] if samples else []

@@ -1,4 +1,4 @@
-"""The tasks that come with Evener, by name. Each is built like any task of a user's own."""
+"""The tasks that come with Evener, by name. Each is built like a user's own task."""
 
 from __future__ import annotations
 

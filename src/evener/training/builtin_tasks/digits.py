@@ -1,4 +1,4 @@
-"""Real handwritten digits that come with the package: what anybody can train in a few seconds."""
+"""Task with real handwritten digits, which come with the package. Trains in a few seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.data.datasets.digits import digits
 
 
 def task() -> Task:
-    """A small convolutional network on 1,437 images of 8x8 pixels, evaluated on 360 others."""
+    """Returns the task: a small convolutional network on 1,437 images of 8x8 pixels, evaluated on 360 others."""
     return Task(
         name="digits",
         model=model,
@@ -26,7 +26,7 @@ def task() -> Task:
 
 
 def model() -> nn.Module:
-    """From images (N, 1, 8, 8) to scores of the ten classes (N, 10)."""
+    """Returns a model that maps images (N, 1, 8, 8) to scores of the ten classes (N, 10)."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),

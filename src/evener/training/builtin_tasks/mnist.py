@@ -13,10 +13,10 @@ from evener.data.datasets.mnist import mnist
 
 
 def task(data_dir: str | Path | None = None) -> Task:
-    """A small convolutional network with BatchNorm.
+    """Returns the task: a small convolutional network with BatchNorm.
 
     Args:
-        data_dir: Directory that holds the four IDX files; None downloads them once.
+        data_dir: Directory that holds the four IDX files. If None, they are downloaded once.
     """
     return Task(
         name="mnist",
@@ -32,7 +32,7 @@ def task(data_dir: str | Path | None = None) -> Task:
 
 
 def model() -> nn.Module:
-    """From images (N, 1, 28, 28) to scores of the ten classes (N, 10)."""
+    """Returns a model that maps images (N, 1, 28, 28) to scores of the ten classes (N, 10)."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2, padding=2),
         nn.BatchNorm2d(16),

@@ -22,11 +22,11 @@ def task(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> Task:
-    """Predicts the next character.
+    """Returns the task: predict the next character.
 
     Args:
         data_dir: The text file, or a directory that holds it as ``input.txt``.
-        context: Characters that the model sees.
+        context: Number of characters that the model sees.
         width: Size of the embedding.
         layers: Number of transformer blocks.
         heads: Attention heads of a block.
@@ -55,14 +55,14 @@ def task(
 
 
 class CharacterTransformer(nn.Module):
-    """From characters (N, T) to scores (N, vocabulary, T) of the character that follows each."""
+    """Maps characters (N, T) to scores (N, vocabulary, T) of the character that follows each."""
 
     def __init__(
         self, vocabulary: int, context: int, width: int, layers: int, heads: int, dropout: float
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # small, since it makes the scores too
+        nn.init.normal_(self.embedding.weight, std=0.02)  # small, because it also computes the scores
         self.place = nn.Parameter(torch.zeros(context, width))
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)

@@ -1,1 +1,1 @@
-"""Whether all ranks train the same thing: at the start, and while they train."""
+"""Checks that all ranks train the same thing: at the start, and during training."""

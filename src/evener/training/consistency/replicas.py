@@ -1,19 +1,19 @@
-"""Whether the ranks that must hold the same do: compared by digests, every so many steps and at the end.
+"""Checks that ranks which must hold the same tensors do: compares digests every N steps and at the end.
 
-Ranks whose weights have come apart train on, and nobody sees it: a bit that fell over in one memory, a device that
-rounds otherwise, an ``if rank == 0`` in a model. So each rank makes a number of all that it holds, they tell each other
-the numbers, and only where these differ is there a second message that says which tensor it is::
+If weights diverge between ranks, training continues and nobody notices. Causes are a flipped bit in memory, a device
+that rounds differently, or an ``if rank == 0`` in a model. So each rank computes one number from all that it holds, and
+the ranks exchange these numbers. Only if they differ, a second message tells which tensor it is::
 
     every N steps   digest of weights and buffers ─ one number of each rank ─▶ equal
     at the end      the same with the optimizer's state                     └▶ numbers of every tensor ─ which differ,
                                                                                and on which ranks ─ an error, or healed
 
-Which ranks must be equal follows from the mesh: what is divided over some axes is the same on ranks that differ on the
-others alone.
+The mesh tells which ranks must be equal: a tensor that is divided over some axes is the same on ranks that differ only
+along the other axes.
 
-A digest reads all numbers once and is a sum of their bits, part by part: 0.3 ms a million. Unless the user says so, N
-is such that this takes 0.5 % of the time, from what a comparison and a step were seen to take, the wait for others
-included; all ranks come to the same.
+A digest reads all numbers once and sums their bits, part by part; this takes 0.3 ms per million numbers. Unless the
+user sets N, it is chosen so that digests take 0.5 % of the time, from the measured times of a comparison (waiting
+included) and of a step. All ranks choose the same N.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.components.sharded_tensor.local import local, off_host
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.core.records import Note
 from evener.distributed.mesh import AXES
@@ -42,15 +42,15 @@ from evener.hardware.async_read import read
 from evener.hardware.timers import waiting
 from evener.nn.fqn import clean_name
 from evener.strategies.learner import Learner
-from evener.torch_internals.module_tensors import own_buffers
+from evener.torch_internals.modules import own_buffers
 from evener.torch_internals.quantized_state import codes_of, is_quantized
 from evener.training.consistency.rounding import is_rounding
 from evener.training.step.exchange import Exchange
 
 SHARE = 0.005
-"""Of the time of all steps, what comparing may take."""
+"""Part of the time of all steps that comparing may take."""
 FIRST = 10
-"""The step after which ranks compare for the first time, and no more often afterwards, if the user says nothing."""
+"""Step of the first comparison, and least distance between comparisons, if the user sets none."""
 _PARTS = 8
 _BITS = 2**52 - 1
 
@@ -58,18 +58,18 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplicaPart:
     """A tensor, or a rank's part of one."""
 
     name: str
     numbers: Tensor
     axes: Axes
-    """Over which it is divided."""
+    """Mesh axes over which the tensor is divided."""
 
 
 def digest(numbers: Tensor) -> Tensor:
-    """A whole number below 2**52 of all bits of ``numbers``, on their device; another one if parts change places."""
-    dense = numbers if numbers.layout is torch.strided else numbers.to_dense()  # buffers, and small
+    """Returns an integer below 2**52 from all bits of ``numbers``, on their device. It changes if parts are swapped."""
+    dense = numbers if numbers.layout is torch.strided else numbers.to_dense()  # sparse buffers are small
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     flat = real.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat.numel() // (8 * _PARTS) * _PARTS
@@ -84,12 +84,12 @@ def digest(numbers: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers, one for each part and for each byte that is left."""
+    """Returns odd numbers, one for each part and for each remaining byte."""
     return torch.arange(8 * _PARTS, device=device) * 2 + 1
 
 
-def parts_of(learner: Learner, everything: bool) -> Iterator[Part]:
-    """What this rank holds: weights and buffers, and with ``everything`` the optimizer's state."""
+def parts_of(learner: Learner, everything: bool) -> Iterator[ReplicaPart]:
+    """Yields this rank's weights and buffers and, with ``everything``, the optimizer's state."""
     names: dict[Tensor, str] = dict(learner.names.items())
     for weight, name in names.items():
         yield _part(name, weight, weight)
@@ -103,8 +103,8 @@ def parts_of(learner: Learner, everything: bool) -> Iterator[Part]:
                 yield from _parts(f"the optimizer's {key} of {names[parameter]}", value, parameter)
 
 
-def _parts(name: str, value: Tensor, owner: Tensor) -> Iterator[Part]:
-    """Of what lies in codes: these and their scales, which are what is held, and can be healed."""
+def _parts(name: str, value: Tensor, owner: Tensor) -> Iterator[ReplicaPart]:
+    """Yields a tensor, or the codes and scales of a quantized one. These are what the rank holds, and can be healed."""
     held = local(value.detach())
     if not is_quantized(held):
         yield _part(name, value, owner)
@@ -113,17 +113,17 @@ def _parts(name: str, value: Tensor, owner: Tensor) -> Iterator[Part]:
         yield _part(f"{name}, {kind}", numbers, owner)
 
 
-def _part(name: str, value: Tensor, owner: Tensor) -> Part:
-    piece = slice_of(owner)
-    return Part(name, local(value.detach()), tuple(sorted(piece.axes)) if piece else ())
+def _part(name: str, value: Tensor, owner: Tensor) -> ReplicaPart:
+    piece = shard_spec(owner)
+    return ReplicaPart(name, local(value.detach()), tuple(sorted(piece.axes)) if piece else ())
 
 
 Digests = dict[Axes, dict[str, float]]
-"""By the axes that tensors are divided over, by name."""
+"""Digests by the axes over which tensors are divided, and by name."""
 
 
-def digests_of(parts: Sequence[Part], device: torch.device) -> Digests:
-    """Of what a rank holds; waits for ``device``."""
+def digests_of(parts: Sequence[ReplicaPart], device: torch.device) -> Digests:
+    """Returns the digests of this rank's tensors. Waits for ``device``."""
     found: Digests = {}
     if parts:
         numbers = read(torch.stack([digest(part.numbers).to(device) for part in parts])).values()
@@ -133,33 +133,33 @@ def digests_of(parts: Sequence[Part], device: torch.device) -> Digests:
 
 
 def together(digests: Mapping[str, float]) -> float:
-    """One number of many tensors."""
+    """Combines digests of many tensors into one number."""
     text = repr(sorted(digests.items()))
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()))
 
 
 def majority(values: Sequence[float]) -> int | None:
-    """The first place of the value that more than half of the places have; None if there is none."""
+    """Returns the first index of the value that more than half of the entries have, or None if there is none."""
     value, times = Counter(values).most_common(1)[0]
     return values.index(value) if 2 * times > len(values) else None
 
 
 def steps_between(digest_seconds: float, step_seconds: float) -> int:
-    """So many that the digests take :data:`SHARE` of the time of the steps."""
+    """Returns a number of steps in which digests take :data:`SHARE` of the time."""
     return max(FIRST, math.ceil(digest_seconds / (SHARE * max(step_seconds, 1e-6))))
 
 
-class Replicas:
-    """Compares what ranks hold, and heals it where that is asked for.
+class ReplicaCheck:
+    """Compares the tensors of the ranks, and heals them if asked to.
 
     Args:
-        learner: What is compared.
-        control: Between all ranks.
-        config: Says how often, and what to do where they differ.
+        learner: Holds the tensors.
+        control: Exchanges numbers between all ranks.
+        config: Says how often to compare, and what to do if tensors differ.
         tell: Called with a record of what was healed.
 
     Raises:
-        ConfigurationError: For settings that would do nothing.
+        ConfigurationError: For settings that would have no effect.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class Replicas:
         self._keys: list[Axes] | None = None
         self._told = False
         self._last_step, self._last_time = 0, time.perf_counter()
-        self._steps: deque[float] = deque(maxlen=100)  # seconds of the last ones
-        self._last_cost = 0.0  # of the last comparison, with the wait for others
+        self._steps: deque[float] = deque(maxlen=100)  # seconds of the last steps
+        self._last_cost = 0.0  # seconds of the last comparison, waiting included
         if not learner.synchronizer.keeps_equal:
             self._refuse_needless(every)
             self._every = 0
@@ -204,7 +204,7 @@ class Replicas:
             )
 
     def _alike(self, axes: Axes) -> list[tuple[int, ...]]:
-        """The ranks that hold the same of what is divided over ``axes``."""
+        """Returns the sets of ranks that hold the same part of tensors divided over ``axes``."""
         return self._mesh.layout.slices(_free(axes))
 
     @property
@@ -212,10 +212,10 @@ class Replicas:
         return bool(self._every) and self._mesh.world is not None
 
     def after(self, step: int, settle: Callable[[], None]) -> None:
-        """So many steps were taken: compares if it is time to, on all ranks alike.
+        """Called after each step. Compares if it is time to, on all ranks alike.
 
         Args:
-            settle: Waits until it is known that all of them went well.
+            settle: Waits until it is known that all steps so far went well.
         """
         if not self._is_on:
             return
@@ -231,11 +231,11 @@ class Replicas:
         """Compares, and heals if asked to. A collective call.
 
         Args:
-            step: Steps that were taken.
-            everything: The optimizer's state too.
+            step: Number of steps taken.
+            everything: Includes the optimizer's state.
 
         Raises:
-            DivergenceError: On all ranks alike, if they differ.
+            DivergenceError: On all ranks alike, if they differ and are not healed.
         """
         if not self._is_on:
             return
@@ -249,17 +249,17 @@ class Replicas:
         self._last_step = step
 
     def _timed(self, everything: bool) -> tuple[Digests, float]:
-        if self._keys is None and self._auto:  # the first makes room that later ones find
+        if self._keys is None and self._auto:  # warm-up: allocates memory
             digests_of(self._parts(everything), self._learner.session.device)
         began = time.perf_counter()
         found = digests_of(self._parts(everything), self._learner.session.device)
         return found, time.perf_counter() - began
 
-    def _parts(self, everything: bool) -> list[Part]:
+    def _parts(self, everything: bool) -> list[ReplicaPart]:
         return list(parts_of(self._learner, everything))
 
     def _known(self, own: Digests) -> list[Axes]:
-        """The ways to be divided that any rank has, for rows of one length."""
+        """Returns all ranks' sets of axes that divide tensors, so that all rows have the same length."""
         if self._keys is None:
             self._keys = sorted(set().union(*self._learner.session.control.gather_objects(list(own))))
         return self._keys
@@ -270,12 +270,12 @@ class Replicas:
             return self._control.exchange([*numbers, *seconds]).wait()
 
     def _astray(self, values: Sequence[Any], axes: Axes) -> list[tuple[int, ...]]:
-        """The sets of ranks of which not all have one value."""
+        """Returns the sets of ranks whose values should be the same but are not."""
         return [
             ranks for ranks in self._alike(axes) if any(values[rank] != values[ranks[0]] for rank in ranks)
         ]
 
-    # Where they differ
+    # If tensors differ
 
     def _resolve(self, step: int, everything: bool, own: Digests) -> None:
         everyone = self._learner.session.control.gather_objects(own)
@@ -299,7 +299,7 @@ class Replicas:
             self._tell(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
 
     def _check_rounding(self, step: int, strange: str | None) -> None:
-        """Refuses on all ranks alike what devices of different kinds do not do."""
+        """Raises an error on all ranks alike if a difference is too large for devices of different kinds."""
         said = self._learner.session.control.gather_objects(strange)
         found = [f"{name} of rank {rank}" for rank, name in enumerate(said) if name]
         if found:
@@ -310,7 +310,7 @@ class Replicas:
             )
 
     def _tell_of_kinds(self, step: int) -> None:
-        """Once, as it will happen again and again."""
+        """Reports the first rounding difference. Later ones are not reported."""
         if not self._told:
             self._tell(
                 Note(
@@ -323,7 +323,7 @@ class Replicas:
         self._told = True
 
     def _differing(self, everyone: Sequence[Digests]) -> Iterator[tuple[Axes, str, tuple[int, ...]]]:
-        """Tensors that differ, by name, and among which ranks."""
+        """Yields the tensors that differ: axes, name, and the set of ranks."""
         for key in self._keys or ():
             names = dict.fromkeys(name for digests in everyone for name in digests.get(key, {}))
             for name in names:
@@ -343,8 +343,12 @@ class Replicas:
         return f"{name}{several} is one thing on {', another on '.join(map(_named, alike))}"
 
     def _give(self, words: str, steps: int) -> str | None:
-        """Gives all that ranks hold, with the optimizer's state, from those that are right to the others; the first of
-        it that is farther away than rounding in so many steps explains."""
+        """Sends all tensors, with the optimizer's state, from right ranks to the others.
+
+        Returns:
+            Name of the first tensor that differs by more than rounding in ``steps`` steps explains; None if there is
+            none.
+        """
         strange = None
         parts = sorted(self._parts(everything=True), key=lambda part: part.name)
         own = digests_of(parts, self._learner.session.device)
@@ -377,7 +381,7 @@ class Replicas:
         return found
 
     def _right(self, numbers: Tensor, group: dist.ProcessGroup | None, source: int) -> Tensor:
-        """Those of ``source``."""
+        """Returns the values of rank ``source`` of the group."""
         sent = off_host(numbers, self._mesh).clone(memory_format=torch.contiguous_format)
         with waiting():
             dist.broadcast(sent, group=group, group_src=source)

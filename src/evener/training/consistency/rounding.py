@@ -1,6 +1,6 @@
-"""How far apart devices come that round differently, with the same gradients.
+"""Limits how far replicas on devices that round differently may diverge, with the same gradients.
 
-Replicas take the same sum of gradients, so that what an update rounds otherwise adds up, and no step makes it grow.
+Replicas use the same sum of gradients. So rounding differences of the updates add up, but no step amplifies them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 LAST_BITS = 16
-"""That an update may round otherwise on another device, of the largest number of a tensor."""
+"""Rounding difference of one update between devices, in units of eps times the largest number of a tensor."""
 MOST = 0.1
-"""Of the largest number, what is never rounding."""
+"""Largest difference, relative to the largest number, that may be rounding at all."""
 
 
 def is_rounding(numbers: Tensor, right: Tensor, steps: int) -> bool:
-    """Whether so many updates on devices that round differently explain the difference.
+    """Returns True if rounding differences in ``steps`` updates explain the difference.
 
-    Codes of 8 bits are not judged: one may stand for twice another.
+    Codes of 8 bits always pass: one code may stand for twice the value of another.
 
     Args:
-        numbers: What a rank holds.
-        right: What it should hold, of the same shape and type.
+        numbers: The values of a rank.
+        right: The values that it should have, of the same shape and dtype.
         steps: Updates since both were the same; at least 1.
     """
     if numbers.dtype == torch.uint8 or not numbers.numel():

@@ -1,7 +1,7 @@
-"""What must be the same on all ranks, compared once before anything travels.
+"""Compares what must be the same on all ranks, once, before any gradient is exchanged.
 
-A rank that trains another model, or on other data, is no error that anybody would see: collectives of equal sizes add
-up unequal things, and samples are lost or counted twice. So the ranks tell each other once what they are about to do.
+If a rank trains another model, or on other data, nobody would notice: collectives of equal sizes sum unlike things, and
+samples are lost or counted twice. So the ranks exchange a description of what they are about to train.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from evener.errors import ConfigurationError
 from evener.training.consistency.task_description import described
 
 Facts = Mapping[str, Any]
-"""What a rank is about to do, in words that the error can use."""
+"""Description of what a rank is about to train, with names that error messages can use."""
 
 _OWN = {"run_dir", "resume", "weights", "overwrite", "device", "processes", "workers", "offload_to"}
-"""Settings that a machine may have of its own."""
+"""Settings that may differ between machines."""
 
 
 _OF_DEVICE = {"params", "foreach", "fused", "capturable"}
-"""What an optimizer's groups may have of their own where devices differ."""
+"""Options of an optimizer's groups that may differ between devices."""
 _FORM = "the model"
 _OPTIONAL = ("evaluate", "penalty", "scheduler", "collate")
-"""Parts that a task may have or not."""
+"""Optional parts of a task."""
 
 
 def facts_of(task: Task, config: RunConfig, model: nn.Module, backend: str = "") -> dict[str, Any]:
-    """What this rank is about to do."""
+    """Describes what this rank is about to train."""
     settings = {name: value for name, value in config.as_dict().items() if name not in _OWN}
     return {
         **{f"setting {name}": value for name, value in settings.items()},
@@ -62,15 +62,17 @@ def facts_of(task: Task, config: RunConfig, model: nn.Module, backend: str = "")
 
 
 def _functions_of(task: Task) -> dict[str, Any]:
-    """What a sample costs and counts. What puts samples together may hold data that a rank alone has."""
+    """Describes the functions of a task, without ``collate`` if ranks own their data, because it may hold some."""
     names = ("loss", "metrics", "penalty", "forward", *(("collate",) if task.partition == "batch" else ()))
     parts = [described(getattr(task, name), f"Task.{name}") for name in names]
     return {name: value for part in parts for name, value in part.items()}
 
 
 def form_of(model: nn.Module) -> list[str]:
-    """What a model is, in lines: its tensors in order with type, shape and ties, its modules and those of PyTorch with
-    their options. Numbers are not compared: all ranks get those of rank 0."""
+    """Describes a model in lines: dtype, shape and ties of its tensors in order, and its modules.
+
+    PyTorch's own modules are listed with their options. Values are not compared, because all ranks get those of rank 0.
+    """
     seen: dict[int, str] = {}
     tensors = [
         f"{name}: {str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
@@ -85,13 +87,13 @@ def _tie(first: str, name: str) -> str:
 
 
 def _kind(module: nn.Module) -> str:
-    """Of other modules than PyTorch's nobody knows what else their words tell."""
+    """Describes a module. Only PyTorch's own modules have known options."""
     kind = type(module)
     return f"{kind.__qualname__}({module.extra_repr() if kind.__module__.startswith('torch.nn.') else ''})"
 
 
 def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.Module], None]:
-    """What compares the task and its model with those of all ranks, which do so together."""
+    """Returns a function that compares the task and its model on all ranks. All ranks must call it together."""
 
     def agree(model: nn.Module) -> None:
         backend = dist.get_backend(session.world) if session.world is not None else ""
@@ -99,7 +101,7 @@ def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.M
         check_equal([{**fact, _FORM: 0} for fact in facts])
         if len({fact[_FORM] for fact in facts}) > 1:
             check_forms(session.control.gather_objects(form_of(model)))
-        if config.check_data is None:  # else more is looked at
+        if config.check_data is None:  # otherwise more samples are compared
             check_samples(session.control.gather_objects(_samples_of(task)))
         builds = session.control.gather_objects((platform.python_version(), torch.__version__))
         if session.rank == 0:
@@ -109,10 +111,10 @@ def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.M
 
 
 def warn_of_builds(builds: Sequence[tuple[str, str]]) -> None:
-    """Of versions of Python and builds of torch, as each rank has them, that differ: they may well go together.
+    """Warns if the ranks' versions of Python or builds of torch differ. They may still work together.
 
-    What one version of Python pickled another may not read. Builds of torch (``2.13.0+cpu``, ``2.13.0+cu130``) have
-    kernels of their own: hosts of different kinds need that, and a sum does not care who rounded its terms.
+    A version of Python may not read what another has pickled. Builds of torch (``2.13.0+cpu``, ``2.13.0+cu130``) have
+    different kernels. Hosts of different kinds need that, and a sum is right whichever rank rounded its terms.
     """
     pythons, torches = ([str(each) for each in column] for column in zip(*builds, strict=True))
     if len(set(pythons)) > 1:
@@ -126,7 +128,7 @@ def warn_of_builds(builds: Sequence[tuple[str, str]]) -> None:
 
 
 def _samples_of(task: Task) -> dict[str, Fingerprint]:
-    """Digests of a few samples; none where ranks hold data of their own."""
+    """Returns digests of a few samples; none if ranks own their data."""
     if task.partition == "sample":
         return {}
     return {"training set": fingerprint(task.train), "evaluation set": fingerprint(task.evaluate)}
@@ -136,7 +138,7 @@ def check_samples(rows: Sequence[Mapping[str, Fingerprint]]) -> None:
     """Compares the few samples of all ranks, by rank.
 
     Raises:
-        ConfigurationError: Names the first sample that is another one on some rank.
+        ConfigurationError: Names the first sample that differs on some rank.
     """
     for name, of_first in rows[0].items():
         for rank, row in enumerate(rows):
@@ -166,7 +168,7 @@ def check_forms(forms: Sequence[Sequence[str]]) -> None:
 def agree_on_optimizer(
     optimizer: torch.optim.Optimizer, scheduler: Any, names: Mapping[nn.Parameter, str], session: Session
 ) -> None:
-    """Compares what steps the weights, which the ranks do together.
+    """Compares optimizer and scheduler on all ranks. All ranks must call this together.
 
     Raises:
         ConfigurationError: As :func:`check_equal`.
@@ -175,7 +177,7 @@ def agree_on_optimizer(
 
 
 def agree_on_functions(functions: Sequence[Any], session: Session) -> None:
-    """Compares losses and schedulers, in their order, which the ranks do together.
+    """Compares losses and schedulers, in their order, on all ranks. All ranks must call this together.
 
     Raises:
         ConfigurationError: As :func:`check_equal`.
@@ -189,7 +191,7 @@ def agree_on_functions(functions: Sequence[Any], session: Session) -> None:
 def facts_of_optimizer(
     optimizer: torch.optim.Optimizer, scheduler: Any, names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any]:
-    """Its class, its groups and their options, and the scheduler's class."""
+    """Describes an optimizer by its class, its groups and their options, and its scheduler."""
     facts: dict[str, Any] = {
         "the optimizer": type(optimizer).__qualname__,
         **described(scheduler, "the scheduler"),
@@ -215,7 +217,7 @@ def _plain(value: Any) -> Any:
 
 
 def _options_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain attributes that an optimizer has outside of its groups."""
+    """Returns plain attributes that an optimizer has outside of its groups."""
     usual = vars(torch.optim.SGD([torch.zeros(1)]))
     own = {key: value for key, value in vars(optimizer).items() if key not in usual}
     return {
@@ -226,7 +228,7 @@ def _options_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _length(dataset: Any, partition: str) -> Any:
-    """None where ranks may have different ones."""
+    """Returns the length of a dataset, or None if ranks may have different ones."""
     if partition == "sample" or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return None
     return len(dataset)

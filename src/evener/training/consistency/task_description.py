@@ -1,7 +1,7 @@
 """Describes losses, metrics, schedulers and functions by plain values, so that two of them can be compared.
 
-Two ranks, or a run and its checkpoint, may have losses of one class with other weights or another label smoothing.
-Nothing fails then: sums are formed of unequal things. So attributes, tensors, closures, defaults and constants are
+Two ranks, or a run and its checkpoint, may have losses of one class with different weights or label smoothing. Nothing
+would fail then, but unlike terms would be summed. So attributes, tensors, closures, defaults and constants are
 compared.
 """
 
@@ -22,50 +22,52 @@ import torch
 from torch import Tensor, nn
 
 _MOST_ENTRIES = 100
-"""Of a list or dictionary."""
+"""Maximum of entries of a list or dictionary that are compared."""
 _FEW = 16
-"""Numbers of a tensor that are compared one by one."""
+"""Size up to which a tensor is compared number by number."""
 _MOST_SHOWN = 1 << 16
 _MOST_CHUNKS = 1 << 10
 _BLOCK = 1 << 18
-"""Numbers of a tensor that are looked at at once."""
+"""Numbers of a tensor that are processed at once."""
 _DEEPEST = 8
 _TOLERANCE = 1e-5
-"""Of a number that another host may have rounded otherwise."""
+"""Relative tolerance for a number that another host may have rounded differently."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _LAST_BITS = 1e-6
-"""The same, of what many numbers have in common."""
+"""Relative tolerance for an error that many numbers have in common."""
 _INTERNAL = frozenset(vars(nn.Module()))
 _SKIPPED = {"optimizer", "_step_count", "last_epoch", "_last_lr", "base_lrs", "_get_lr_called_within_step"}
-"""Attributes of schedulers that say where one stands, or follow from the optimizer."""
+"""Attributes of schedulers that describe their progress, or follow from the optimizer."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, enum.Enum, type(None))
 
 
 @dataclass(frozen=True, eq=False)
-class Sketch:
-    """A tensor in a few numbers, which are equal if they differ by rounding alone: hosts may differ in last bits.
+class TensorSketch:
+    """A tensor as a few numbers. Sketches are equal if the tensors differ only by rounding, as between hosts.
 
-    No number is left out. A tensor of many is cut into chunks, of which weighted sums are compared::
+    No number is ignored. A large tensor is cut into chunks, and weighted sums of the chunks are compared::
 
         1.0 1.0 1.0 | 1.0 1.004 1.0 | ...      each sum against what rounding can do to the numbers of its chunk
     """
 
     form: str
     numbers: tuple[float, ...]
-    """The values where they are few; of many some sums, to be shown."""
+    """All values of a small tensor; some sums, for display, of a large one."""
     exact: str = ""
-    """A digest of what is not rounded: whole numbers, and which ones are not finite."""
+    """Digest of what must be equal exactly: integers, and which numbers are not finite."""
     sums: bytes = b""
-    """Of each chunk of many values the weighted sum, that of the absolute values, and the largest of these."""
+    """For each chunk of a large tensor: weighted sum, weighted sum of absolute values, and largest absolute value."""
     wide: int = 1
-    """Numbers of a chunk."""
+    """Number of values in a chunk."""
     unit: float = 0.0
-    """Distance between neighbouring numbers of this type, relative to them: where these were rounded from others that
-    differ in last bits, one may be the neighbour of the other."""
+    """Relative distance between neighbouring numbers of the dtype.
+
+    Values that were rounded from others with different last bits may end up as neighbours.
+    """
 
     @classmethod
-    def of_tensor(cls, tensor: Tensor) -> Sketch:
-        """Its values where they are few; of many sums of all."""
+    def of_tensor(cls, tensor: Tensor) -> TensorSketch:
+        """Returns the sketch of a tensor: its values if there are few, else sums over all of them."""
         form = f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
         if tensor.is_meta or tensor.layout is not torch.strided:
             return cls(form, ())
@@ -82,7 +84,7 @@ class Sketch:
         return cls(form, tuple(shown.tolist()), _digest(flat), sums, wide, unit)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sketch) or (self.form, self.exact) != (other.form, other.exact):
+        if not isinstance(other, TensorSketch) or (self.form, self.exact) != (other.form, other.exact):
             return False
         if self.sums or other.sums:
             return self.sums == other.sums or self._is_close(other)
@@ -92,9 +94,12 @@ class Sketch:
             for a, b in zip(self.numbers, other.numbers, strict=True)
         )
 
-    def _is_close(self, other: Sketch) -> bool:
-        """Whether each chunk's sum differs no more than rounding explains: of all its numbers in one direction by their
-        common factor, of one by a whole unit, and of any by what was lost where large ones were subtracted."""
+    def _is_close(self, other: TensorSketch) -> bool:
+        """Returns True if rounding explains the difference of each chunk's sum.
+
+        Rounding may change all numbers of a chunk by a common factor, one number by a whole unit, and any number by
+        what is lost when large numbers are subtracted.
+        """
         ours, theirs = (np.frombuffer(each.sums, np.float64).reshape(3, -1) for each in (self, other))
         if ours.shape != theirs.shape:
             return False
@@ -111,12 +116,12 @@ class Sketch:
 
 
 def _blocks(flat: Tensor, wide: int) -> Iterator[Tensor]:
-    """Parts of whole chunks, on the CPU."""
+    """Yields blocks of whole chunks, on the CPU."""
     return (part.cpu() for part in torch.split(flat, max(1, _BLOCK // wide) * wide))
 
 
 def _sums(flat: Tensor, wide: int) -> Tensor:
-    """The three numbers of each chunk, in float64; neighbours have other weights, so that none may be exchanged."""
+    """Returns the three sums of each chunk in float64. Weights of neighbours differ, so that a swap is detected."""
     weights = 1 + (torch.arange(wide, dtype=torch.float64) * _GOLDEN) % 1
     rows = []
     for block in _blocks(flat, wide):
@@ -130,7 +135,7 @@ def _sums(flat: Tensor, wide: int) -> Tensor:
 
 
 def _digest(flat: Tensor) -> str:
-    """Of what ranks have the same, however they round."""
+    """Returns a digest of the parts that are the same on all ranks however they round."""
     digest, begin = hashlib.sha256(), 0
     for block in _blocks(flat, 1):
         if not flat.is_floating_point():
@@ -144,7 +149,7 @@ def _digest(flat: Tensor) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Numbers, texts and names in the code of a function; other versions of Python compile it to others."""
+    """Constants and names in the code of a function. Other versions of Python compile it to others."""
 
     values: tuple[str, ...]
     python: tuple[int, int] = sys.version_info[:2]
@@ -157,7 +162,7 @@ class Constants:
 
 
 def described(value: Any, name: str) -> dict[str, Any]:
-    """What ``value`` is, by the names of its parts."""
+    """Describes ``value`` by the names and values of its parts."""
     return dict(_parts(value, name, set(), 0))
 
 
@@ -169,9 +174,9 @@ def _parts(value: Any, name: str, seen: set[int], depth: int) -> Parts:
         is_equal = isinstance(value, bool | int | float | str | None) and value == value  # not so of NaN
         yield name, value if is_equal else str(value)
     elif isinstance(value, Tensor):
-        yield name, Sketch.of_tensor(value)
+        yield name, TensorSketch.of_tensor(value)
     elif isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
-        yield name, Sketch.of_tensor(torch.as_tensor(np.array(value)))
+        yield name, TensorSketch.of_tensor(torch.as_tensor(np.array(value)))
     elif not isinstance(value, torch.device | torch.optim.Optimizer):
         yield name, _kind(value)
         if id(value) not in seen and depth < _DEEPEST:
@@ -185,7 +190,7 @@ def _kind(value: Any) -> str:
 
 
 def _inside(value: Any, name: str, seen: set[int], depth: int) -> Parts:
-    """The parts of what has any. Attributes of objects within others may be the machine's own, and are left out."""
+    """Yields the parts of a value. Skips attributes of objects inside others, which may belong to the machine."""
     parts: Mapping[str, Any] = {}
     if isinstance(value, functools.partial):
         keywords = {f"{key} of {name}": entry for key, entry in value.keywords.items()}
@@ -226,7 +231,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _bound_to(function: types.FunctionType, name: str) -> dict[str, Any]:
-    """Values of a function's closure and its defaults."""
+    """Returns the values of a function's closure and its defaults."""
     code, found = function.__code__, dict[str, Any]()
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:

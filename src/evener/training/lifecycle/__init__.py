@@ -1,1 +1,1 @@
-"""When a run saves, stops, goes back, or hands over to a new rank."""
+"""Lifecycle of a run: saving, early stopping, falling back to a checkpoint, and replacing a rank."""

@@ -1,8 +1,8 @@
-"""The end that an observer asks for, on all ranks after the same step.
+"""Ends a run early if an observer requests it, on all ranks after the same step.
 
-The wish of a rank goes with its row of a step, as that of a save does, and is fulfilled when all are sure to have read
-it. After the last batch of an epoch, and the evaluation that may follow, the ranks ask each other: there is no next
-row to wait for.
+A rank sends the request with its row of a step, like a request to save. It is granted when all ranks have surely read
+it. After the last batch of an epoch, and the evaluation that may follow, there is no next row to wait for: then the
+ranks exchange their requests directly.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from evener.training.lifecycle.save_schedule import Wish
 
 
 class Stopping:
-    """Whether a run is to end. All ranks call its methods after the same steps."""
+    """Decides if a run is to end early. All ranks must call its methods after the same steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         engine.observers.ended = False
 
     def wish(self, other: float) -> float:
-        """What this rank tells with its next step, if it wants ``other`` besides."""
+        """Returns the request that this rank sends with its next step: the end, or ``other`` if that is greater."""
         return max(other, Wish.END) if self._engine.observers.ending else other
 
     def evaluated(self) -> None:
-        """An evaluation that a run owed from before was done: an observer may ask for the end at once."""
+        """Checks for a request to end, after an evaluation that the run owed from before. A collective call."""
         if self._asked_now():
             self._end()
 
     def stepped(self, batch: Batch) -> None:
-        """A step was taken; if it is the last one, the engine gives no further batch and the observers are told why."""
+        """Ends the run after a step if that was requested: no more batches follow, and observers are told why."""
         due = (
             self._asked_now()
             if batch.last

@@ -1,11 +1,11 @@
-"""The numbers of ranks that ``--processes MIN:MAX`` stands for on this machine, with these settings."""
+"""Finds the numbers of ranks that ``--processes MIN:MAX`` allows on this machine with these settings."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from evener.balance.registry import decides
-from evener.core.config.process_range import Range
+from evener.core.config.process_range import ProcessRange
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import check_processes, default_processes, kind_taken
 from evener.distributed.launch.launch import is_launched
@@ -16,26 +16,26 @@ from evener.training.factory import check_division
 
 
 def headcount_of(config: RunConfig, rendezvous: Rendezvous | None) -> Headcount | None:
-    """How many ranks the run may have; None where its settings name no range.
+    """Returns the numbers of ranks that the run may have, or None if the settings give no range.
 
     Raises:
-        ConfigurationError: If there are devices for fewer than the least, the settings go with no number of the range,
-            name something for each rank, or are for several machines.
+        ConfigurationError: If there are devices for fewer ranks than the minimum, the settings fit no number in the
+            range, name something for each rank, or are for several machines.
     """
     if not isinstance(config.processes, str):
         return None
     _refuse_launched(config.processes, rendezvous)
     _refuse_by_hand(config)
-    given, device = Range.of(config.processes), kind_taken(config.device)
+    given, device = ProcessRange.parse(config.processes), kind_taken(config.device)
     most = _served(given, device)
     return Headcount(_allowed(config, range(most, given.least - 1, -1)))
 
 
 def restarting(config: RunConfig, rendezvous: Rendezvous | None) -> Rendezvous | None:
-    """With a restart for each rank that the run can do without, unless their number is given."""
+    """Returns a rendezvous that allows one restart for each rank the run can lose, unless it gives a number itself."""
     if not isinstance(config.processes, str):
         return rendezvous
-    given, meeting = Range.of(config.processes), rendezvous or Rendezvous()
+    given, meeting = ProcessRange.parse(config.processes), rendezvous or Rendezvous()
     if meeting.max_restarts is not None:
         return meeting
     return replace(meeting, max_restarts=given.most - given.least)
@@ -55,7 +55,7 @@ def _refuse_launched(processes: str, rendezvous: Rendezvous | None) -> None:
 
 
 def _refuse_by_hand(config: RunConfig) -> None:
-    """A number for each rank, where nobody knows which ranks there will be."""
+    """Refuses settings with a value for each rank, because the number of ranks may change."""
     weights = config.balance is not None and not decides(config.balance)
     asked = {
         f"balance {config.balance!r}": weights,
@@ -71,8 +71,8 @@ def _refuse_by_hand(config: RunConfig) -> None:
         )
 
 
-def _served(given: Range, device: str) -> int:
-    """Of the ranks that are wished for, those that this machine has devices for."""
+def _served(given: ProcessRange, device: str) -> int:
+    """Returns the largest number of ranks in the range that this machine has devices for."""
     check_processes(given.least, device)
     most = min(given.most, default_processes(device)) if device != "cpu" else given.most
     check_processes(most, device)
@@ -80,7 +80,7 @@ def _served(given: Range, device: str) -> int:
 
 
 def _allowed(config: RunConfig, counts: range) -> tuple[int, ...]:
-    """Those of the counts over which model and batch can be divided."""
+    """Returns those of the counts over which model and batch can be divided."""
     refused: dict[int, ConfigurationError] = {}
     for count in counts:
         try:

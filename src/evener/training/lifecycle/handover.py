@@ -1,15 +1,15 @@
-"""What a rank that stays carries over when another one is replaced, and how the new one comes by it.
+"""Keeps the training state on the surviving ranks while a dead rank is replaced, and gives it to the new rank.
 
-Replicas hold the whole state of the training, each of them. When a rank dies, those that stay keep theirs as it was
-after the last step that they took, and in the next start the most advanced gives its own to all::
+Each replica holds the whole training state. When a rank dies, the others keep the state after the last step that they
+took. At the next start, the most advanced rank broadcasts its state::
 
     rank 0   step 7 ─ step 8 ─ step 9 ...        ┌─▶ the state after step 8, to all ─▶ step 9
     rank 1   step 7 ─ step 8 ─ ✝                 │
     rank 2   step 7 ─ step 8 (its update is due) ┘
 
-A rank that was in the midst of an update has nothing to give. Buffers that a forward pass wrote to are put back. The
-random generators differ between ranks, and those of a rank that died are gone with it: so each leaves its own, before
-it gives the last gradients of a step, where they outlive it (:mod:`evener.training.state.rng_file`).
+A rank that was in the middle of an update has no usable state. Buffers that a forward pass changed are restored. The
+random generators differ between ranks, and those of a dead rank are lost with it. So each rank stores its own, before
+it gives the last gradients of a step, in a file that outlives it (:mod:`evener.training.state.rng_file`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from evener.distributed.recovery.replacement import (
     NEWS_SECONDS,
     RecalledError,
     Start,
-    Stay,
+    SurvivorLease,
     is_successor,
 )
 from evener.distributed.session import RUN_DIR
@@ -43,23 +43,23 @@ from evener.training.engine import Engine
 from evener.training.state.rng_file import Generators
 
 _GIVEN_UP = "evener_given_up"
-"""Marks the parameters of a module whose engine lies in a grave."""
+"""Name of the attribute that marks the parameters of a module whose engine was given up."""
 
 
 @dataclass
-class Heir:
-    """What a rank carries over."""
+class CarriedState:
+    """The state that a surviving rank carries over into the next start."""
 
     steps: int = -1
-    """After which the state is; -1 if there is none."""
+    """Number of steps that the state includes; -1 if there is no state."""
     state: dict[str, Any] | None = None
-    """None again once it was taken up, for it is as large as model and optimizer."""
+    """Model and optimizer state. Set to None once it is loaded, because it is as large as model and optimizer."""
     told: tuple[StepRecord, ...] = ()
-    """Of the last steps."""
+    """Records of the last steps."""
 
 
 class Recent(Observer):
-    """The records of the last steps, on every rank: rank 0 may die before it has written one."""
+    """Keeps the records of the last steps on every rank, because rank 0 may die before it has written one."""
 
     everywhere = True
 
@@ -70,16 +70,16 @@ class Recent(Observer):
         self.steps.append(record)
 
 
-class HandedOnError(RecalledError):
-    """This rank goes on in another start, with what ``heir`` holds."""
+class RestartWithStateError(RecalledError):
+    """Raised on a surviving rank that continues in another start with the state ``heir``."""
 
-    def __init__(self, start: Start, heir: Heir) -> None:
+    def __init__(self, start: Start, heir: CarriedState) -> None:
         super().__init__(start)
         self.heir = heir
 
 
-class Succession:
-    """The part of a run in which ranks may be replaced, on one of them."""
+class RankReplacement:
+    """Handles rank replacement during a run, on one rank."""
 
     def __init__(self, engine: Engine, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -91,17 +91,17 @@ class Succession:
 
     @contextmanager
     def staying(self, let_go: Callable[[], None]) -> Iterator[None]:
-        """Within the block this rank stays if others die.
+        """Returns a context in which this rank survives when others die.
 
         Args:
-            let_go: Called first when that happens: gives back what is at hand of the data.
+            let_go: Called first when that happens; closes the data that are being read.
 
         Raises:
-            HandedOnError: Others have died, and the next start is announced.
+            RestartWithStateError: If others have died and the next start is announced.
         """
         session = self._engine.session
         self._generators.keep(self._engine.steps_done)
-        with Stay(self.run_dir, session.rank, session.watchdog.hush) as stay:
+        with SurvivorLease(self.run_dir, session.rank, session.watchdog.hush) as stay:
             try:
                 yield
                 stay.leave()
@@ -110,13 +110,13 @@ class Succession:
                 if start is None:
                     raise
                 let_go()
-                raise HandedOnError(start, self._hand_on()) from None
+                raise RestartWithStateError(start, self._hand_on()) from None
 
-    def inherit(self, heir: Heir) -> tuple[Heir, str]:
-        """Takes up the state of the most advanced rank; gives that, and what is to be said of it. A collective call.
+    def inherit(self, heir: CarriedState) -> tuple[CarriedState, str]:
+        """Loads the state of the most advanced rank. Returns it and a message for the user. A collective call.
 
         Raises:
-            RankError: If no rank has one, so that all have to start again.
+            RankError: If no rank has a state, so that all have to start again.
         """
         engine, control = self._engine, self._engine.session.control
         steps = control.gather_objects(heir.steps)
@@ -124,9 +124,11 @@ class Succession:
         if best < 0:
             raise RankError("no rank that stayed was between two updates: all have to start again")
         source = steps.index(best)
-        found: Heir = control.broadcast_object(heir if engine.session.rank == source else None, source)
+        found: CarriedState = control.broadcast_object(
+            heir if engine.session.rank == source else None, source
+        )
         assert found.state is not None
-        engine.state.take(found.state)
+        engine.state.load_state(found.state)
         heir.state = found.state = None
         lost = [
             rank
@@ -137,17 +139,17 @@ class Succession:
         unknown = f"; the random generators of rank {lost} begin anew" if lost else ""
         return found, words + unknown
 
-    def _hand_on(self) -> Heir:
-        """What this rank carries over, whose engine is given up."""
+    def _hand_on(self) -> CarriedState:
+        """Gives up this rank's engine and returns the state to carry over."""
         engine, steps = self._engine, self._engine.steps_done
         engine.give_up()
-        if self._generators.kept <= steps:  # the step is over for its generators, if it was for another rank
+        if self._generators.kept <= steps:  # another rank may have finished this step
             self._generators.keep(steps + 1)
-        heir = Heir() if engine.learner.updating == steps else self._heir()
+        heir = CarriedState() if engine.learner.updating == steps else self._heir()
         _release(engine)
         return heir
 
-    def _heir(self) -> Heir:
+    def _heir(self) -> CarriedState:
         engine, steps = self._engine, self._engine.steps_done
         engine.learner.undo(steps)
         with suppress(RankError, RuntimeError):
@@ -156,37 +158,44 @@ class Succession:
         told = [record for record in self._recent.steps if record.step < steps]
         if lost := engine.ledger.lost_before(steps):
             told.append(lost.record())
-        return Heir(steps, engine.state.own(), tuple(told))
+        return CarriedState(steps, engine.state.local_state(), tuple(told))
 
 
-def _called(stay: Stay, error: Exception) -> Start | None:
-    """The start that this rank is called to. The loss of another is felt before the agent says what becomes of it."""
+def _called(stay: SurvivorLease, error: Exception) -> Start | None:
+    """Returns the start that this rank is called to, or None if there is none.
+
+    After a communication error it waits for the call: a rank notices the loss of another before the agent acts on it.
+    """
     if asked() is not None or isinstance(error, InterruptedRunError):
         return None
     return stay.called(NEWS_SECONDS if is_communication_error(error) else 0.0)
 
 
-def succession(engine: Engine) -> Succession | None:
-    """None where all start again together: another launcher, several machines, a GPU, a state that is divided."""
+def succession(engine: Engine) -> RankReplacement | None:
+    """Returns the rank replacement, or None if all ranks have to start again together.
+
+    That is so with another launcher, several machines, a GPU, a sharded state, or ``recover`` other than "memory".
+    """
     session, learner = engine.session, engine.learner
     launcher = os.environ.get(RUN_DIR) if engine.config.recover == "memory" else None
     whole = learner.synchronizer.holds_all and learner.data.degree == session.world_size
     here = session.device.type == "cpu" and session.environment.local_world_size == session.world_size
     allowed = ALLOWED in os.environ and launcher is not None
-    return Succession(engine, Path(launcher)) if launcher and allowed and whole and here else None
+    return RankReplacement(engine, Path(launcher)) if launcher and allowed and whole and here else None
 
 
 def succeeds() -> bool:
-    """Whether this process takes part in a start in which other ranks stayed."""
+    """Returns True if this process takes part in a start that other ranks have survived into."""
     launcher = os.environ.get(RUN_DIR)
     return launcher is not None and is_successor(Path(launcher))
 
 
 def made_anew(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model for another start on a rank that stayed.
+    """Makes the model for another start on a surviving rank.
 
     Raises:
-        RankError: If ``make`` gives the module of the start before, whose weights are gone and whose hooks are not.
+        RankError: If ``make`` returns the module of the previous start, whose weights are freed and whose hooks are
+            not.
     """
     model = make()
     if any(hasattr(parameter, _GIVEN_UP) for parameter in model.parameters()):
@@ -198,7 +207,7 @@ def made_anew(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _release(engine: Engine) -> None:
-    """What lies in a grave needs no room for weights and data."""
+    """Frees weights, optimizer state and data of an engine that is given up but cannot be destroyed yet."""
     engine.state.saver.give_up()
     engine.learner.optimizer.state.clear()
     for parameter in engine.model.parameters():

@@ -1,4 +1,4 @@
-"""Back to the last checkpoint, where numbers that are not finite end a run and it is asked to go on from there."""
+"""Falls back to the last checkpoint if numbers are not finite and ``non_finite=restore`` is set."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from evener.errors import ConfigurationError, DataError, DivergenceError
 from evener.training.engine import Engine
 
 MOST_RETURNS = 3
-"""In one run: what makes numbers that are not finite each time does not go away by itself."""
+"""Limit for one run: a cause that makes numbers non-finite each time does not go away by itself."""
 
 
 def falling_back(train: Callable[[], None], engine: Engine, run_dir: Path | None) -> None:
-    """Calls ``train`` until it ends without such numbers, a few times at most.
+    """Calls ``train`` until it ends without non-finite numbers, at most ``MOST_RETURNS`` + 1 times.
 
     Args:
-        train: Takes all steps that are left; raises DivergenceError on all ranks alike.
-        run_dir: Whose checkpoints are gone back to.
+        train: Takes all remaining steps; raises DivergenceError on all ranks alike.
+        run_dir: The run directory whose checkpoints are used.
     """
     if run_dir is None:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
-"""When a run saves, and how it ends where it stands.
+"""Decides when a run saves, and stops it after saving when that is requested.
 
-Ranks save together, after the same step. What one of them wants, because its clock says so or a signal came, it tells
-with its row of a step; all have read that row when the next step is over, and do it then::
+Ranks save together, after the same step. A rank may request something, because its clock says so or a signal came. It
+sends the request with its row of a step. All ranks have read that row when the next step is over, and act then::
 
     step n        rank 1 is asked to stop; its row says so
     step n + 1    all read the row ─▶ save after it, and end
@@ -29,29 +29,29 @@ from evener.training.engine import Engine
 
 
 class Wish(IntEnum):
-    """What a rank may want all to do after a step; it travels as one number, of which the greatest of all ranks holds.
+    """A rank's request for what all ranks do after a step. Sent as a number; the greatest of all ranks holds.
 
-    So the order is a promise: each does what those before it do, too.
+    The order matters: each value includes the actions of those below it.
     """
 
     NOTHING = 0
     LOOK = 1
-    """To hear of a save that failed."""
+    """Report a save that failed."""
     SAVE = 2
     END = 3
-    """To end as if the run were complete, which saves."""
+    """End as if the run were complete, which saves."""
     STOP = 100
-    """To save and stop; with the number of the signal added."""
+    """Save and stop. The number of the signal is added."""
 
 
 class Saving:
-    """The checkpoints of one run in a directory. All ranks call its methods after the same steps.
+    """Writes the checkpoints of one run into a directory. All ranks must call its methods after the same steps.
 
     Args:
-        stop: Whether this rank was asked to stop.
+        stop: Tells if this rank was asked to stop.
 
     Raises:
-        ConfigurationError: If the best evaluation is to be kept and there is none.
+        ConfigurationError: If the best evaluation is to be kept and the task has none.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Saving:
         self._engine, self._config, self._directory, self._stop = engine, config, directory, stop
         self._best = best
         self._unwritten: tuple[Path, str] | None = None
-        self._interval = Interval.of(config.save_every)
+        self._interval = Interval.parse(config.save_every)
         self._saved_at = engine.steps_done
         self._last = time.monotonic()
         if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
-        if not best.state_dict() and engine.session.rank == 0:  # that of another run, or by another metric
+        if not best.state_dict() and engine.session.rank == 0:  # left by another run, or for another metric
             evaluated.forget_best(directory)
 
     def wish(self) -> float:
-        """What this rank tells the others with its next step."""
+        """Returns the request that this rank sends with its next step."""
         if self._stop.number:
             return Wish.STOP + self._stop.number
         passed, every = time.monotonic() - self._last, self._interval.seconds
@@ -78,10 +78,10 @@ class Saving:
         return Wish.LOOK if self._engine.state.saver.has_failed else Wish.NOTHING
 
     def stepped(self, batch: Batch) -> None:
-        """A step was taken.
+        """Saves if it is time to. Called after each step.
 
         Raises:
-            CheckpointError: If a checkpoint could not be written, and the run is to stop then.
+            CheckpointError: If a checkpoint could not be written, and the run is to stop in that case.
             InterruptedRunError: If a rank was asked to stop; the state is saved then.
         """
         self._write_evaluation()
@@ -94,7 +94,7 @@ class Saving:
             self._bearing(self._engine.finish_saving)
 
     def _wished(self, batch: Batch) -> float:
-        """By the last row that all ranks are sure to have read; a wish from before the last save is fulfilled."""
+        """Returns the request in the last row that all ranks have surely read; 0 if it is from before the last save."""
         number = self._engine.steps_done - 1
         if batch.last:
             self._engine.settle()
@@ -119,7 +119,7 @@ class Saving:
         self._engine.save(self._directory, keep=self._config.keep, wait=wait)
 
     def _bearing(self, act: Callable[[], object]) -> None:
-        """Does what may find that something could not be written."""
+        """Calls ``act``. If a write failed, raises or only reports it, as ``on_full_disk`` says."""
         try:
             act()
         except CheckpointError as error:
@@ -135,10 +135,10 @@ class Saving:
         raise InterruptedRunError(interruption(number, place), number)
 
     def end(self) -> None:
-        """The state is saved when this returns, whatever is to follow of failures.
+        """Saves the state, and returns when it is written.
 
         Raises:
-            CheckpointError: If it could not be.
+            CheckpointError: If it could not be written.
         """
         engine = self._engine
         try:
@@ -146,17 +146,17 @@ class Saving:
         except CheckpointError:
             if self._config.on_full_disk == "stop":
                 raise
-            self._saved_at = -1  # this or an earlier one: it is tried once more
+            self._saved_at = -1  # this or an earlier save failed: try once more
         if self._saved_at != engine.steps_done:
             self._write()
             self._saved_at = engine.steps_done
         self._write_evaluation()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """The present weights were evaluated; if they are the best so far, their checkpoint stays.
+        """Keeps the checkpoint of the current weights if their evaluation is the best so far.
 
         Raises:
-            ConfigurationError: If the metric that decides is not among them.
+            ConfigurationError: If the metric that decides is not among the metrics.
         """
         best, steps = self._best, self._engine.steps_done
         if best.metric and best.is_better(metrics):
@@ -166,9 +166,10 @@ class Saving:
                 evaluated.mark_best(self._directory, folder.name_of(steps), best.metric, metrics[best.metric])
 
     def followed(self) -> None:
-        """Whatever follows a step is over: its evaluation is told, and what observers remember is that after it.
+        """Stores what observers remember after everything that follows a step is over, such as its evaluation.
 
-        It lies beside the checkpoint of this step, if there is one, which was written before.
+        It is written beside the checkpoint of this step, if there is one, because that was written before the
+        evaluation.
         """
         steps, state = self._engine.steps_done, self._engine.state
         if self._engine.session.rank == 0 and self._saved_at == steps:
@@ -176,7 +177,7 @@ class Saving:
             self._write_evaluation()
 
     def _write_evaluation(self) -> None:
-        """When the checkpoint is there. Without it the evaluation is done again, which costs time and nothing else."""
+        """Writes the evaluation if its checkpoint exists. Without it, a resumed run only has to evaluate again."""
         if self._unwritten is not None and evaluated.is_of(self._unwritten[0], self._engine.state.identity):
             with suppress(OSError):
                 evaluated.write_evaluation(*self._unwritten)
@@ -187,7 +188,7 @@ class Best:
     """The best evaluation of a run so far, which checkpoints keep.
 
     Args:
-        keep_best: The metric, with ``:min`` or ``:max`` or by its name; None if nothing is kept for it.
+        keep_best: The metric, with ``:min`` or ``:max`` or by name alone. If None, nothing is kept for it.
     """
 
     def __init__(self, keep_best: str | None) -> None:
@@ -195,14 +196,14 @@ class Best:
         self._lowest = direction == "min" or (not direction and "loss" in self.metric)
         self.value: float | None = None
         self.words = ""
-        """What the user must know of the best so far; empty if nothing."""
+        """Message for the user about the best evaluation so far; empty if there is none."""
         self._state: dict[str, Any] = {}
 
     def is_better(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than all before.
+        """Returns True if an evaluation is better than all before.
 
         Raises:
-            ConfigurationError: If the metric that decides is not among them.
+            ConfigurationError: If the metric that decides is not among the metrics.
         """
         if self.metric not in metrics:
             raise ConfigurationError(f"keep_best is {self.metric!r}; the metrics are {', '.join(metrics)}")
@@ -212,7 +213,7 @@ class Best:
         return value < self.value if self._lowest else value > self.value
 
     def set(self, metrics: Mapping[str, float], steps: int) -> None:
-        """It is the best."""
+        """Records an evaluation as the best."""
         self.value = metrics[self.metric]
         self._state = {**self._measure(), "value": self.value, "steps": steps}
 
@@ -223,7 +224,7 @@ class Best:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The number of another metric is not compared with."""
+        """Restores the best value, unless it is that of another metric, with which values cannot be compared."""
         before = {name: state.get(name) for name in ("metric", "lowest")}
         self.value, self._state, self.words = None, state, ""
         if state and before == self._measure():

@@ -1,8 +1,8 @@
-"""Backward passes of a prepared loop: ``torch.autograd.backward`` and ``torch.autograd.grad`` while it runs.
+"""Backward passes of a prepared loop: replaces ``torch.autograd.backward`` and ``torch.autograd.grad`` while it runs.
 
-What is called on a tensor that a prepared loss or a prepared parameter is part of is a pass of all ranks. Only the
-caller knows what it begins with, its root, which must be the same number on all ranks. So the two functions are
-replaced as long as the preparation lasts, and hand such passes to it; all others go on as they are.
+A pass through a prepared loss or to a prepared parameter is a pass of all ranks. Only the caller knows its root, the
+number from which it starts, which must be the same on all ranks. So both functions are replaced while the preparation
+lasts, and pass such calls to it. All other calls are unchanged.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ import torch
 from torch import Tensor
 
 from evener.errors import ConfigurationError
-from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loop_state import LoopState
 
 _ROUNDINGS = 8
 Gradients = tuple[Tensor | None, ...]
 
 
 class Taker(Protocol):
-    """Who takes over the passes that concern it."""
+    """Handles the backward passes that belong to a preparation."""
 
     def concerns(self, roots: Sequence[Tensor], only_losses: bool) -> list[Tensor] | None:
-        """The leaves that ``roots`` are made of without a prepared loss between; None if neither a prepared loss nor,
-        unless ``only_losses`` are looked for, a prepared parameter is part of them."""
+        """Returns the leaves behind ``roots``, or None if the pass is not the taker's. Stops at prepared losses.
+
+        The pass is the taker's if it meets a prepared loss or, unless ``only_losses``, a prepared parameter.
+        """
 
     def backward(
         self, roots: Sequence[Tensor], given: Any, leaves: Sequence[Tensor], run: Callable[[float], None]
     ) -> None:
-        """Has ``run`` go backward with a factor on the roots' gradients, which are ``given``."""
+        """Lets ``run`` go backward, with a factor for the roots' gradients, which are ``given``."""
 
     def grad(
         self,
@@ -42,14 +44,14 @@ class Taker(Protocol):
         create_graph: bool,
         run: Callable[[float], Gradients],
     ) -> Gradients:
-        """The same where gradients are returned."""
+        """Does the same for a call that returns gradients."""
 
     def plain(self, found: Gradients, inputs: Sequence[Tensor]) -> None:
-        """Is shown gradients of a pass that did not concern it."""
+        """Called with the gradients of a pass that it did not handle."""
 
 
 def replaced(taker: Taker) -> Callable[[], None]:
-    """Replaces both functions until what is returned is called."""
+    """Replaces both functions. Returns a function that restores them."""
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
     @functools.wraps(backward)
@@ -58,7 +60,7 @@ def replaced(taker: Taker) -> Callable[[], None]:
         leaves = taker.concerns(roots, False)
         if leaves is None:
             return backward(tensors, grad_tensors, *args, **kwargs)
-        older = kwargs.pop("grad_variables", None)  # as torch still calls it, too
+        older = kwargs.pop("grad_variables", None)  # torch's older name of the argument
         given = grad_tensors if grad_tensors is not None else older
         return taker.backward(
             roots,
@@ -105,7 +107,7 @@ def several(tensors: Any) -> tuple[Any, ...]:
 
 
 def value_of(roots: Sequence[Tensor], given: Any) -> tuple[float, float]:
-    """The number that a pass is the gradient of, and how far rounding may part it on ranks, relatively."""
+    """Returns the root of a pass, and the relative tolerance for rounding differences between ranks."""
     found = (None,) * len(roots) if given is None else several(given)
     terms = [
         float((root.detach() if weight is None else root.detach() * weight.detach()).sum().real)
@@ -115,10 +117,10 @@ def value_of(roots: Sequence[Tensor], given: Any) -> tuple[float, float]:
 
 
 def _begun(roots: Sequence[Any], given: Any, factor: float) -> list[Tensor | None]:
-    """The gradients of ``roots`` that a pass begins with, times ``factor``; of a number without any it is 1.
+    """Returns the gradients of ``roots`` that a pass starts with, times ``factor``. A single number's default is 1.
 
     Raises:
-        ConfigurationError: For an edge of the graph in the place of a tensor.
+        ConfigurationError: For a graph edge instead of a tensor.
     """
     if not all(isinstance(root, Tensor) for root in roots):
         raise ConfigurationError(
@@ -136,8 +138,11 @@ def _begun(roots: Sequence[Any], given: Any, factor: float) -> list[Tensor | Non
 
 
 def ends_of(roots: Sequence[Any], is_loss: Callable[[Any], bool]) -> tuple[bool, list[Tensor]]:
-    """Whether a way back through the graph of ``roots`` meets a node that ``is_loss``, beyond which nothing is looked
-    at, and the leaves that it meets otherwise."""
+    """Walks the graph behind ``roots``, but not beyond nodes for which ``is_loss`` is true.
+
+    Returns:
+        True if it met such a node, and the leaves that it met.
+    """
     tensors = [root for root in roots if isinstance(root, Tensor)]
     leaves = [root for root in tensors if root.grad_fn is None and root.requires_grad]
     left = [root.grad_fn for root in tensors if root.grad_fn is not None]
@@ -148,7 +153,7 @@ def ends_of(roots: Sequence[Any], is_loss: Callable[[Any], bool]) -> tuple[bool,
             has_loss = True
             continue
         if type(node).__name__ == "AccumulateGrad":
-            leaves.append(getattr(node, "variable"))  # noqa: B009  # which types do not know
+            leaves.append(getattr(node, "variable"))  # noqa: B009  # unknown to type checkers
         new = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= new
         left += new
@@ -156,14 +161,14 @@ def ends_of(roots: Sequence[Any], is_loss: Callable[[Any], bool]) -> tuple[bool,
 
 
 class Passes:
-    """Those of a preparation, until it is closed."""
+    """Handles the backward passes of a preparation, until it is closed."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LoopState) -> None:
         self._place, self._mean = place, place.mean
         self.close = replaced(self)
 
     def concerns(self, roots: Sequence[Any], only_losses: bool) -> list[Tensor] | None:
-        """See :class:`Taker`."""
+        """Implements :meth:`Taker.concerns`."""
         if self._place.is_over or self._place.is_in_pass or self._mean.ranks == 1:
             return None
         has_loss, leaves = ends_of(roots, lambda node: getattr(node, "place", None) is self._place)
@@ -174,7 +179,7 @@ class Passes:
     def backward(
         self, roots: Sequence[Tensor], given: Any, leaves: Sequence[Tensor], run: Callable[[float], None]
     ) -> None:
-        """A backward pass, after which gradients are those of all ranks, unless that is put off."""
+        """Runs a backward pass, and sums the gradients over the ranks unless that is delayed."""
         self._place.look_for_changes()
         others = {leaf: leaf.grad for leaf in leaves if not self._mean.owns(leaf)}
         for leaf in others:
@@ -182,7 +187,7 @@ class Passes:
         value, tolerance = value_of(roots, given)
         with self._in_pass():
             self._mean.going(run, value, tolerance)
-        for leaf, before in others.items():  # of a root's N-th part
+        for leaf, before in others.items():  # computed from root / N
             if leaf.grad is not None:
                 leaf.grad *= self._mean.ranks
             if before is not None:
@@ -197,10 +202,10 @@ class Passes:
         create_graph: bool,
         run: Callable[[float], Gradients],
     ) -> Gradients:
-        """Gradients of parameters are those of all ranks, and those of samples are what one device has of them.
+        """Returns gradients of parameters summed over all ranks, and gradients of samples as on one device.
 
         Raises:
-            ConfigurationError: For those of other tensors, which nobody here could sum, or a graph of them.
+            ConfigurationError: For other tensors, whose gradients cannot be summed, or a graph of gradients.
         """
         strange = next((each for each in inputs if not self._is_known(each)), None)
         if create_graph or strange is not None:
@@ -220,7 +225,7 @@ class Passes:
         return found
 
     def plain(self, found: Gradients, inputs: Sequence[Tensor]) -> None:
-        """Gradients of no prepared loss; a collective call where some are of parameters, and a batch is at hand.
+        """Checks gradients of no prepared loss. A collective call if some are of parameters, within a batch.
 
         Raises:
             ConfigurationError: If those are not the same on all ranks.
@@ -237,7 +242,7 @@ class Passes:
         )
 
     def _is_known(self, tensor: Any) -> bool:
-        """A parameter, or a leaf with a row for each of this rank's samples."""
+        """Returns True for a parameter, or a leaf with one row for each of this rank's samples."""
         if not isinstance(tensor, Tensor) or self._mean.owns(tensor):
             return isinstance(tensor, Tensor)
         return tensor.is_leaf and tensor.dim() > 0 and len(tensor) in self._place.rows

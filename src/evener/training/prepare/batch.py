@@ -1,7 +1,7 @@
 """A batch that the loop makes itself, without a DataLoader, divided among the ranks.
 
-All ranks make the same whole batch, and each gets its own samples of it. A function that draws is called with the
-generator that all ranks have in common; tensors that were drawn on each rank apart are found by their sums and refused.
+All ranks make the same whole batch, and each gets its own samples. A function that draws is called with the generator
+that all ranks have in common. Tensors that each rank drew by itself are detected by their checksums and refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.fingerprint import digest_of
 from evener.errors import ConfigurationError, DataError
 from evener.training.prepare.batch_tensors import marked
-from evener.training.prepare.loop_state import Place, Turn
+from evener.training.prepare.loop_state import CurrentBatch, LoopState
 from evener.training.prepare.prepare import current, settings
 from evener.training.prepare.sample_tensor import leaves_of
 
@@ -41,9 +41,9 @@ _NO_ROWS = (
 
 
 class Batches:
-    """The batches that one loop makes itself, and how they are divided; goes into a file with the generator."""
+    """The batches that a loop makes itself, and their balancer. Its state is saved with that of the generator."""
 
-    def __init__(self, config: RunConfig, place: Place) -> None:
+    def __init__(self, config: RunConfig, place: LoopState) -> None:
         self._place = place
         self.balancer = make_balancer(
             config.balance or "equal",
@@ -56,7 +56,7 @@ class Batches:
 
     @contextmanager
     def one(self, made: Any, dim: int) -> Iterator[Any]:
-        """This rank's part of ``made``, on its device, while the loop is at it. A collective call at both ends."""
+        """Context that yields this rank's part of ``made``, on its device. A collective call at both ends."""
         place = self._place
         size = _samples_in(made, dim)
         mark = float(zlib.crc32(digest_of((made, dim)).encode())) if place.world_size > 1 else 0.0
@@ -70,7 +70,7 @@ class Batches:
             yield marked(map_leaves(partial(self._part, own, dim), made), turn)
         self.balancer.observe(step, turn.batch.shares, place.finish(turn))
 
-    def _turn(self, size: int, mark: float, dim: int) -> tuple[Turn, slice]:
+    def _turn(self, size: int, mark: float, dim: int) -> tuple[CurrentBatch, slice]:
         shares = self.balancer.shares(self.step, size)
         end = list(accumulate(shares))[self._place.rank]
         begin = end - shares[self._place.rank]
@@ -78,7 +78,7 @@ class Batches:
         samples = torch.arange(own.start, own.stop)
         micro = MicroBatch(None, None, samples, int(end > begin))
         batch = Batch(0, self.step, self.step * size, size, tuple(shares), [micro], last=False)
-        return Turn(batch, mark, dim=dim), own
+        return CurrentBatch(batch, mark, dim=dim), own
 
     def _part(self, own: slice, dim: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -86,18 +86,20 @@ class Batches:
         return move(leaf.narrow(dim, own.start, own.stop - own.start), self._place.session.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches there were, and what is known of the ranks' speeds."""
+        """Returns the number of batches so far, and what is known of the ranks' speeds."""
         return {"step": self.step, "balancer": self.balancer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the result of :meth:`state_dict`."""
         self.step = state["step"]
         self.balancer.load_state_dict(state["balancer"])
 
 
 def _samples_in(made: Any, dim: int) -> int:
-    """Raises:
-    DataError: If the tensors do not have the same number of samples.
+    """Returns the number of samples along ``dim``.
+
+    Raises:
+        DataError: If the tensors do not have the same number of samples.
     """
     shapes = [tuple(leaf.shape) for leaf in leaves_of(made) if isinstance(leaf, Tensor)]
     sizes = {shape[dim] if dim < len(shape) else 0 for shape in shapes}
@@ -109,7 +111,7 @@ def _samples_in(made: Any, dim: int) -> int:
 
 @contextmanager
 def batch(*made: Any, dim: int = 0) -> Iterator[Any]:
-    """This rank's samples of a batch that the loop makes itself, for a loop without a DataLoader.
+    """Context that yields this rank's samples of a batch that the loop makes itself, for a loop without a DataLoader.
 
     ::
 
@@ -118,17 +120,17 @@ def batch(*made: Any, dim: int = 0) -> Iterator[Any]:
             evener.global_mean(loss).backward()
             optimizer.step()
 
-    Inside, all is as in a prepared loader's batch: losses, :func:`evener.gather`, :func:`evener.draw`, shares by
-    speed. A collective call. :func:`evener.save` writes the place in the sequence of random numbers too.
+    Inside, all works as in a prepared loader's batch: losses, :func:`evener.gather`, :func:`evener.draw`, shares by
+    speed. A collective call. :func:`evener.save` also saves the position in the sequence of random numbers.
 
     Args:
-        made: A function and what it is called with, on all ranks with the same random numbers of torch; or the tensors
+        made: A function and its arguments, called on all ranks with the same torch random numbers; or the tensors
             themselves, the same on all ranks. They may be nested in tuples, lists and dicts.
-        dim: Along which dimension the tensors have the samples: 1 where time comes first.
+        dim: The dimension of the samples in the tensors: 1 if time comes first.
 
     Yields:
-        What the function returned, or the tensors, with this rank's samples, on its device. A rank without any gets
-        one, which counts for nothing.
+        The function's result, or the tensors, with this rank's samples, on its device. A rank without samples gets one,
+        which does not count.
 
     Raises:
         ConfigurationError: If ranks have different tensors; on all of them.
@@ -139,20 +141,20 @@ def batch(*made: Any, dim: int = 0) -> Iterator[Any]:
         yield own
 
 
-def batches_of(place: Place) -> Batches:
-    """Those that the loop makes itself."""
+def batches_of(place: LoopState) -> Batches:
+    """Returns the batches that the loop makes itself."""
     if place.batches is None:
         place.batches = Batches(settings(), place)
     found: Batches = place.batches
     return found
 
 
-def _made(given: Any, place: Place) -> Any:
+def _made(given: Any, place: LoopState) -> Any:
     if given and callable(given[0]) and not isinstance(given[0], Tensor):
         return _called(given[0], given[1:], place)
     return given[0] if len(given) == 1 else given
 
 
-def _called(function: Callable[..., Any], arguments: Any, place: Place) -> Any:
+def _called(function: Callable[..., Any], arguments: Any, place: LoopState) -> Any:
     with place.random.drawn():
         return function(*arguments)

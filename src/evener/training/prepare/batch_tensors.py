@@ -1,7 +1,7 @@
-"""Tensors that a loader has handed out, and the batch that they are of.
+"""Remembers which batch the tensors of a loader belong to.
 
-A loop may fetch the next batch before it computes with the one before, or keep one. Layers and losses go by the batch
-at hand, whose shares may be others.
+A loop may fetch the next batch before it computes with the previous one, or keep one. Layers and losses assume the
+current batch, whose shares may differ.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError
-from evener.torch_internals.views import base_of
+from evener.torch_internals.autograd import base_of
 
 
-class Turn(Protocol):
-    """A batch that was at hand."""
+class PastBatch(Protocol):
+    """A batch that was the current one."""
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many samples each rank has of it."""
+        """Number of samples of each rank."""
 
 
 _TURNS: Any = WeakTensorKeyDictionary()
-"""By tensor; an attribute of the tensor would be saved with it."""
+"""Maps a tensor to its batch. An attribute of the tensor would be saved with it."""
 _KEPT = (
     "{what} with samples of a batch that is no longer at hand, and the ranks have other shares of the one that is: the "
     "loop fetched it before it computed with the batch before, or kept a batch. Compute with a batch before the next "
@@ -34,8 +34,8 @@ _KEPT = (
 )
 
 
-def marked(tree: Any, turn: Turn) -> Any:
-    """``tree``, whose tensors know the batch that they are of."""
+def marked(tree: Any, turn: PastBatch) -> Any:
+    """Records ``turn`` as the batch of all tensors in ``tree``, and returns ``tree``."""
 
     def mark(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -45,22 +45,26 @@ def marked(tree: Any, turn: Turn) -> Any:
     return map_leaves(mark, tree)
 
 
-def check_at_hand(tree: Any, turns: Sequence[Turn], what: str) -> None:
-    """Raises:
-    ConfigurationError: For tensors of a batch that the loop has left, if the last of ``turns``, which is the one at
-        hand, has other shares; on all ranks alike, as all know the shares of all.
+def check_at_hand(tree: Any, turns: Sequence[PastBatch], what: str) -> None:
+    """Checks that tensors are not from a batch that the loop has left, unless the current one has the same shares.
+
+    Args:
+        turns: The current batches; the last one is the innermost.
+
+    Raises:
+        ConfigurationError: If they are; on all ranks alike, because all know the shares of all.
     """
-    found: list[Turn] = []
+    found: list[PastBatch] = []
     map_leaves(lambda leaf: found.extend(filter(None, [_turn_of(leaf)])), tree)
     for turn in found:
         if turn not in turns and not (turns and turns[-1].shares == turn.shares):
             raise ConfigurationError(_KEPT.format(what=what))
 
 
-def _turn_of(leaf: Any) -> Turn | None:
-    """Of a tensor that was handed out, or a view of it."""
+def _turn_of(leaf: Any) -> PastBatch | None:
+    """Returns the batch of a tensor of a loader, or of a view of one; None for others."""
     if not isinstance(leaf, Tensor):
         return None
     whole = base_of(leaf)
-    found: Turn | None = _TURNS.get(leaf)
+    found: PastBatch | None = _TURNS.get(leaf)
     return found if found is not None or whole is None else _TURNS.get(whole)

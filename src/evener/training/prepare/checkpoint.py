@@ -1,4 +1,4 @@
-"""A file that a prepared loop goes on from, on any number of ranks: written once, whole or not at all."""
+"""Saves and loads a prepared loop, for any number of ranks. The file is written once, whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from evener.core.text import few, printable, said
 from evener.errors import CheckpointError, ConfigurationError, DataError
 from evener.files import open_regular
 from evener.training.prepare.batch import batches_of
-from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current
 
 _FORMAT = "evener.training.prepare 1"
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
-    """Writes models, optimizers, schedulers, loaders, all that has a ``state_dict``, and plain values, by their names.
+    """Writes models, optimizers, schedulers, loaders, other objects with a ``state_dict``, and plain values by name.
 
-    A collective call: rank 0 writes, and all go on when the file is whole. One that was there before stays until then.
+    All ranks must call this together: rank 0 writes, and all continue when the file is complete. An earlier file of
+    this name stays until then.
 
     Raises:
-        CheckpointError: If it could not be written; on all ranks.
+        CheckpointError: If the file could not be written; on all ranks.
     """
     place = current("evener.save")
     words = place.session.control.broadcast_object(
@@ -40,12 +41,12 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
 
 
 def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-    """Has objects go on from what :func:`save` wrote under their names; returns the plain values.
+    """Restores objects from what :func:`save` wrote under their names. Returns the plain values.
 
-    A collective call: rank 0 reads, and tells the others.
+    All ranks must call this together: rank 0 reads, and sends the content to the others.
 
     Raises:
-        ConfigurationError: If something was not saved under its name, or does not fit.
+        ConfigurationError: If an object was not saved under its name, or does not fit.
         DataError: If there is no such file, or it is damaged; on all ranks.
     """
     place = current("evener.load")
@@ -63,15 +64,15 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             words = printable(said(error))
             raise ConfigurationError(f"{name} does not go on from {path}: {words}") from error
-    place.random.take(found["random"])
+    place.random.load_state(found["random"])
     place.steps = found["steps"]
     if found.get("batches") is not None:
         batches_of(place).load_state_dict(found["batches"])
     return dict(values)
 
 
-def _written(path: Path, objects: dict[str, Any], place: Place) -> str:
-    """What went wrong; empty if nothing did."""
+def _written(path: Path, objects: dict[str, Any], place: LoopState) -> str:
+    """Writes the file. Returns an error message, or "" if it was written."""
     states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
     values = {name: thing for name, thing in objects.items() if name not in states}
     found = {
@@ -97,13 +98,13 @@ def _written(path: Path, objects: dict[str, Any], place: Place) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """What is in it, and what is wrong with it."""
+    """Returns the content of the file, and an error message or ""."""
     try:
         with open_regular(path) as file:
             found = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return {}, f"there is no file {path} on rank 0: write one with evener.save"
-    except Exception as error:  # of whatever kind: what is damaged may look like anything
+    except Exception as error:  # any kind of error: a damaged file may look like anything
         first = (said(error).splitlines() or [""])[0]
         return {}, f"{path} cannot be read, it is damaged or no file of evener.save: {printable(first)}"
     if not isinstance(found, dict) or found.get("format") != _FORMAT or not found.keys() >= _PARTS.keys():

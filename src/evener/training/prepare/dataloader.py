@@ -1,11 +1,11 @@
-"""The user's own DataLoader, of which this rank reads its share of each batch.
+"""A user's own DataLoader, of which this rank reads its share of each batch.
 
-Its batch sampler stays what it is, and draws the batches of the whole: what is read of each is this rank's run of
-indices. Dataset, collate function, workers and pinning are the loader's own::
+Its batch sampler is unchanged and draws the whole batches. This rank reads one run of indices of each batch. Dataset,
+collate function, workers and pinning are the loader's own::
 
     user's batch sampler ─▶ [7 2 9 4 1] ─▶ shares 3, 2 ─▶ rank 0: [7 2 9]   rank 1: [4 1] ─▶ torch's DataLoader
 
-A rank without a share reads the batch's first sample, which counts for nothing.
+A rank without a share reads the batch's first sample, which does not count.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.errors import ConfigurationError
 from evener.training.prepare.batch_tensors import marked
-from evener.training.prepare.loop_state import Place, Turn
+from evener.training.prepare.loop_state import CurrentBatch, LoopState
 from evener.training.prepare.rng import apart
 
 _KEPT = (
     *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
 )
-"""What of a DataLoader goes over to another as it is."""
+"""Options of a DataLoader that are copied to the new one."""
 TWICE = (
     "a prepared loader was iterated anew before the pass at hand was over, and can be in one place of its data at a "
     "time: prepare a second DataLoader of the same data for the other loop"
@@ -43,22 +43,22 @@ TWICE = (
 
 
 class Shares:
-    """A batch sampler of this rank's share of each batch that ``batches`` draws.
+    """Batch sampler that yields this rank's share of each batch that ``batches`` draws.
 
     Args:
-        batches: The user's own.
-        balancer: Says what a share is.
+        batches: The user's batch sampler.
+        balancer: Decides the shares.
     """
 
-    def __init__(self, batches: Any, balancer: Balancer, place: Place) -> None:
+    def __init__(self, batches: Any, balancer: Balancer, place: LoopState) -> None:
         self._batches, self._balancer, self._place = batches, balancer, place
-        self.drawn: deque[Turn] = deque()
-        """What was asked for and is not handed out yet."""
+        self.drawn: deque[CurrentBatch] = deque()
+        """Batches that were drawn but not yet yielded to the loop."""
         self.step = 0
-        """Batches drawn, over all epochs."""
+        """Number of batches drawn, over all epochs."""
         self.epoch = 0
         self.skip = 0
-        """Batches at the beginning of the epoch that are not read."""
+        """Number of batches at the beginning of the epoch that are not read."""
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -77,7 +77,7 @@ class Shares:
             mark = zlib.crc32(repr(indices).encode(), mark)
             if index >= skip and indices:
                 batch, own = self._share(indices, index, position)
-                self.drawn.append(Turn(batch, float(mark)))
+                self.drawn.append(CurrentBatch(batch, float(mark)))
                 yield own
             position += len(indices)
 
@@ -93,21 +93,21 @@ class Shares:
 
 
 def _number(index: Any) -> int:
-    """Of a sample; a sampler of the user's may yield other things than numbers."""
+    """Returns a sample's number, or a checksum: a user's sampler may yield other things than numbers."""
     return int(index) if hasattr(index, "__index__") else zlib.crc32(repr(index).encode())
 
 
 class PreparedLoader:
-    """Yields this rank's share of each batch, collated and on its device; ``len`` is the number of batches of all.
+    """Yields this rank's share of each batch, collated and on its device. ``len`` is the number of whole batches.
 
     Args:
-        loader: The user's own, with the batch size of the whole.
+        loader: The user's loader, with the batch size of all ranks together.
 
     Raises:
-        ConfigurationError: For one that cannot be divided.
+        ConfigurationError: If the loader cannot be divided.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: RunConfig, place: Place) -> None:
+    def __init__(self, loader: DataLoader[Any], config: RunConfig, place: LoopState) -> None:
         _check(loader)
         self.given, self._place = loader, place
         self.dataset = loader.dataset
@@ -130,7 +130,7 @@ class PreparedLoader:
             **kept,
         )
         self._handed_out = self._passes = 0
-        self._turn: Turn | None = None
+        self._turn: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
         self._resumed: tuple[Tensor, Tensor] | None = None
 
@@ -139,7 +139,7 @@ class PreparedLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that were gone through."""
+        """Number of complete epochs."""
         return self._shares.epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,7 +150,7 @@ class PreparedLoader:
                 "use the one that the last call returned"
             )
         if self._turn is not None:
-            place.leave(self._turn)  # of a pass that was given up, or an error ended whose traceback is kept
+            place.leave(self._turn)  # of a pass that was abandoned, or ended by an error
         self._passes += 1
         shares.drawn.clear()
         self._handed_out, random = shares.skip, place.random
@@ -158,25 +158,25 @@ class PreparedLoader:
         resumed, self._resumed = self._resumed, None
         later = random.held()
         self._began = later if resumed is None else resumed[0]
-        random.take(self._began)
+        random.load_state(self._began)
         source = self._reading()
         if resumed is not None:
-            random.take(later)
+            random.load_state(later)
         return self._pass(self._passes, source, None if resumed is None else resumed[1])
 
     def _pass(self, number: int, source: Iterator[Any], ordered: Tensor | None) -> Iterator[Any]:
-        """Pass ``number`` through the data, whose order is drawn from ``ordered``, or from where the loop is."""
+        """Runs pass ``number`` through the data. Its order is drawn from ``ordered``, or from the current state."""
         place, shares = self._place, self._shares
         later = place.random.held()
         self._ordered = later if ordered is None else ordered
-        place.random.take(self._ordered)
+        place.random.load_state(self._ordered)
         while True:
             if number != self._passes:
                 raise ConfigurationError(TWICE)
             with place.session.watchdog.phase("loading a batch", step=place.steps):
                 found = next(source, _NOTHING)
             if ordered is not None:
-                place.random.take(later)  # the order is drawn; what the loop draws goes on from where it was
+                place.random.load_state(later)  # the order is drawn: restore the loop's generator
                 ordered = None
             if found is _NOTHING:
                 break
@@ -190,8 +190,7 @@ class PreparedLoader:
         shares.epoch += 1
 
     def _reading(self) -> Iterator[Any]:
-        """A new pass of the reader, which draws a seed for workers as the plain loader would: once for those that
-        stay."""
+        """Starts a new pass of the reader. Seeds workers as the plain loader would: persistent ones only once."""
         if self._passes > 1 and self.given.persistent_workers and self.given.num_workers:
             return iter(self._reader)
         with self._place.random.drawn():
@@ -200,14 +199,14 @@ class PreparedLoader:
         return iter(self._reader)
 
     def set_epoch(self, epoch: int) -> None:
-        """As of a sampler of the user's that has it."""
+        """Calls ``set_epoch`` of the user's samplers, if they have it."""
         samplers: tuple[Any, ...] = (self.sampler, self.batch_sampler)
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data: epoch, batches of it that were handed out, and what its order was drawn from."""
+        """Returns the position in the data: epoch, batches yielded, and the states from which its order was drawn."""
         return {
             "epoch": self._shares.epoch,
             "batches": self._handed_out,
@@ -218,7 +217,7 @@ class PreparedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next pass begins where that of ``state`` was; in mid-epoch the batches before are not read."""
+        """Makes the next pass begin at the position in ``state``. Batches of the epoch before it are not read."""
         self._shares.epoch, self._shares.skip = state["epoch"], state["batches"]
         self._shares.step = state["step"]
         self.balancer.load_state_dict(state["balancer"])

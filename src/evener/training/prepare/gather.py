@@ -1,8 +1,8 @@
-"""Rows of all ranks, with the gradients of this rank's own.
+"""Gathers rows of all ranks, with gradients for this rank's own rows.
 
-A loss that every rank computes from them is the same on all, and what arrives at a rank's own rows is their part of
-its gradient. It is taken as many times as there are ranks, as every prepared loss is, because gradients become the
-mean of those of all.
+A loss that every rank computes from the gathered rows is the same on all. The gradient that reaches a rank's own rows
+is their part of its gradient. It is multiplied by the number of ranks, as that of every prepared loss, because
+gradients are averaged over the ranks later.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from evener.collectives.all_gather_rows import rows_of_all
-from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loop_state import LoopState
 
 
-def gathered(leaf: Tensor, shares: Sequence[int], place: Place) -> Tensor:
-    """(rows of all ranks, ...) from (rows of this rank, ...), of which the first ``shares[rank]`` count."""
+def gathered(leaf: Tensor, shares: Sequence[int], place: LoopState) -> Tensor:
+    """Returns (rows of all ranks, ...) for (rows of this rank, ...), of which the first ``shares[rank]`` count."""
     own = leaf[: shares[place.rank]]
     if not (own.requires_grad and torch.is_grad_enabled()):
         return _rows(own, shares, place)
@@ -27,18 +27,18 @@ def gathered(leaf: Tensor, shares: Sequence[int], place: Place) -> Tensor:
     return found
 
 
-def _rows(own: Tensor, shares: Sequence[int], place: Place) -> Tensor:
+def _rows(own: Tensor, shares: Sequence[int], place: LoopState) -> Tensor:
     if place.world_size == 1:
         return own.detach()
-    here = own.detach().to(place.session.device)  # whence the ranks' backend sends
+    here = own.detach().to(place.session.device)  # the backend sends from this device
     return rows_of_all(here, shares, place.session.world).to(own.device)
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of all ranks, of which this rank's have a gradient; tells the place that a backward pass comes to them."""
+    """Rows of all ranks, with a gradient for this rank's. Reports to the loop when a backward pass reaches them."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, shares: tuple[int, ...], place: Place) -> Tensor:
+    def forward(ctx: Any, own: Tensor, shares: tuple[int, ...], place: LoopState) -> Tensor:
         ctx.place, ctx.end = place, list(accumulate(shares))[place.rank]
         ctx.begin = ctx.end - shares[place.rank]
         found = _rows(own, shares, place)

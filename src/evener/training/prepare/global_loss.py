@@ -1,4 +1,4 @@
-"""Sums of all ranks: a value that is everybody's, with this rank's part of the gradient."""
+"""Sums over all ranks: the same value on every rank, with this rank's part of the gradient."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from evener.errors import ConfigurationError, DivergenceError, LossError
 from evener.training.prepare.global_loss_value import Confused, whole_of
-from evener.training.prepare.loop_state import Place
-from evener.training.prepare.loss_kind import Way
+from evener.training.prepare.loop_state import LoopState
+from evener.training.prepare.loss_kind import LossKind
 from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import Joint, Kind
 from evener.training.prepare.zero_loss import silence_of, silent
 from evener.training.step.step import not_finite
 
 _APART = 1e-3
-"""Relative; of values that ranks come to from the same sums."""
+"""Relative tolerance for values that ranks compute from the same sums."""
 _NO_GRAPH = (
     "the loss of rank {ranks} follows from none of its model's outputs, as a mean over nothing may, and that of "
     "other ranks does: in the backward pass they would wait for its part of BatchNorm. Give evener.prepare the "
@@ -37,7 +37,7 @@ _ELSEWHERE = (
 
 
 class Parted(BaseException):
-    """Ranks take different ways through a function, which therefore is no fixed number of sums; raised on all."""
+    """Raised on all ranks if they take different paths through a function, which then is no fixed number of sums."""
 
 
 def _code(of: object) -> float:
@@ -45,7 +45,7 @@ def _code(of: object) -> float:
 
 
 def joined(
-    place: Place,
+    place: LoopState,
     total: Tensor,
     count: float | Tensor,
     divisor: Callable[[float], float] = float,
@@ -54,16 +54,16 @@ def joined(
     own: Sequence[int] = (),
     is_marked: bool = True,
 ) -> Tensor:
-    """The sum of all ranks' totals over the divisor that their counts make. A collective call.
+    """Returns the sum of all ranks' totals, divided by the divisor for the sum of their counts. A collective call.
 
     Args:
-        code: Where ranks are; the same on all.
-        own: Numbers of this rank that the loop may take for those of all.
-        is_marked: Whether what is returned notices them.
+        code: The place of the call; the same on all ranks.
+        own: Numbers of this rank that the loop may mistake for those of all.
+        is_marked: Whether the result detects these numbers.
 
     Raises:
-        Parted: If they are at different places of a function, on all ranks.
-        DivergenceError: If the total of a rank that goes into training is not finite, on all ranks.
+        Parted: If the ranks are at different places of a function, on all ranks.
+        DivergenceError: If the total of a rank is not finite and has a gradient, on all ranks.
     """
     turn = place.turn("the loss was computed")
     number = float(count)
@@ -93,14 +93,16 @@ def joined(
 _NONE, _BEHIND, _POSSIBLE = range(3)
 
 
-def _graph_of(total: Tensor, place: Place) -> int:
-    """Whether there is a graph behind a number, or one that could be put there."""
+def _graph_of(total: Tensor, place: LoopState) -> int:
+    """Returns whether there is a graph behind a number, or one could be attached."""
     if not torch.is_grad_enabled():
         return _NONE
     return _BEHIND if total.requires_grad else _POSSIBLE if len(place.outputs) == 1 else _NONE
 
 
-def _told(place: Place, code: object, value: float, number: float, graph: int = _NONE) -> list[list[float]]:
+def _told(
+    place: LoopState, code: object, value: float, number: float, graph: int = _NONE
+) -> list[list[float]]:
     mark = place.turn("").mark
     rows = place.exchange("the loss", mark, value, number, 4 * _code(code) + graph)
     check_marks([row[0] for row in rows])
@@ -111,15 +113,17 @@ def _told(place: Place, code: object, value: float, number: float, graph: int = 
     return rows
 
 
-def _check_finite(place: Place, rows: list[list[float]], graphs: list[int]) -> None:
+def _check_finite(place: LoopState, rows: list[list[float]], graphs: list[int]) -> None:
     for rank, row in enumerate(rows):
         if graphs[rank] == _BEHIND and not math.isfinite(row[1]):
             raise DivergenceError(not_finite(f"the loss is {row[1]} in step {place.steps} on rank {rank}"))
 
 
-def _with_graph(place: Place, total: Tensor, graphs: list[int]) -> Tensor:
-    """Raises:
-    LossError: On all ranks, if one has nothing to back-propagate to, and others would wait for it.
+def _with_graph(place: LoopState, total: Tensor, graphs: list[int]) -> Tensor:
+    """Returns ``total`` with a graph to go backward through.
+
+    Raises:
+        LossError: On all ranks, if one rank has no graph, and others would wait for it in the backward pass.
     """
     if place.waits_in_backward and _NONE in graphs:
         without = [str(rank) for rank, graph in enumerate(graphs) if graph == _NONE]
@@ -130,11 +134,11 @@ def _with_graph(place: Place, total: Tensor, graphs: list[int]) -> Tensor:
 
 
 def _marked(
-    place: Place, made: Tensor, own: Sequence[int], count: float, divisor: Callable[[float], float]
+    place: LoopState, made: Tensor, own: Sequence[int], count: float, divisor: Callable[[float], float]
 ) -> Tensor:
-    """A number of all ranks, which knows the numbers of this one that it is not to be confused with.
+    """Makes a value over all ranks detect this rank's numbers.
 
-    Where ranks have different numbers of samples they come to different values then, which is noticed anyway.
+    Not needed if shares differ: then a mistake makes the ranks' values differ, which is detected anyway.
     """
     turn, is_sum = place.turn(""), divisor(2.0) == 1.0
     if turn.samples == turn.batch.size or not made.is_floating_point():
@@ -146,10 +150,10 @@ def _marked(
 
 
 class _Joined(torch.autograd.Function):
-    """A number with another's gradient, ``factor`` times; tells the place what a backward pass brings."""
+    """A value with ``factor`` times the gradient of another number. Reports its incoming gradient to the loop."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, value: float, factor: float, place: Place) -> Tensor:
+    def forward(ctx: Any, total: Tensor, value: float, factor: float, place: LoopState) -> Tensor:
         ctx.factor, ctx.place = factor, place
         return total.new_tensor(value).reshape(())
 
@@ -160,13 +164,13 @@ class _Joined(torch.autograd.Function):
 
 
 class AllRanks(Joint):
-    """Tells all ranks the sums that a function comes to, one after another.
+    """Exchanges the sums of a function between all ranks, one after another.
 
     Args:
-        is_marked: Whether they notice to be divided by numbers of one rank.
+        is_marked: Whether the results detect division by numbers of one rank.
     """
 
-    def __init__(self, place: Place, is_marked: bool = True) -> None:
+    def __init__(self, place: LoopState, is_marked: bool = True) -> None:
         super().__init__()
         self._place, self._calls, self._is_marked = place, 0, is_marked
 
@@ -192,23 +196,23 @@ class AllRanks(Joint):
         return value.detach().new_tensor((max if kind == "max" else min)(found))
 
 
-def agreed(place: Place, way: Way) -> Way:
-    """The way that is right for all ranks. A collective call."""
-    wish = way if place.turn("").samples else Way.SUMS  # a placeholder tells nothing
-    return Way(int(max(row[1] for row in _told(place, "way", float(wish), 0.0))))
+def agreed(place: LoopState, way: LossKind) -> LossKind:
+    """Returns the kind of loss that is right for all ranks. A collective call."""
+    wish = way if place.turn("").samples else LossKind.SUMS  # a placeholder sample shows nothing
+    return LossKind(int(max(row[1] for row in _told(place, "way", float(wish), 0.0))))
 
 
-def over_of_all(place: Place, stays: bool, value: Tensor | None, rows: int) -> float:
-    """At the end of a function of sums, the rows of all ranks. A collective call.
+def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int) -> float:
+    """Ends a function of sums. Returns the sum of ``rows`` over all ranks. A collective call.
 
     Args:
-        stays: Whether it is one on this rank.
-        value: What it came to.
-        rows: By which this rank has divided, in place of those of all; 0 where it has not.
+        stays: Whether this rank's call was made of sums.
+        value: The result of the function.
+        rows: The number of rows by which this rank has divided, in place of that of all; 0 if it has not.
 
     Raises:
-        Parted: If a rank took another way; on all ranks.
-        LossError: If ranks came to different values; on all ranks.
+        Parted: If a rank took another path; on all ranks.
+        LossError: If the ranks have different values; on all ranks.
     """
     number = math.nan if value is None else float(value.detach()) * (rows or 1)
     told = _told(place, ("end", bool(rows), stays), number, float(rows * place.turn("").micro.weight))

@@ -1,7 +1,7 @@
-"""A loss of all ranks, which notices when it is divided or multiplied by what one rank alone has.
+"""The value of a loss over all ranks. Detects division or multiplication by a number that only one rank has.
 
-The sum over a batch of 12, divided by the 6 samples that a rank has of it, is wrong by a factor of two, and all ranks
-agree on it where their shares are equal: nobody would notice.
+Example: a sum over a batch of 12, divided by this rank's 6 samples, is wrong by a factor of two. All ranks agree on it
+if their shares are equal, so nothing else would detect it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _MEAN = (
 
 @dataclass(frozen=True)
 class Confused:
-    """Numbers of a rank that may be taken for those of all."""
+    """This rank's numbers that may be mistaken for those of all ranks."""
 
     own: frozenset[int]
-    """Of samples, elements and terms that this rank has, which are not those of all."""
+    """Numbers of samples, elements and terms of this rank that are not those of all."""
     counted: Set[int]
-    """What was counted over all ranks with this batch, also later: those may be the same by chance."""
+    """Numbers counted over all ranks with this batch, also later: these may be equal by chance."""
     rank: int
 
     def has(self, number: int) -> bool:
-        """Whether it is this rank's own."""
+        """Returns True if the number is this rank's own."""
         return number in self.own and number not in self.counted
 
 
-class Whole(Tensor):
-    """One number of all ranks' samples.
+class GlobalLossValue(Tensor):
+    """One number over the samples of all ranks.
 
     Attributes:
         plain: The same as a plain tensor.
-        confused: What it is not to be divided or multiplied by.
-        is_sum: Whether it was divided by nothing.
+        confused: Numbers by which it must not be divided or multiplied.
+        is_sum: Whether it is a sum, divided by nothing.
     """
 
     plain: Tensor
@@ -57,8 +57,8 @@ class Whole(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, whole = getattr(func, "__name__", ""), next(_wholes((args, kwargs)))
-        if any(not issubclass(kind, Whole) and kind is not Tensor for kind in types):
-            return NotImplemented  # a tensor that has more to say
+        if any(not issubclass(kind, GlobalLossValue) and kind is not Tensor for kind in types):
+            return NotImplemented  # leaves the call to another tensor subclass
         if name in ("div", "true_divide", "div_", "divide", "mul", "mul_", "multiply"):
             whole.look_at(name, [part for part in args if part is not whole])
         made = func(*_plain(args), **_plain(kwargs or {}))
@@ -66,11 +66,13 @@ class Whole(Tensor):
         return whole_of(made, whole.confused, whole.is_sum) if stays else made
 
     def look_at(self, name: str, others: list[Any]) -> None:
-        """Raises:
-        LossError: If a sum of all is divided by a number of this rank's.
+        """Checks a division or multiplication by ``others``.
+
+        Raises:
+            LossError: If a sum over all ranks is divided by a number of this rank.
 
         Warns:
-            UserWarning: If a mean of all is multiplied by one.
+            UserWarning: If a mean over all ranks is multiplied by one.
         """
         if self.is_sum == name.startswith("mul") or not self.confused.has(number := _number(others)):
             return
@@ -81,8 +83,8 @@ class Whole(Tensor):
 
 
 def whole_of(value: Tensor, confused: Confused, is_sum: bool) -> Tensor:
-    """``value`` as one number of all ranks."""
-    made = value.as_subclass(Whole)
+    """Returns ``value`` as one number over all ranks."""
+    made = value.as_subclass(GlobalLossValue)
     made.plain, made.confused, made.is_sum = value, confused, is_sum
     return made
 
@@ -91,7 +93,7 @@ _STAYS = ("add", "sub", "mul", "div", "true_divide", "neg", "detach", "clone", "
 
 
 def _number(others: list[Any]) -> int:
-    """A whole number that somebody counted; 0 for another thing."""
+    """Returns the operand if it is an integer that may be a count; otherwise 0."""
     other = others[0] if others else 0
     if isinstance(other, Tensor):
         other = other.item() if not other.dim() and not other.requires_grad else 0
@@ -100,7 +102,7 @@ def _number(others: list[Any]) -> int:
 
 
 def _wholes(tree: Any) -> Any:
-    if isinstance(tree, Whole):
+    if isinstance(tree, GlobalLossValue):
         yield tree
     elif isinstance(tree, tuple | list):
         for part in tree:
@@ -110,7 +112,7 @@ def _wholes(tree: Any) -> Any:
 
 
 def _plain(tree: Any) -> Any:
-    if isinstance(tree, Whole):
+    if isinstance(tree, GlobalLossValue):
         return tree.plain
     if isinstance(tree, tuple | list):
         return type(tree)(map(_plain, tree))

@@ -1,15 +1,15 @@
-"""Gradients of a prepared loop: after each backward pass those of all ranks, by whatever way they came.
+"""Gradients of a prepared loop: after each backward pass, parameters hold the gradients of the whole batch.
 
-On one device a pass is the gradient of its root, the number on which ``backward`` was called. Here each rank has that
-number, for a prepared loss gives that of the whole batch, and a penalty is made of equal weights; so each goes backward
-from its N-th part, and what comes to the parameters is added up over the ranks. A prepared loss passes N times what it
-gets to this rank's samples, whose own gradients so are those of one device at every layer::
+On one device a pass computes the gradient of its root, the number on which ``backward`` was called. Here all N ranks
+have the same root: a prepared loss has the value of the whole batch, and a penalty depends only on weights, which are
+equal. So each rank goes backward from root / N, and the gradients of parameters are summed over the ranks. A prepared
+loss multiplies the gradient for this rank's samples by N, so that at every layer they get the gradients of one device::
 
     root / N  ─┬─▶ loss of all ─▶ N times this rank's part ─▶ layers ─▶ parameters ─┐
                └─▶ penalty ────────────────────────────────▶ parameters ────────────┴─▶ sum over ranks
 
-What an earlier pass of the step has left is divided by N before, too. A gradient that is whole carries a mark; one
-without a mark, set by the loop itself, has to be the same on all ranks, and is compared.
+Gradients that an earlier pass of the step has left are divided by N first. A complete gradient carries a mark. One
+without a mark, set by the loop itself, must be the same on all ranks, and is compared.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.after_backward import in_buckets, zeros_of
 from evener.strategies.learner import Learner
-from evener.torch_internals.gradient_hooks import Hooks, give_hooks, hooks_of
-from evener.torch_internals.version import version
+from evener.torch_internals.autograd import Hooks, give_hooks, hooks_of, version
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
 
 Exchange = Callable[..., list[list[float]]]
-"""From a name and numbers to the numbers of all ranks."""
+"""Maps a reason and numbers to the numbers of all ranks."""
 _MOST_MODELS = 50
-"""Of which a row of float64 can tell."""
+"""Limit for a bit mask of models that fits a float64."""
 _MARK = "evener_gradient"
 _WHOLE, _PART = "whole", "part"
 
 
 class MeanOfRanks:
-    """Makes the gradients of the models' parameters those of the mean of all ranks' roots.
+    """Turns the gradients of the models' parameters into those of the mean of all ranks' roots.
 
     Args:
-        models: Of which those that a backward pass has not come to are left alone.
-        exchange: Tells all ranks numbers, and what they are for.
+        models: The models. Those that no backward pass has reached are left alone.
+        exchange: Exchanges numbers between all ranks, with a reason.
     """
 
     def __init__(self, learner: Learner, models: Sequence[nn.Module], exchange: Exchange) -> None:
@@ -58,16 +57,16 @@ class MeanOfRanks:
         self._delayed = False
         self._all_reduce: AllReduce | None = None
         self._touched: set[nn.Parameter] = set()
-        """Those that passes have come to whose gradients were not summed since."""
+        """Parameters that passes have reached since the last sum."""
         self._kept: dict[nn.Parameter, tuple[Hooks, Tensor | None]] = {}
-        """During a pass: hooks that have to wait for its sum, and the gradient before it."""
+        """During a pass: hooks that have to wait for the sum, and the gradient before the pass."""
         self._root, self._tolerance = 0.0, 0.0
         self.incoming = 0.0
-        """What passes brought to prepared losses."""
+        """Sum of the gradients that passes brought to prepared losses."""
         self.renew(learner, models)
 
     def renew(self, learner: Learner, models: Sequence[nn.Module]) -> None:
-        """Goes on with other models, or with models that were changed."""
+        """Takes other models, or models that were changed."""
         if len(models) > _MOST_MODELS:
             raise ConfigurationError(
                 f"{len(models)} models: put them into one module, or {_MOST_MODELS} at most"
@@ -84,23 +83,23 @@ class MeanOfRanks:
         self._sparse = gradients.sparse_weights(learner.model)
 
     def release(self) -> None:
-        """Holds no model any more, until others come."""
+        """Drops the models, until others are given."""
         self._models, self._own, self._sparse = [], set(), set()
         self._touched.clear()
         del self._learner
 
     @property
     def ranks(self) -> int:
-        """N."""
+        """Number of ranks whose gradients are summed, N."""
         return self._ranks
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter of the models."""
+        """Returns True for a parameter of the models."""
         return tensor in self._own
 
     @contextmanager
     def delayed(self) -> Iterator[None]:
-        """Backward passes inside leave gradients to the next one outside."""
+        """Context in which backward passes leave their gradients to the next pass outside."""
         before, self._delayed = self._delayed, True
         try:
             yield
@@ -108,17 +107,17 @@ class MeanOfRanks:
             self._delayed = before
 
     def work_is_done(self, tell: Callable[[], None]) -> None:
-        """Calls ``tell`` where ranks are about to wait for each other."""
+        """Calls ``tell`` if the ranks are about to wait for each other."""
         if not self._delayed:
             tell()
 
     # A pass
 
     def going(self, run: Callable[[float], None], root: float, tolerance: float) -> None:
-        """A pass from ``root``, which each rank has; what it leaves is this rank's part.
+        """Runs a pass from ``root``, which all ranks have. The gradients that it leaves are this rank's part.
 
         Raises:
-            ConfigurationError: For a hook on a parameter's gradient where the sum is put off.
+            ConfigurationError: If a parameter's gradient has a hook and the sum is delayed.
         """
         self.check_all_summed("a backward pass")
         self._put_hooks_off()
@@ -165,7 +164,7 @@ class MeanOfRanks:
                     parameter.grad = None
 
     def _restore_hooks(self) -> None:
-        """A pass has failed."""
+        """Restores hooks and gradients after a pass has failed."""
         for parameter, (hooks, gradient) in self._kept.items():
             give_hooks(parameter, hooks)
             parameter.grad = gradient
@@ -173,7 +172,7 @@ class MeanOfRanks:
 
     @torch.no_grad()
     def _call_hooks(self) -> None:
-        """Those that were put off, with the gradient of all ranks."""
+        """Calls the hooks that had to wait, with the gradients of all ranks."""
         kept, self._kept = self._kept, {}
         for parameter, (hooks, _) in kept.items():
             give_hooks(parameter, hooks)
@@ -194,7 +193,7 @@ class MeanOfRanks:
     # The sum
 
     def __call__(self) -> None:
-        """After a backward pass. A collective call, unless it is delayed.
+        """Sums the gradients after a backward pass. A collective call, unless it is delayed.
 
         Raises:
             ConfigurationError: On all ranks alike, if they went backward from different numbers.
@@ -214,10 +213,10 @@ class MeanOfRanks:
         self._call_hooks()
 
     def _told(self, mask: int, absent: int) -> list[list[float]]:
-        """What all ranks say of their passes since the last sum.
+        """Exchanges and checks the roots of all passes since the last sum. Returns the rows of all ranks.
 
         Raises:
-            ConfigurationError: If these are of different numbers.
+            ConfigurationError: If the ranks' roots, factors or trained parameters differ.
         """
         trained = zlib.crc32(bytes(p.requires_grad for model in self._models for p in model))
         own = float(mask), float(absent), float(trained), self._root, self.incoming
@@ -230,7 +229,7 @@ class MeanOfRanks:
         return rows
 
     def _chosen(self) -> list[list[nn.Parameter]]:
-        """The parameters of the models that a rank has been backward through, which have a gradient on any."""
+        """Returns, for each model that a pass reached on any rank, the parameters with a gradient on any rank."""
         mask = sum(2**n for n, model in enumerate(self._models) if not self._touched.isdisjoint(model))
         absent = sum(p.grad is None for model in self._models for p in model if p.requires_grad)
         rows = self._told(mask, absent)
@@ -269,7 +268,7 @@ class MeanOfRanks:
     def returned(
         self, found: Sequence[Tensor | None], inputs: Sequence[Tensor], root: float, tolerance: float
     ) -> None:
-        """Sums what ``torch.autograd.grad`` has found of parameters. A collective call."""
+        """Sums the gradients of parameters that ``torch.autograd.grad`` has returned. A collective call."""
         self._root, self._tolerance = self._root + root, max(self._tolerance, tolerance)
         own = [each for each, tensor in zip(found, inputs, strict=True) if self.owns(tensor)]
         self._told(0, 0)
@@ -287,17 +286,17 @@ class MeanOfRanks:
     # Before an update
 
     def _strange(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those whose gradient is there, and of which nobody here knows."""
+        """Returns the parameters that have a gradient without a mark."""
         if self._ranks == 1:
             return []
         found = {p for p in parameters if p.grad is not None and _mark_of(p) is None}
         return [p for model in self._models for p in model if p in found]
 
     def check_all_summed(self, where: str, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """A collective call if there are gradients that a loop has set itself.
+        """Compares gradients that the loop has set itself. A collective call if there are any.
 
         Raises:
-            ConfigurationError: On all ranks alike, if such are not the same on all of them.
+            ConfigurationError: On all ranks alike, if they differ.
         """
         strange = self._strange(self._own if parameters is None else self._own.intersection(parameters))
         if strange:
@@ -316,10 +315,10 @@ class MeanOfRanks:
             _mark(parameter, _WHOLE)
 
     def check_alike(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """A collective call if something was found.
+        """Compares gradients of parameters that went through no prepared loss. A collective call if there are any.
 
         Raises:
-            ConfigurationError: On all ranks alike, if gradients of parameters are not the same on all of them.
+            ConfigurationError: On all ranks alike, if they differ.
         """
         if not found or self._learner.session.mixed:
             return
@@ -334,8 +333,10 @@ class MeanOfRanks:
             )
 
     def check_none_put_off(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raises:
-        ConfigurationError: If the gradients of ``parameters`` wait for a backward pass that sums them.
+        """Checks that no gradient of ``parameters`` is still this rank's part alone.
+
+        Raises:
+            ConfigurationError: If one waits for a backward pass that sums it.
         """
         left = [p for p in parameters if p.grad is not None and _mark_of(p) == _PART]
         if left and self._ranks > 1:
@@ -349,8 +350,10 @@ class MeanOfRanks:
         return self._learner.names.get(parameter, "a parameter")
 
     def check_sound(self, parameters: Iterable[nn.Parameter], step: int) -> None:
-        """Raises:
-        DivergenceError: If a gradient is not finite, on all ranks alike, before the update.
+        """Checks the gradients before the update of step ``step``.
+
+        Raises:
+            DivergenceError: If one is not finite, on all ranks alike.
         """
         self._learner.look_at(p for p in parameters if p in self._learner.names)
         name = self._learner.unsound.name()
@@ -361,7 +364,7 @@ class MeanOfRanks:
             )
 
     def close(self) -> None:
-        """Gives back what sums."""
+        """Releases the all-reduce."""
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             all_reduce.close()

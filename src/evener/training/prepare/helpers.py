@@ -1,4 +1,4 @@
-"""Small things that a loop on several ranks wants: who one is, what all have, and what only one should say."""
+"""Helpers for a loop on several ranks: rank and world size, printing on one rank, gathering, drawing, means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
 from evener.training.prepare import loss as losses
 from evener.training.prepare.gather import gathered
-from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss import OverAll
 from evener.training.prepare.prepare import current, place_or_none
 from evener.training.prepare.rank_checks import check_marks
@@ -28,31 +28,31 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """This process's number among the ranks of the run, from 0; before ``prepare`` as the launcher says."""
+    """Returns this process's rank, from 0. Before ``prepare``, as the launcher says."""
     place = place_or_none()
     return detect().rank if place is None else place.rank
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """Returns the number of ranks."""
     place = place_or_none()
     return detect().world_size if place is None else place.world_size
 
 
 def is_main() -> bool:
-    """Whether this is the rank that prints and writes, rank 0."""
+    """Returns True on rank 0, the rank that prints and writes."""
     return rank() == 0
 
 
-def print(*values: Any, **options: Any) -> None:  # the loop's own print, said once
-    """As Python's, on rank 0 alone; a progress bar of tqdm's stays below."""
+def print(*values: Any, **options: Any) -> None:  # prints once, not once per rank
+    """Prints on rank 0 alone, like Python's ``print``. A tqdm progress bar stays below."""
     if is_main():
         with tqdm.external_write_mode(options.get("file")):
             builtins.print(*values, **options)
 
 
 def barrier() -> None:
-    """Waits for all ranks; one that does not come in time is named."""
+    """Waits for all ranks. A rank that does not arrive in time is named in the error."""
     place = place_or_none()
     if place is None:
         if world_size() > 1:
@@ -62,21 +62,21 @@ def barrier() -> None:
 
 
 def device() -> torch.device:
-    """Of this rank."""
+    """Returns this rank's device."""
     return current("evener.device()").session.device
 
 
 def gather(tree: T) -> T:
-    """The rows of all ranks, in the order of the batch's samples: as one device would have them, on every rank.
+    """Returns the rows of all ranks in the order of the batch's samples, as on one device. A collective call.
 
-    Each sample is there once, whatever the shares, so that a metric is that of one device, and so is a loss that every
-    rank computes from the rows of all, whose gradient goes to each rank's own. A collective call.
+    Each sample is there once, whatever the shares. So a metric is that of one device, and so is a loss that every rank
+    computes from the gathered rows. Its gradient goes to each rank's own rows.
 
     Args:
         tree: A tensor with a row for each of this rank's samples, or tensors nested in tuples, lists and dicts.
 
     Raises:
-        ConfigurationError: Outside of a prepared loader's batch, or for a tensor of another number of rows.
+        ConfigurationError: Outside of a prepared loader's batch, or for a tensor with another number of rows.
     """
     place = current("evener.gather")
     turn = place.turn("evener.gather was called", tree)
@@ -99,7 +99,7 @@ def gather(tree: T) -> T:
 
 
 def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor:
-    """Random numbers for this rank's samples, as one device would draw them for the batch: ``draw(torch.randn, 100)``.
+    """Draws random numbers for this rank's samples, as one device would for the batch: ``draw(torch.randn, 100)``.
 
     All ranks draw ``function(samples of the batch, *sizes)`` and keep their own rows.
     """
@@ -114,7 +114,7 @@ def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor
 
 
 def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The mean over all ranks' terms from that over this rank's, for a loss that the model computes itself.
+    """Returns the mean over the terms of all ranks, for a loss that the model computes itself. A collective call.
 
     ::
 
@@ -123,15 +123,15 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
         evener.global_mean(losses)                      the mean over all elements, from this rank's
         evener.global_mean(function, outputs, targets)  of all samples, of whatever kind the function is
 
-    A collective call, within a prepared loader's batch or :func:`evener.batch`. A number tells nobody how it was
-    computed: one that compares samples with each other, as a contrastive loss, is no mean over them. Given the function
-    and its arguments, it is computed as a loss that :func:`evener.prepare` was given.
+    Must be called within a prepared loader's batch or :func:`evener.batch`. A number does not show how it was computed:
+    a loss that compares samples with each other, such as a contrastive loss, is no mean over them. Give such a function
+    and its arguments; it is then computed like a loss given to :func:`evener.prepare`.
 
     Args:
         value: This rank's mean, one number; the terms themselves; or a function.
-        arguments: After a value, of how many terms it is the mean: ``count``, None for its samples. After a function,
-            what it is called with.
-        named: ``count``, or what the function is called with by name.
+        arguments: After a mean, the number of its terms, ``count``; None for the number of samples. After a function,
+            its arguments.
+        named: ``count``, or keyword arguments of the function.
     """
     place = current("evener.global_mean")
     turn = place.turn("evener.global_mean was called")
@@ -148,8 +148,8 @@ def _count_of(value: Tensor, count: float | Tensor | None = None) -> float | Ten
     return value.numel() if count is None and value.dim() else count
 
 
-def _over_all(function: Callable[..., Any], place: Place) -> OverAll:
-    """The same each time that the function comes from the same line of the loop."""
+def _over_all(function: Callable[..., Any], place: LoopState) -> OverAll:
+    """Returns the prepared loss of the function, the same one each time for a function from the same line of code."""
     key = getattr(function, "__code__", function)
     if key not in place.functions:
         place.functions[key] = OverAll(function, place)
@@ -159,15 +159,15 @@ def _over_all(function: Callable[..., Any], place: Place) -> OverAll:
 
 
 def batch_size() -> int:
-    """The samples of all ranks in the batch at hand: what ``len(x)`` is on one device.
+    """Returns the number of samples of all ranks in the current batch: what ``len(x)`` is on one device.
 
-    For a sum over an epoch, ``total += loss.item() * evener.batch_size()``, because the loss is the mean over all.
+    For a sum over an epoch use ``total += loss.item() * evener.batch_size()``, because the loss is the mean over all.
     """
     return current("evener.batch_size()").turn("evener.batch_size was called").batch.size
 
 
 @contextmanager
 def no_sync(*_: Any) -> Iterator[None]:
-    """Backward passes inside leave their gradients to the next one outside, which sums them all at once."""
+    """Context in which backward passes keep their gradients local. The next pass outside sums them all at once."""
     with current("evener.no_sync").mean.delayed():
         yield

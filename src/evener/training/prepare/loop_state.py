@@ -1,6 +1,6 @@
-"""What the ranks share while a prepared loop runs: where they are in the data, and who has how much of it.
+"""The state that the ranks share while a prepared loop runs: the current batch, and each rank's share of it.
 
-Whatever they tell each other carries how many updates they have made, so that none can be ahead of others unseen.
+Every exchange between the ranks carries their number of updates, so that a rank that is ahead is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evener.nn.batch_norm import BatchNorm, normalize_by_batches
 from evener.nn.context import Scope
 from evener.strategies.buffers import share_buffers
 from evener.strategies.learner import Learner
-from evener.strategies.timing import Pace
+from evener.strategies.timing import WorkTimer
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.batch_tensors import check_at_hand
 from evener.training.prepare.gradient_mean import MeanOfRanks
@@ -39,7 +39,7 @@ from evener.training.prepare.rank_checks import (
     check_strangers,
     check_updates,
 )
-from evener.training.prepare.replicas import Replicas
+from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
 from evener.training.step.exchange import Exchange
 
@@ -57,29 +57,31 @@ CROSSED = (
 
 
 @dataclass(eq=False)
-class Turn:
-    """A batch at hand."""
+class CurrentBatch:
+    """A batch that the loop is computing with."""
 
     batch: Batch
-    """This rank's share, and what all ranks know of the whole; without the samples themselves."""
+    """This rank's share, and what all ranks know of the whole batch, without the samples themselves."""
     mark: float
-    """Tells the batch from others: the same number on all ranks that have the same samples before them."""
+    """Number that identifies the batch. It is the same on all ranks if they have the same samples."""
     worked: Readout | None = None
-    """Seconds of this rank's own work when the last backward pass with it was over; None before there was one."""
+    """Seconds of this rank's own work at the end of the last backward pass with it. None before the first."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     is_counted: bool = False
-    """Whether a mean was taken over as many terms as the rank has samples."""
+    """True if a mean was taken over as many terms as the rank has samples."""
     counted: set[int] = field(default_factory=set)
-    """Whole numbers that were counted over all ranks."""
+    """Integers that were counted over all ranks."""
     dim: int = 0
-    """Along which tensors have the samples."""
+    """The dimension of the samples in tensors."""
     is_crossed: bool = False
-    """Whether the loop went through another loader at once, and this rank has other numbers of samples of its batch:
-    whose the outputs of a loss were cannot be told."""
+    """True if the loop used another loader at once, and this rank's shares of the two batches differ in size.
+
+    Then the batch that a loss belongs to is unknown.
+    """
     is_left: bool = False
-    """Whether the loop was left with it."""
+    """True if the loop was left at this batch."""
     scope: AbstractContextManager[Scope | None] = field(default_factory=nullcontext)
-    """What layers ask meanwhile."""
+    """The context that layers see while the loop computes with this batch."""
 
     @property
     def micro(self) -> MicroBatch:
@@ -88,35 +90,35 @@ class Turn:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many samples each rank has."""
+        """Number of samples of each rank."""
         return self.batch.shares
 
     @property
     def samples(self) -> int:
-        """How many count on this rank."""
+        """Number of samples that count on this rank."""
         return self.micro.size
 
-    def differs(self, other: Turn) -> bool:
-        """Whether a loss may have taken the samples of one for those of the other."""
+    def differs(self, other: CurrentBatch) -> bool:
+        """Returns True if a loss may have taken the samples of one batch for those of the other."""
         if self.is_counted or other.is_counted:
             return self.samples != other.samples
         return bool(self.samples) != bool(other.samples)
 
 
 def held_by(learner: Learner, number: int) -> list[nn.Module]:
-    """Its models as they are now."""
+    """Returns the learner's models as they are now."""
     return [learner.model] if number == 1 else list(learner.model.children())
 
 
 MakeLearner = Callable[[list[nn.Module], Session], Learner]
 
 
-class Place:
-    """One preparation: a session, a learner of all its models, and the step at hand.
+class LoopState:
+    """One preparation: a session, a learner of all its models, and the current batches.
 
     Args:
         make: Sets models up on this rank.
-        models: As they were given.
+        models: The models as the user gave them.
     """
 
     def __init__(
@@ -130,34 +132,33 @@ class Place:
         self._held = _layers(models)
         self._models = list(models)
         self._control: Exchange = quickest(session)
-        self.pace = Pace(stopwatch(session.device), learner.settings.throttle, session.rank)
+        self.pace = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
         self.mean = MeanOfRanks(learner, models, self.exchange)
         random.told = lambda *numbers: self.exchange("seeding anew", *numbers)
         self.steps = 0
-        self._replicas = Replicas()
+        self._replicas = LoopReplicas()
         self.is_over = False
         self.is_in_pass = False
-        """Between ``backward()`` and its return."""
+        """True while ``backward()`` is running."""
         self.strangers = 0
-        """Stands for the gradients with which tensors of no model were updated since the ranks told each other
-        something; 0 if none was."""
+        """Checksum of updates of tensors in no model, and of learning rates, since the last exchange; 0 for none."""
         self.functions: dict[Any, Any] = {}
-        """Losses that were named in passing."""
+        """Prepared losses made for functions that were given to ``global_mean``."""
         self.batches: Any = None
-        """Those that the loop makes itself, if it does."""
-        self._turns: list[Turn] = []
+        """The batches that the loop makes itself, or None."""
+        self._turns: list[CurrentBatch] = []
         self._outputs = Outputs(lambda: bool(self._turns))
         self._watch_outputs()
-        self._measured: Turn | None = None
+        self._measured: CurrentBatch | None = None
 
     @property
     def learner(self) -> Learner:
-        """Of the models as they are now."""
+        """The learner of the models as they are now."""
         return self._learners[-1]
 
     @property
     def models(self) -> list[nn.Module]:
-        """As they were given."""
+        """The models that the loop trains."""
         return self._models
 
     @property
@@ -170,17 +171,17 @@ class Place:
 
     @property
     def outputs(self) -> list[Tensor]:
-        """What models gave since the batch began, where ranks wait for each other in going backward through them."""
+        """Outputs of the models since the batch began, if ranks wait for each other in the backward pass."""
         return self._outputs.found
 
-    def turn(self, what: str, of: Any = None) -> Turn:
-        """The batch at hand.
+    def turn(self, what: str, of: Any = None) -> CurrentBatch:
+        """Returns the current batch.
 
         Args:
-            of: Tensors that must be of it.
+            of: Tensors that must belong to it.
 
         Raises:
-            ConfigurationError: If there is none, or if they are not.
+            ConfigurationError: If there is none, or they do not.
         """
         check_at_hand(of, self._turns, what)
         if not self._turns:
@@ -188,11 +189,10 @@ class Place:
         return self._turns[-1]
 
     def exchange(self, what: str, *values: float) -> list[list[float]]:
-        """The values of all ranks, eight at most; what they wait for is ``what``, of :data:`WAITS`. A collective call.
+        """Returns the values of all ranks, eight at most. ``what`` says why, from :data:`WAITS`. A collective call.
 
         Raises:
-            ConfigurationError: If the ranks wait for different things, which only their numbers would be told of else,
-                or have updated weights differently.
+            ConfigurationError: If ranks call this for different reasons, or have updated weights differently.
         """
         watchdog = self.session.watchdog
         strangers, self.strangers = self.strangers, 0
@@ -206,23 +206,23 @@ class Place:
         return [row[3:] for row in rows]
 
     def _watch_outputs(self) -> None:
-        """Ranks wait for each other in going backward through a BatchNorm, and none may go another way."""
+        """Collects the outputs of the models if a BatchNorm makes ranks wait for each other in the backward pass."""
         normalize_by_batches(self.learner.model)
         self.waits_in_backward = any(isinstance(part, BatchNorm) for part in self.learner.model.modules())
         self._outputs.watch(self._models if self.world_size > 1 and self.waits_in_backward else [])
 
     @contextmanager
-    def at(self, turn: Turn) -> Iterator[None]:
-        """Around what the loop does with a batch.
+    def at(self, turn: CurrentBatch) -> Iterator[None]:
+        """Context in which the loop computes with a batch.
 
-        Loops may be nested, as an evaluation within training, or go through two loaders at once. The last batch of a
-        loop that was left, as by ``break`` or ``next(iter(loader))``, stays at hand until the next one.
+        Contexts may be nested, for an evaluation in training or two loaders at once. The last batch of a loop that was
+        left, by ``break`` or ``next(iter(loader))``, stays current until the next one.
         """
         for left in [each for each in self._turns if each.is_left]:
             self.leave(left)
         self.look_for_changes()
         turn.scope = self.learner.micro_scope(turn.micro, self.steps)
-        turn.versions = self.learner.buffer_versions()
+        turn.versions = self.learner.loose_buffers.versions()
         self._turns.append(turn)
         if self._measured is None:
             self._measured = turn
@@ -239,8 +239,8 @@ class Place:
             raise
         self.leave(turn)
 
-    def leave(self, turn: Turn) -> None:
-        """What the loop does with ``turn`` is over, or nobody goes on with it; the second time it changes nothing."""
+    def leave(self, turn: CurrentBatch) -> None:
+        """Ends the computations with ``turn``. A second call has no effect."""
         if turn not in self._turns:
             return
         later = self._turns[self._turns.index(turn) + 1 :]
@@ -252,17 +252,17 @@ class Place:
             self._measured = None
             self.pace.__exit__(None)
 
-    def finish(self, turn: Turn) -> list[float]:
-        """The time of each rank's own work with the batch, NaN where it did not train with it. A collective call.
+    def finish(self, turn: CurrentBatch) -> list[float]:
+        """Returns each rank's seconds of own work with the batch; NaN if it did not train with it. A collective call.
 
         Raises:
-            ConfigurationError: If gradients were left that are of this rank's samples alone, the ranks have come to
-                different batches, or a rank had samples of one of two loaders alone.
+            ConfigurationError: If gradients of this rank's samples alone are left, the ranks have different batches, or
+                a rank had samples in only one of two loaders.
             DivergenceError: If ranks hold different weights or buffers.
         """
         self.mean.check_all_summed("the end of the batch")
         own = turn.worked.value() or math.nan if turn.worked is not None and turn.samples else math.nan
-        changed = self.learner.buffer_versions() != turn.versions
+        changed = self.learner.loose_buffers.versions() != turn.versions
         told = (turn.mark, own, float(changed), float(turn.is_crossed), float(self.learner.graphs.untold))
         held = self._replicas.told(self.learner, self.steps)
         rows = self.exchange("the end of a batch", *told, *held)
@@ -280,10 +280,10 @@ class Place:
     # The models
 
     def look_for_changes(self) -> None:
-        """Goes on with layers that the loop has put in, with the weights of rank 0. A collective call if there are.
+        """Takes over layers that the loop has put in, with the weights of rank 0. A collective call if there are any.
 
         Raises:
-            ConfigurationError: If that is so on some ranks only, or in the middle of a batch with different weights.
+            ConfigurationError: If only some ranks have any, or they come in mid-batch with weights that differ.
         """
         now = _layers(self._models)
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
@@ -297,19 +297,19 @@ class Place:
         self.renew(self._models)
 
     def _weights_now(self) -> int:
-        """Of all parameters together."""
+        """Returns a checksum of all parameters."""
         found = [digest(p) for model in self._models for p in model.parameters()]
         return int(together({str(n): number.item() for n, number in enumerate(found)}))
 
     def add(self, models: list[nn.Module], make: MakeLearner) -> None:
-        """Goes on with ``models`` too, and with those of earlier calls that the loop still holds. A collective call."""
-        self.strangers = 0  # what was done before this call has to do with no batch of it
+        """Adds ``models`` to those of earlier calls that the loop still holds. A collective call."""
+        self.strangers = 0  # updates before this call belong to no prepared batch
         self.exchange("evener.prepare")
         self._make = make
         self.renew([*self._still_held(), *models])
 
     def _still_held(self) -> list[nn.Module]:
-        """A cell of a notebook that is run again has let the models go that it made before."""
+        """Returns the models still in use. A notebook cell that runs again has dropped the models it made before."""
         references = [weakref.ref(model) for model in self._models]
         if not self._turns:
             self._models, self._held = [], []
@@ -328,7 +328,7 @@ class Place:
         ]
 
     def renew(self, models: list[nn.Module]) -> None:
-        """Goes on with these models. A collective call; what was prepared for a batch at hand stays until the end."""
+        """Sets up these models. A collective call. What was set up for a current batch is kept until the end."""
         with self.random.kept():
             self._learners.append(self._make(models, self.session))
         self._models = held_by(self.learner, len(models))
@@ -339,15 +339,15 @@ class Place:
     # Passes and updates
 
     def took_step(self) -> None:
-        """An optimizer has made its update."""
+        """Counts an update that an optimizer has made."""
         self.steps += 1
         self.session.watchdog.progress(f"step {self.steps}")
 
     def comes_to_loss(self, gradient: Tensor | None = None) -> None:
-        """A backward pass goes through a prepared loss with ``gradient``, a number, or through rows of all ranks.
+        """Called when a backward pass reaches a prepared loss, with its ``gradient``, or rows that were gathered.
 
         Raises:
-            ConfigurationError: If nobody knows what it began with.
+            ConfigurationError: If the pass was started by a function that does not report it.
         """
         if self.mean.ranks == 1 or self.is_over:
             return
@@ -360,7 +360,7 @@ class Place:
             self.mean.incoming += float(gradient)
 
     def passed(self) -> None:
-        """A backward pass is over: gradients are this rank's, and all get their sum, unless that is put off."""
+        """Ends a backward pass: sums the gradients over the ranks, unless ``no_sync`` delays that."""
         self.mean.work_is_done(self.pace.work_done)
         for turn in self._turns:
             turn.worked = self.pace.taken()
@@ -369,18 +369,18 @@ class Place:
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """Ranks wait for each other's gradients."""
+        """Context in which ranks wait for each other's gradients."""
         watchdog = self.session.watchdog
         with watchdog.explained(), watchdog.phase("the sum of gradients", step=self.steps), waiting():
             yield
 
     @property
     def rows(self) -> set[int]:
-        """How many this rank has of the batches at hand."""
+        """Numbers of rows that this rank has of the current batches."""
         return {len(turn.micro.samples) for turn in self._turns}
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Releases everything."""
         if not self.is_over:
             self.is_over = True
             self._outputs.watch([])
@@ -392,7 +392,7 @@ class Place:
 
 
 def _layers(models: Sequence[nn.Module]) -> list[nn.Module | nn.Parameter]:
-    """Those of the models, with their parameters."""
+    """Returns all modules and parameters of the models."""
     found: list[nn.Module | nn.Parameter] = []
     for model in models:
         found += model.modules()

@@ -1,6 +1,6 @@
-"""A loss whose value is that of the whole batch on every rank, and whose gradient is this rank's part of it.
+"""A loss that has the value of the whole batch on every rank, and this rank's part of the gradient.
 
-So what a loop prints is what one device would print, and what it back-propagates adds up to that device's gradient.
+So a loop prints what one device would print, and the gradients of the ranks add up to that device's gradient.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from evener.data.fingerprint import digest_of
 from evener.errors import DivergenceError, LossError
 from evener.training.prepare.gather import gathered
 from evener.training.prepare.global_loss import AllRanks, Parted, agreed, joined, over_of_all
-from evener.training.prepare.loop_state import Place
-from evener.training.prepare.loss_kind import Way, rows_in, way_of
+from evener.training.prepare.loop_state import LoopState
+from evener.training.prepare.loss_kind import LossKind, rows_in, way_of
 from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import WITH_REDUCTION, NotSums, Own, leaves_of, own_of, plain_of
 from evener.training.step.step import not_finite
 
 
 class OverAll:
-    """``loss(outputs, targets)``, or of any other arguments, over the samples of all ranks. A collective call.
+    """Computes ``loss(outputs, targets)``, or a loss of any arguments, over the samples of all ranks. Collective calls.
 
     Args:
-        function: As `evener.core.losses.exact` takes it; another loss of PyTorch's; or one of the user's, whose kind is
-            tried on the first batch, and again when it takes another course.
+        function: A loss as `evener.core.losses.exact` takes it; another PyTorch loss; or a function of the user, whose
+            kind is tried on the first batch, and again when it takes another path.
     """
 
-    def __init__(self, function: Any, place: Place) -> None:
+    def __init__(self, function: Any, place: LoopState) -> None:
         self.function, self._place = function, place
         self._exact = _exact_or_none(function)
-        self._way = Way.SUMS if is_torchs_own(function) else None
+        self._way = LossKind.SUMS if is_torchs_own(function) else None
         self._is_trusted = self._way is not None
         self._courses: set[int] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the whole batch, a tensor without dimensions; what the function returns, if that is several.
+        """Returns the loss of the whole batch, a tensor without dimensions, or all values that the function returns.
 
-        With ``reduction="none"`` the losses of this rank's samples, whose sums and means are those of all.
+        With ``reduction="none"`` returns the losses of this rank's samples; sums and means of them are over all ranks.
 
         Raises:
-            LossError: If ranks come to different values, or have different batches that cannot be joined.
+            LossError: If ranks get different values, or have different batches that cannot be joined.
             DivergenceError: If the loss of a rank is not finite, in training; on all ranks alike.
             ConfigurationError: Outside of a prepared loader's batch.
         """
@@ -65,7 +65,7 @@ class OverAll:
             self._check_finite(_first_number(made))
             return made
         made = self._of_any(args, kwargs)
-        turn.is_counted |= self._way is not Way.SUMS
+        turn.is_counted |= self._way is not LossKind.SUMS
         return made
 
     def _of_known(self, loss: Loss, outputs: Any, targets: Any) -> Tensor:
@@ -80,17 +80,17 @@ class OverAll:
     def _of_any(self, args: Any, kwargs: Any) -> Any:
         if self._way is None:
             way = agreed(self._place, way_of(self.function, args, kwargs))
-            if way is Way.UNKNOWN:
+            if way is LossKind.UNKNOWN:
                 return self._of_rows(args, kwargs)
             self._way = way
-        made = self._of_sums(args, kwargs, self._way) if self._way < Way.WHOLE else _PARTED
+        made = self._of_sums(args, kwargs, self._way) if self._way < LossKind.WHOLE else _PARTED
         if made is _PARTED:
-            self._way = Way.WHOLE
+            self._way = LossKind.WHOLE
             return self._of_rows(args, kwargs)
         return made
 
-    def _of_sums(self, args: Any, kwargs: Any, way: Way) -> Any:
-        joint, stays = AllRanks(self._place, way is Way.SUMS), True
+    def _of_sums(self, args: Any, kwargs: Any, way: LossKind) -> Any:
+        joint, stays = AllRanks(self._place, way is LossKind.SUMS), True
         made: Any = None
         try:
             made = self.function(*own_of(args, joint), **own_of(kwargs, joint))
@@ -104,27 +104,27 @@ class OverAll:
         if stays and course not in self._courses:
             stays = way_of(self.function, args, kwargs) is way
             self._courses |= {course} if stays else set()
-        rows, number = rows_in((args, kwargs)) if way is Way.PER_ROW else 0, _first_number(made)
-        if way is Way.PER_ROW:
+        rows, number = rows_in((args, kwargs)) if way is LossKind.PER_ROW else 0, _first_number(made)
+        if way is LossKind.PER_ROW:
             stays &= self._are_samples(rows)
         try:
             over = over_of_all(self._place, stays, number, rows)
         except Parted:
             return _PARTED
-        return _unmarked(made) if way is Way.SUMS else plain_of(made) * (rows / over)
+        return _unmarked(made) if way is LossKind.SUMS else plain_of(made) * (rows / over)
 
     def _are_samples(self, rows: int) -> bool:
-        """Whether rows are samples, or as many for each of them."""
+        """Returns True if rows are samples, or there are equally many rows for each sample."""
         turn = self._place.turn("")
         return bool(rows) and not turn.dim and not rows % len(turn.micro.samples)
 
     def _of_torchs_own(self, made: Any) -> Any:
         if isinstance(made, Own) and not made.dim():
-            return _PARTED  # outputs and targets of other shapes, which PyTorch broadcasts
+            return _PARTED  # outputs and targets of different shapes, which PyTorch broadcasts
         return own_of(plain_of(made), AllRanks(self._place), True) if isinstance(made, Own) else made
 
     def _of_rows(self, args: Any, kwargs: Any) -> Any:
-        """What each rank computes from the rows of all."""
+        """Computes the function on each rank from the rows of all ranks."""
         place, turn, rows = self._place, self._place.turn(""), rows_in((args, kwargs))
         shares = self._rows_of_ranks((args, kwargs), rows)
 
@@ -142,15 +142,19 @@ class OverAll:
         return map_leaves(lambda leaf: leaf[own] if _has_rows(leaf, sum(shares)) else leaf, made)
 
     def _check_finite(self, number: Tensor | None) -> None:
-        """Raises:
-        DivergenceError: If a loss to go backward from, which is everybody's, is not finite.
+        """Checks a loss that each rank has computed for the whole batch.
+
+        Raises:
+            DivergenceError: If it has a gradient and is not finite.
         """
         if number is not None and number.requires_grad and not math.isfinite(value := float(number.detach())):
             raise DivergenceError(not_finite(f"the loss is {value} in step {self._place.steps}"))
 
     def _rows_of_ranks(self, given: Any, rows: int) -> list[int]:
-        """Raises:
-        LossError: On all ranks, if their rows do not make one batch.
+        """Returns the number of rows that count on each rank. A collective call.
+
+        Raises:
+            LossError: On all ranks, if their rows do not make one batch.
         """
         place, turn = self._place, self._place.turn("")
         kinds = [
@@ -176,7 +180,7 @@ class OverAll:
 
 
 _PARTED: Any = object()
-"""In place of a result that is computed from the rows of all ranks instead."""
+"""Returned if the result must be computed from the rows of all ranks instead."""
 
 _NO_ROWS = (
     "{name} is no sum or mean over samples, and what it was called with has no row for each of a rank's samples along "
@@ -194,7 +198,7 @@ _OTHER_VALUES = (
 
 
 def is_torchs_own(function: Any) -> bool:
-    """Whether it is one of PyTorch's losses, which need no try."""
+    """Returns True for PyTorch's own losses, which need no try."""
     if isinstance(function, functools.partial):
         return not function.args and is_torchs_own(function.func)
     if isinstance(function, nn.Module):
@@ -227,7 +231,7 @@ def _first_number(made: Any) -> Tensor | None:
 
 
 def _unmarked(made: Any) -> Any:
-    """Rows of samples as they are, beside the numbers of all ranks."""
+    """Unwraps rows of samples. Values of all ranks stay as they are."""
     return map_leaves(lambda leaf: leaf.plain if isinstance(leaf, Own) else leaf, made)
 
 
@@ -235,8 +239,8 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def global_mean(place: Place, value: Tensor, count: float | Tensor) -> Tensor:
-    """From this rank's mean over ``count`` terms the mean over those of all."""
+def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tensor:
+    """Returns the mean over the terms of all ranks, from this rank's mean over ``count`` terms."""
     if value.dim():
         return joined(place, value.sum(), count)
     number = float(count)

@@ -1,9 +1,9 @@
-"""What kind of loss a function is, tried on unequal parts of a batch as ranks would have them.
+"""Finds out what kind of loss a function is, by trying it on unequal parts of a batch, as ranks would have them.
 
-Nothing tells what a function computes, so it is asked. Two parts of a batch, with outputs that are drawn (those of a
-fresh model are nearly alike, and would hide what they weigh), stand for two ranks: what these come to, and the
-gradients that they get, are compared with those of the whole. Inside of a try neither random generators nor the
-function's own buffers change.
+Nothing tells what a function computes, so it is tried. Two parts of a batch stand for two ranks. Their values and
+gradients are compared with those of the whole batch. Outputs are drawn at random, because those of a fresh model are
+nearly alike and would hide how the function weights them. A try changes neither random generators nor the function's
+buffers.
 """
 
 from __future__ import annotations
@@ -25,45 +25,48 @@ from evener.training.prepare.sample_tensor import Joint, Kind, NotSums, leaves_o
 
 T = TypeVar("T")
 _Found: TypeAlias = tuple[list[float], list[Tensor], list[Tensor]]
-"""Numbers, their gradients, and buffers."""
+"""Values, their gradients, and buffers."""
 
 _MOST_SUMS = 40
-"""In a function; one with more of them is computed over the rows of all ranks."""
+"""Maximum of sums in a function. One with more is computed over the rows of all ranks."""
 _LEAST_ROWS = 12
 _CUTS = (4, 3, 2)
-"""Into how many parts, of which the first is one. With one draw alone, the larger half of all numbers may be made of
-the larger halves of two parts by chance; and parts of odd numbers of rows have no halves."""
+"""Numbers of parts to try; the first part is compared with the rest.
+
+One number alone may mislead: by chance, the larger half of all values may consist of the larger halves of two parts.
+Parts with an odd number of rows have no halves.
+"""
 
 
-class Way(IntEnum):
+class LossKind(IntEnum):
     """How a function of all ranks' samples is computed, from the cheapest on."""
 
     SUMS = 0
-    """Each rank computes its part, and its sums are those of all."""
+    """Each rank computes its part. Sums are taken over all ranks."""
     PER_ROW = 1
-    """The same, divided by the number of rows that a rank has, in place of that of all."""
+    """Each rank computes its part, but divides by its own number of rows instead of that of all ranks."""
     WHOLE = 2
     """Each rank computes it from the rows of all."""
     UNKNOWN = 3
-    """As WHOLE; with other numbers it may be told."""
+    """Computed like WHOLE. Tried again with other values."""
 
 
 def rows_in(tree: Any) -> int:
-    """The rows of the first tensor that has any, by which all is divided; 0 if there is none."""
+    """Returns the number of rows of the first tensor that has any; 0 if there is none."""
     return next((len(leaf) for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
-def way_of(function: Callable[..., Any], args: Any, kwargs: Any) -> Way:
-    """The cheapest way that is right."""
+def way_of(function: Callable[..., Any], args: Any, kwargs: Any) -> LossKind:
+    """Returns the cheapest kind that gives the right result."""
     tried = _found(function, (args, kwargs), _cheapest)
-    return next((max(ways) for ways in tried if ways), Way.UNKNOWN)
+    return next((max(ways) for ways in tried if ways), LossKind.UNKNOWN)
 
 
 def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -> Iterator[list[T]]:
-    """Answers from the most telling numbers on; none from such as the function cannot be computed of."""
+    """Yields answers, from the most telling values on. An answer is empty if the function failed on the values."""
     cards = [leaf.device for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.is_cuda]
     for drawn, precise in ((True, True), (True, False), (False, True), (False, False)):
-        # fork_rng() of no device would leave the card's generator where the function took it to
+        # without devices, fork_rng() would not restore the GPU's generator
         with generators_kept(), torch.random.fork_rng(sorted({card.index or 0 for card in cards})):
             answers: list[T] = []
             with suppress(Exception, NotSums):
@@ -71,20 +74,20 @@ def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -
         yield answers
 
 
-def _cheapest(tried: _Try) -> Way:
+def _cheapest(tried: _Try) -> LossKind:
     with suppress(Exception, NotSums):
         return tried.way()
-    return Way.WHOLE
+    return LossKind.WHOLE
 
 
 class _Try:
-    """A function and numbers to try it on.
+    """A function and the values to try it on.
 
     Args:
-        given: Arguments by place and by name.
-        drawn: Whether outputs are drawn, not those that there are.
-        precise: Whether all is in double precision.
-        parts: Into how many equal parts the rows would go, of which one is against the others.
+        given: Positional and keyword arguments.
+        drawn: Whether outputs are drawn at random, instead of those given.
+        precise: Whether to compute in double precision.
+        parts: Number of equal parts of the rows; one of them is compared with the others.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class _Try:
         return leaf.detach()[rows].requires_grad_(leaf.requires_grad)
 
     def _computed(self, given: Any, joint: Joint | None) -> _Found:
-        """Numbers, their gradients, and the buffers that the function has afterwards."""
+        """Returns the function's values, their gradients, and its buffers afterwards."""
         function = self._function
         if isinstance(function, nn.Module):
             function = copy.deepcopy(function)
@@ -149,17 +152,17 @@ class _Try:
         state = [buffer.detach() for buffer in function.buffers()] if isinstance(function, nn.Module) else []
         return [float(number.detach()) for number in numbers], gradients, state
 
-    def way(self) -> Way:
-        """What two ranks that tell each other their sums come to, beside one device."""
+    def way(self) -> LossKind:
+        """Compares two ranks that exchange their sums with one device."""
         found, shares = self._of_parts(), [self._cut / self._size, 1 - self._cut / self._size]
         if found is None:
-            return Way.WHOLE
+            return LossKind.WHOLE
         if self._agrees(found, [1.0, 1.0]):
-            return Way.SUMS
-        return Way.PER_ROW if len(self._value) == 1 and self._agrees(found, shares) else Way.WHOLE
+            return LossKind.SUMS
+        return LossKind.PER_ROW if len(self._value) == 1 and self._agrees(found, shares) else LossKind.WHOLE
 
     def _of_parts(self) -> list[_Found] | None:
-        """None if there are no sums, or others for each part."""
+        """Computes both parts with common sums. Returns None if there are no sums, or the parts' sums do not match."""
         parts, known = self._parts(), list[_Said]()
         for _ in range(_MOST_SUMS):
             told = [_Telling(known) for _ in parts]
@@ -172,7 +175,7 @@ class _Try:
         return None
 
     def _agrees(self, found: list[_Found], weights: list[float]) -> bool:
-        """Whether each part comes to the value of the whole, and both together to its gradients."""
+        """Returns True if each part has the value of the whole, and both together have its gradients."""
         scaled = list(zip(found, weights, strict=True))
         values = [torch.tensor(each[0], dtype=torch.float64) * weight for each, weight in scaled]
         parts = zip(*([gradient * weight for gradient in each[1]] for each, weight in scaled), strict=True)
@@ -186,7 +189,7 @@ class _Try:
 
     @property
     def _bound(self) -> float:
-        """Relative: far more than rounding, and far less than what a sample weighs."""
+        """Relative tolerance: far above rounding, and far below the weight of a sample."""
         kinds = [
             leaf.dtype
             for leaf in leaves_of(self._whole)
@@ -196,7 +199,7 @@ class _Try:
 
 
 def _outputs_of(given: Any) -> set[int]:
-    """The tensors that have a gradient; within ``no_grad`` those of the first argument."""
+    """Returns the ids of tensors that require gradients. Within ``no_grad``, those of the first argument."""
     leaves = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     args, kwargs = given
     first = leaves_of([*args, *kwargs.values()][:1])
@@ -215,8 +218,8 @@ def _alike(one: Tensor, other: Tensor, bound: float) -> bool:
 
 
 def _drawn_like(leaf: Tensor) -> Tensor:
-    """Numbers of the same kind: probabilities, logarithms of such, positive ones, or any."""
-    spread = torch.linspace(3.0, 0.3, len(leaf), dtype=torch.float64)  # unlike parts: the largest are in one
+    """Draws values of the same kind: probabilities, their logarithms, positive values, or any."""
+    spread = torch.linspace(3.0, 0.3, len(leaf), dtype=torch.float64)  # makes the parts unlike
     drawn = torch.randn(leaf.shape, dtype=torch.float64) * spread.view(-1, *[1] * (leaf.dim() - 1))
     drawn = drawn.to(leaf.device, leaf.dtype)
     if leaf.dim() > 1 and bool((leaf >= 0).all()) and bool(((leaf.sum(-1) - 1).abs() < 1e-3).all()):
@@ -229,7 +232,7 @@ def _drawn_like(leaf: Tensor) -> Tensor:
 
 
 class _Said:
-    """A sum that a part came to, or both together."""
+    """A sum over one part, or over both together."""
 
     def __init__(self, value: float, count: float, finish: Callable[[list[_Said]], float], over: Any) -> None:
         self.value, self.count = value, count
@@ -251,7 +254,7 @@ class _Said:
 
 
 class _Telling(Joint):
-    """Of one part, what it is told of both where that is known already, and what it came to itself."""
+    """Exchanges the sums of one part: returns those of both parts if known, and records its own."""
 
     def __init__(self, known: Sequence[_Said]) -> None:
         super().__init__()
@@ -284,7 +287,7 @@ class _Telling(Joint):
 
 
 class _Valued(torch.autograd.Function):
-    """A number with another's gradient, ``factor`` times."""
+    """A given value, with ``factor`` times the gradient of another number."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, value: float, factor: float) -> Tensor:
@@ -297,6 +300,6 @@ class _Valued(torch.autograd.Function):
 
 
 def valued(total: Tensor, value: float, factor: float) -> Tensor:
-    """``value``, whose gradient is ``factor`` times that of ``total``."""
+    """Returns ``value``, whose gradient is ``factor`` times that of ``total``."""
     made: Tensor = _Valued.apply(total, value, factor)  # type: ignore[no-untyped-call]
     return made

@@ -1,4 +1,4 @@
-"""What models give while a batch is at hand, where ranks wait for each other in going backward through them."""
+"""Collects the outputs of models during a batch, for ranks that wait for each other in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from evener.data.batch import map_leaves
 
 
 class Outputs:
-    """Those of one preparation.
+    """The model outputs of one preparation.
 
     Args:
-        are_wanted: Whether a batch is at hand.
+        are_wanted: Returns True within a batch.
     """
 
     def __init__(self, are_wanted: Callable[[], bool]) -> None:
@@ -25,13 +25,13 @@ class Outputs:
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, models: Sequence[nn.Module]) -> None:
-        """Keeps what these models give from here on, and no others."""
+        """Collects the outputs of these models from now on, and of no others."""
         while self._hooks:
             self._hooks.pop().remove()
         self._hooks = [model.register_forward_hook(_Hook(self)) for model in models]
 
     def keep(self, given: Any) -> None:
-        """A model has given this."""
+        """Called with the output of a model."""
         if self._are_wanted():
             map_leaves(self._keep, given)
 
@@ -41,7 +41,7 @@ class Outputs:
 
 
 class _Hook:
-    """Of a model; in a copy of the model, or in a file, it does nothing."""
+    """Forward hook of a model. Does nothing in a copy of the model, or in one loaded from a file."""
 
     def __init__(self, outputs: Outputs | None = None) -> None:
         self._outputs = None if outputs is None else weakref.ref(outputs)

@@ -1,7 +1,7 @@
-"""Updates of a prepared loop: every optimizer of the process is looked at before it steps, prepared or not.
+"""Updates of a prepared loop: watches every optimizer of the process before it steps, prepared or not.
 
-An optimizer that was made after ``evener.prepare``, or was never given to it, updates the same weights as any other.
-What it is given, learning rates among it, is compared when the ranks next tell each other something.
+An optimizer that was made after ``evener.prepare``, or never given to it, updates the same weights as any other. Its
+inputs, learning rates among them, are compared at the next exchange between the ranks.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evener.components.sharded_tensor.local import is_divided
-from evener.components.sharded_tensor.shard_spec import slice_of
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.errors import ConfigurationError
 from evener.training.consistency.replicas import digest, together
-from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.rank_checks import folded
 
 
-class Updates:
-    """Those of a preparation, until it is closed."""
+class WatchedOptimizers:
+    """Watches all optimizers of the process until it is closed."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LoopState) -> None:
         self._place = place
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_step),
@@ -32,12 +32,12 @@ class Updates:
         )
 
     def close(self) -> None:
-        """Looks at none any more."""
+        """Stops watching."""
         for hook in self._hooks:
             hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Every optimizer of the process comes here, prepared or not."""
+        """Checks an optimizer, prepared or not, before it steps."""
         closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
         if self._place.is_over or closure is not None:
             return
@@ -53,7 +53,7 @@ class Updates:
         self._place.mean.check_sound(own, self._place.steps)
         if self._place.world_size > 1:
             strangers = [p for p in parameters if not self._place.mean.owns(p)]
-            told = _gradients([p for p in strangers if not is_divided(p) and slice_of(p) is None])
+            told = _gradients([p for p in strangers if not is_divided(p) and shard_spec(p) is None])
             rates = _rates(optimizer) if own and not self._place.session.mixed else 0
             self._place.strangers = folded(self._place.strangers, told, rates)
 
@@ -65,12 +65,12 @@ class Updates:
 
 
 def _gradients(tensors: list[Tensor]) -> int:
-    """A number of those of tensors that are in no model; 0 if there are none."""
+    """Returns a checksum of the tensors' gradients; 0 if there are none."""
     found = {str(n): digest(p.grad).item() for n, p in enumerate(tensors) if p.grad is not None}
     return int(together(found)) if found else 0
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> int:
-    """A number of the groups' learning rates, of which devices are not asked."""
+    """Returns a checksum of the groups' learning rates. Ignores tensors, so that no device is waited for."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return crc32(" ".join(f"{rate:.9g}" for rate in rates if isinstance(rate, int | float)).encode()) or 1

@@ -1,4 +1,4 @@
-"""``evener.prepare``: which object is what, and what becomes of it."""
+"""``evener.prepare``: recognizes models, optimizers, DataLoaders, schedulers and losses, and prepares them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from evener.training.consistency.startup import agree_on_functions, agree_on_opt
 from evener.training.factory import balance_of, settings_of, strategy_of
 from evener.training.prepare.backward import Passes
 from evener.training.prepare.dataloader import PreparedLoader
-from evener.training.prepare.loop_state import Place
+from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss import OverAll
-from evener.training.prepare.optimizer_step import Updates
+from evener.training.prepare.optimizer_step import WatchedOptimizers
 from evener.training.prepare.rng import CommonRandom
 
 SETTINGS = (
@@ -53,7 +53,7 @@ SETTINGS = (
     ),
     *("seed", "throttle", "throttle_at", "timeout_seconds"),
 )
-"""Of a run, those that go with a loop of the user's own."""
+"""The settings of a run that apply to a user's own loop."""
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -65,10 +65,10 @@ _D = TypeVar("_D")
 _E = TypeVar("_E")
 
 
-class _Current:
+class _CurrentPreparation:
     """The preparation of this process."""
 
-    place: Place | None = None
+    place: LoopState | None = None
     given: RunConfig = RunConfig()
     config: RunConfig = RunConfig()
     opened: ExitStack | None = None
@@ -89,7 +89,7 @@ def prepare(
 @overload
 def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any: ...
 def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
-    """Makes a training loop of one device that of all ranks: the same training, at the sum of their speeds.
+    """Makes a training loop written for one device run on all ranks: the same training, at the sum of their speeds.
 
     ::
 
@@ -99,23 +99,22 @@ def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
             loss(model(inputs), targets).backward()         # gradients are those of the whole batch then
             optimizer.step()
 
-    All ranks call it with the same things. Models get the weights of rank 0, and a BatchNorm that normalizes by the
-    samples of all; a `DataLoader` keeps its data, order and workers, and its batch size is that of all ranks together;
-    a loss gives the mean over all; optimizers and schedulers stay what they are.
+    All ranks must call this together, with the same things. Models get the weights of rank 0, and a BatchNorm that
+    normalizes over the samples of all ranks. A `DataLoader` keeps its data, order and workers; its batch size is that
+    of all ranks together. A loss returns the mean over all ranks. Optimizers and schedulers are returned unchanged.
 
     Args:
-        objects: Models, optimizers, DataLoaders, schedulers and losses in any order: a loss is a module of PyTorch's,
-            one of its functions, an :class:`evener.Loss`, or a function of outputs and targets that gives the mean
-            over its samples. A later call adds to this one; one with other settings, or with a model that was given
-            before, begins anew.
-        settings: Of the run, such as ``balance="auto"``, ``device="cpu"``, ``allreduce`` or ``seed``.
+        objects: Models, optimizers, DataLoaders, schedulers and losses in any order. A loss is a PyTorch module or
+            function, an :class:`evener.Loss`, or a function of outputs and targets that returns the mean over its
+            samples. A later call adds to this one; one with other settings, or with a model given before, starts anew.
+        settings: Settings of the run, such as ``balance="auto"``, ``device="cpu"``, ``allreduce`` or ``seed``.
 
     Returns:
-        The objects in the order in which they were given; one by itself if it was alone.
+        The objects in the given order; a single object is returned by itself.
 
     Raises:
-        ConfigurationError: For what it does not know or cannot divide, for settings that do not go with a loop of
-            one's own, and on all ranks if they do not train the same.
+        ConfigurationError: For objects that it does not know or cannot divide, for settings that do not apply to a
+            user's own loop, and on all ranks if they do not train the same.
     """
     if not objects:
         raise ConfigurationError(
@@ -137,32 +136,32 @@ def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def current(what: str) -> Place:
-    """The preparation of this process.
+def current(what: str) -> LoopState:
+    """Returns the preparation of this process.
 
     Raises:
-        ConfigurationError: If there is none, for ``what``.
+        ConfigurationError: If there is none; the message says that ``what`` needs one.
     """
-    if _Current.place is None:
+    if _CurrentPreparation.place is None:
         raise ConfigurationError(f"{what} goes with evener.prepare, which was not called yet with a model")
-    return _Current.place
+    return _CurrentPreparation.place
 
 
 def settings() -> RunConfig:
-    """Of the preparation of this process."""
-    return _Current.config
+    """Returns the settings of this process's preparation."""
+    return _CurrentPreparation.config
 
 
-def place_or_none() -> Place | None:
-    """The preparation of this process, if there is one."""
-    return _Current.place
+def place_or_none() -> LoopState | None:
+    """Returns the preparation of this process, or None if there is none."""
+    return _CurrentPreparation.place
 
 
 def end() -> None:
-    """Ends the preparation of this process, if there is one, and gives everything back."""
-    opened, _Current.opened, _Current.place = _Current.opened, None, None
+    """Ends the preparation of this process, if there is one, and releases everything."""
+    opened, _CurrentPreparation.opened, _CurrentPreparation.place = _CurrentPreparation.opened, None, None
     if opened is not None:
-        error = getattr(sys, "last_value", None)  # of a script that ends with it
+        error = getattr(sys, "last_value", None)  # set if the script ends with an error
         opened.__exit__(
             None if error is None else type(error), error, None if error is None else error.__traceback__
         )
@@ -172,7 +171,7 @@ atexit.register(end)
 
 
 def _as_given(thing: Any) -> Any:
-    """What an earlier call made something of is taken as it was given to that."""
+    """Returns the original object if an earlier call has wrapped ``thing``."""
     if isinstance(thing, PreparedLoader):
         return thing.given
     return thing.function if isinstance(thing, OverAll) else thing
@@ -222,9 +221,9 @@ def config_of(settings: dict[str, Any]) -> RunConfig:
     return RunConfig(**settings)
 
 
-def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, Any]) -> Place:
-    """The preparation that a call is for: the one at hand, or a new one."""
-    place, make = _Current.place, partial(_learner, objects)
+def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, Any]) -> LoopState:
+    """Returns the preparation that a call belongs to: the current one, or a new one."""
+    place, make = _CurrentPreparation.place, partial(_learner, objects)
     if not models:
         if settings:
             raise ConfigurationError(
@@ -233,17 +232,17 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
         return current("preparing what has no model, as a DataLoader before its model,")
     config = config_of(loop_watch().settings(settings))
     is_given_again = place is not None and any(model is other for model in models for other in place.models)
-    if place is None or is_given_again or (settings and config != _Current.given):
+    if place is None or is_given_again or (settings and config != _CurrentPreparation.given):
         return _begin(models, make, config)
     try:
-        place.add(models, partial(make, _Current.config))
+        place.add(models, partial(make, _CurrentPreparation.config))
     except BaseException:
         end()
         raise
     return place
 
 
-def _begin(models: list[nn.Module], make: Callable[..., Learner], given: RunConfig) -> Place:
+def _begin(models: list[nn.Module], make: Callable[..., Learner], given: RunConfig) -> LoopState:
     end()
     watch = loop_watch()
     watch.opened(end)
@@ -254,18 +253,18 @@ def _begin(models: list[nn.Module], make: Callable[..., Learner], given: RunConf
         random = CommonRandom(session.control.broadcast_object(torch.get_rng_state()), session.rank)
         opened.callback(random.close)
         config = _settled(given, session)
-        place = Place(session, partial(make, config), models, random)
+        place = LoopState(session, partial(make, config), models, random)
         random.watch()
         opened.callback(place.close)
         opened.callback(Passes(place).close)
-        opened.callback(Updates(place).close)
-        _Current.opened, _Current.place = opened.pop_all(), place
-        _Current.config, _Current.given = config, given
+        opened.callback(WatchedOptimizers(place).close)
+        _CurrentPreparation.opened, _CurrentPreparation.place = opened.pop_all(), place
+        _CurrentPreparation.config, _CurrentPreparation.given = config, given
     return place
 
 
 def _settled(config: RunConfig, session: Session) -> RunConfig:
-    """The settings with what divides a batch. A collective call where they leave it open."""
+    """Returns the settings with a balance. A collective call if they have none."""
     if config.balance is not None:
         return config
     by_speed = balance_of(config, session.world_size, unlike=True) == "auto"
@@ -281,8 +280,8 @@ def _learner(
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
     task = Task(
         model=lambda: whole,
-        loss=nn.CrossEntropyLoss(),  # not asked for: the loop has its own
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # neither
+        loss=nn.CrossEntropyLoss(),  # not used: the loop has its own
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # not used either
         train=_data_of([thing for thing in objects if isinstance(thing, DataLoader)]),
     )
     strategy = strategy_of(config, session.world_size)
@@ -291,15 +290,17 @@ def _learner(
 
 
 def _data_of(loaders: Sequence[DataLoader[Any]]) -> Any:
-    """What the ranks compare a few samples of; an iterable data set is refused later, in its own words."""
+    """Returns the data set of which the ranks compare a few samples. An iterable one is refused later."""
     return next((each.dataset for each in loaders if hasattr(each.dataset, "__getitem__")), [0])
 
 
 def _check_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], place: Place
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], place: LoopState
 ) -> None:
-    """Raises:
-    ConfigurationError: If an optimizer has parameters of no model, or is not the same on all ranks.
+    """Checks the optimizers of a call.
+
+    Raises:
+        ConfigurationError: If an optimizer has parameters of no model, or differs between ranks.
 
     Warns:
         UserWarning: With the name of the first parameter that no optimizer has.
@@ -323,9 +324,9 @@ def _check_optimizers(
         agree_on_optimizer(optimizer, None, place.learner.names, place.session)
 
 
-def _prepared(thing: Any, kind: str, place: Place) -> Any:
+def _prepared(thing: Any, kind: str, place: LoopState) -> Any:
     if kind == "loader":
-        return PreparedLoader(thing, _Current.config, place)
+        return PreparedLoader(thing, _CurrentPreparation.config, place)
     if kind == "loss":
         return OverAll(thing, place)
     return thing

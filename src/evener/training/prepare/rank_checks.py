@@ -1,4 +1,4 @@
-"""What ranks of a prepared loop say of themselves that has to be the same on all, and the words where it is not."""
+"""Checks that values which must be the same on all ranks of a prepared loop are so, and raises errors if not."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ WAITS = (
         "seeding anew",
     ),
 )
-"""What the ranks tell each other something for."""
+"""The reasons for which the ranks exchange values."""
 WAY_OUT = (
     "Give the loss function to evener.prepare and call what it returns, or say evener.global_mean(value) of a mean "
     "that the model computed itself"
 )
 UNLIKE = 1e-4
-"""How far devices of different kinds may round a number apart, relatively."""
+"""Relative tolerance for a number that devices of different kinds may round differently."""
 _PART = 1 << 26
-"""Of two numbers that go as one, which a double holds exactly."""
+"""Limit of each of two integers that are packed into one, which a double holds exactly."""
 
 
 def check_calls(calls: list[int]) -> None:
-    """Raises:
-    ConfigurationError: If they are not the same on all ranks.
+    """Checks that the ranks call for the same reason, an index of :data:`WAITS`.
+
+    Raises:
+        ConfigurationError: If the calls are not the same on all ranks.
     """
     if len(set(calls)) > 1:
         told = ", ".join(f"rank {rank} in {WAITS[call]}" for rank, call in enumerate(calls))
@@ -43,8 +45,10 @@ def check_calls(calls: list[int]) -> None:
 
 
 def check_trained(sums: Sequence[float]) -> None:
-    """Raises:
-    ConfigurationError: If ranks have different parameters that require gradients.
+    """Checks that the ranks train the same parameters.
+
+    Raises:
+        ConfigurationError: If ranks have different parameters that require gradients.
     """
     if len(set(sums)) > 1:
         raise ConfigurationError(
@@ -54,8 +58,10 @@ def check_trained(sums: Sequence[float]) -> None:
 
 
 def check_updates(steps: Sequence[float], what: str) -> None:
-    """Raises:
-    ConfigurationError: If ranks have made different numbers of updates.
+    """Checks the ranks' numbers of updates.
+
+    Raises:
+        ConfigurationError: If ranks have made different numbers of updates.
     """
     other = next((rank for rank, number in enumerate(steps) if number != steps[0]), None)
     if other is not None:
@@ -67,12 +73,12 @@ def check_updates(steps: Sequence[float], what: str) -> None:
 
 
 def folded(before: int, strangers: int, rates: int) -> int:
-    """What a rank tells of its updates: of the gradients of tensors of no prepared model, and of learning rates.
+    """Packs a rank's updates into one number: gradients of tensors in no prepared model, and learning rates.
 
     Args:
-        before: The same of earlier updates; 0 if there were none.
-        strangers: A number of the gradients; 0 if there are none.
-        rates: A number of the learning rates; 0 if they are not to be compared.
+        before: The result for earlier updates; 0 if there were none.
+        strangers: A checksum of the gradients; 0 if there are none.
+        rates: A checksum of the learning rates; 0 if they are not to be compared.
     """
     parts = (divmod(before, _PART), (strangers, rates))
     high, low = (
@@ -83,9 +89,11 @@ def folded(before: int, strangers: int, rates: int) -> int:
 
 
 def check_strangers(updates: Sequence[float]) -> None:
-    """Raises:
-    ConfigurationError: If ranks have updated tensors of no prepared model with different gradients, or any with
-        different learning rates, as :func:`folded` tells; 0 is of a rank that has updated none.
+    """Checks the ranks' results of :func:`folded`, where 0 means no update.
+
+    Raises:
+        ConfigurationError: If ranks have updated tensors of no prepared model with different gradients, or any tensors
+            with different learning rates.
     """
     rates = [number % _PART for number in updates]
     other = _other_told(rates)
@@ -105,14 +113,16 @@ def check_strangers(updates: Sequence[float]) -> None:
 
 
 def _other_told(numbers: Sequence[float]) -> tuple[int, int] | None:
-    """The first two ranks that tell different numbers; 0 tells nothing."""
+    """Returns the first two ranks with different numbers, or None. Zeros are ignored."""
     told = [rank for rank, number in enumerate(numbers) if number]
     return next(((told[0], rank) for rank in told if numbers[rank] != numbers[told[0]]), None)
 
 
 def check_roots(roots: Sequence[float], tolerance: float) -> None:
-    """Raises:
-    ConfigurationError: If ranks went backward from different numbers.
+    """Checks the numbers on which the ranks called ``backward``.
+
+    Raises:
+        ConfigurationError: If they differ.
     """
     other = _other(roots, tolerance)
     if other:
@@ -125,8 +135,10 @@ def check_roots(roots: Sequence[float], tolerance: float) -> None:
 
 
 def check_factors(factors: Sequence[float], tolerance: float) -> None:
-    """Raises:
-    ConfigurationError: If what ranks did with prepared losses differs.
+    """Checks the gradients that reached prepared losses, summed on each rank.
+
+    Raises:
+        ConfigurationError: If they differ, because a rank multiplied a loss by a number of its own.
     """
     other = _other(factors, tolerance)
     if other:
@@ -137,7 +149,7 @@ def check_factors(factors: Sequence[float], tolerance: float) -> None:
 
 
 def _other(values: Sequence[float], tolerance: float) -> int:
-    """The first rank whose value is not that of rank 0; 0 if there is none."""
+    """Returns the first rank whose value differs from that of rank 0; 0 if there is none."""
     for rank, value in enumerate(values):
         if not math.isclose(value, values[0], rel_tol=tolerance) and not (
             math.isnan(value) and math.isnan(values[0])
@@ -147,8 +159,10 @@ def _other(values: Sequence[float], tolerance: float) -> int:
 
 
 def check_marks(marks: list[float]) -> None:
-    """Raises:
-    ConfigurationError: If the ranks have different batches before them.
+    """Checks the numbers that identify the ranks' current batches.
+
+    Raises:
+        ConfigurationError: If the ranks have different batches.
     """
     if len(set(marks)) > 1:
         ranks = [rank for rank, mark in enumerate(marks) if mark != marks[0]]

@@ -1,8 +1,8 @@
-"""Whether ranks of a prepared loop hold the same weights and buffers, as :mod:`evener.training.consistency.replicas`
-asks in a run.
+"""Checks that the ranks of a prepared loop hold the same weights and buffers.
 
-A number of all of them goes with the row that ends a batch, after the first update and then so rarely that it takes no
-more of the time than there. Only where it differs do ranks tell each other that of every tensor.
+Works like :mod:`evener.training.consistency.replicas` in a run. One checksum of all tensors goes with the row that ends
+a batch: after the first update, and later so rarely that it takes no more of the time than there. Only if it differs,
+the ranks exchange a checksum of each tensor.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from evener.training.consistency.replicas import digests_of, parts_of, steps_bet
 Told = tuple[float, float, float]
 
 
-class Replicas:
-    """Those of one preparation."""
+class LoopReplicas:
+    """The replica check of one preparation."""
 
     def __init__(self) -> None:
         self._batches, self._next, self._last = 0, 1, 0
         self._last_steps = 0
-        """Updates before the last comparison."""
+        """Number of updates before the last comparison."""
         self._last_time = time.perf_counter()
         self._own: dict[str, float] = {}
 
     def told(self, learner: Learner, steps: int) -> Told:
-        """At the end of a batch, after so many updates, for all ranks: a number of what this one holds, and seconds
-        that it took and that a batch takes; zeros where it is not time for it."""
+        """Returns this rank's numbers for the end of a batch: checksum, seconds it took, and seconds of a batch.
+
+        Returns zeros if it is not time for a check. ``steps`` is the number of updates so far.
+        """
         session = learner.session
         self._batches += 1
         is_due = self._batches >= self._next or (steps > 0 and not self._last_steps)
@@ -44,8 +46,10 @@ class Replicas:
         return together(self._own), now - began, usual
 
     def check(self, told: Sequence[Sequence[float]], session: Session, steps: int) -> None:
-        """Raises:
-        DivergenceError: On all ranks alike, if they hold different numbers.
+        """Compares the numbers of all ranks.
+
+        Raises:
+            DivergenceError: On all ranks alike, if their checksums differ.
         """
         if not any(row[0] for row in told):
             return
@@ -57,8 +61,8 @@ class Replicas:
 
 
 def _held(learner: Learner) -> dict[str, float]:
-    """A number of each tensor, by name, without buffers that all get from one rank when the batch has ended."""
-    loose = {buffer.data_ptr() for buffer in learner.loose_buffers()}
+    """Returns a checksum of each tensor by name, without buffers that one rank broadcasts at the end of the batch."""
+    loose = {buffer.data_ptr() for buffer in learner.loose_buffers.tensors()}
     parts = [part for part in parts_of(learner, False) if not part.axes]
     found = digests_of(
         [part for part in parts if part.numbers.data_ptr() not in loose], learner.session.device

@@ -1,14 +1,13 @@
 """Random numbers that all ranks draw alike, as one device would draw them.
 
-What decides which samples come is torch's default generator, from which a shuffling sampler takes its seed. On ranks
-the model draws from it too, for other samples on each, so that after a step no two would shuffle alike. So there are
-two: the one that all ranks hold in common is put in the place of the default while an order is drawn, and the
-default is each rank's own again. That is so of one rank, too: its order is that of any number of ranks, and no layer
-that draws moves it.
+A shuffling sampler takes its seed from torch's default generator. On each rank the model draws from it too, for other
+samples. So after a step no two ranks would shuffle alike. Therefore there are two generators: a common one, the same on
+all ranks, replaces the default while an order is drawn; afterwards the default is each rank's own again. One rank works
+the same way: its order is that of any number of ranks, and a layer that draws does not change it.
 
-Until the first order is drawn, and again from each seed or state on that the loop sets, the default is alike on all
-ranks: a model or data that are made there are those of one device. Then the common one goes on from it, and ranks draw
-apart. A state that is put back, as by ``torch.random.fork_rng``, is none that was set.
+Until the first order is drawn, and again after the loop sets a seed or a state, the default is the same on all ranks: a
+model or data made then are those of one device. Then the common generator continues from it, and the ranks draw apart.
+Restoring an earlier state, as ``torch.random.fork_rng`` does, does not count as setting one.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from torch import Tensor
 
 _APART = 1 << 32
 _REMEMBERED = 4096
-"""States that were read last."""
+"""Number of states read last that are remembered."""
 
 
 class Seeding(NamedTuple):
-    """The loop has set the default generator."""
+    """A state to which the loop has set the default generator."""
 
     start: Tensor
-    """To this state."""
+    """The new state."""
     before: Tensor | None = None
-    """In place of this one, where that is known."""
+    """The state before, if known."""
 
 
 class Watched:
-    """The default generator as the functions of ``torch.random`` know it: who sets it through them is noted.
+    """Stands for the default generator in ``torch.random``, and notices when the loop seeds it.
 
-    Whatever name they go by: ``torch.manual_seed``, ``torch.random.manual_seed``, or one that was imported before.
+    This covers all names of the functions: ``torch.manual_seed``, ``torch.random.manual_seed``, or an earlier import.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
         self.seeding: Seeding | None = None
-        """The last that was not answered."""
+        """The last seeding that was not processed yet."""
         self.is_on = False
         self._read: dict[int, Seeding | None] = {}
 
@@ -52,7 +51,7 @@ class Watched:
         return getattr(self._generator, name)
 
     def get_state(self) -> Tensor:
-        """Remembers how things were, for when the state is put back."""
+        """Returns the state, and remembers it so that restoring it later is recognized."""
         state = self._generator.get_state()
         if self.is_on:
             self._read.pop(_sum_of(state), None)
@@ -62,7 +61,7 @@ class Watched:
         return state
 
     def set_state(self, state: Tensor) -> torch.Generator:
-        """Seeds, unless the state is one that was read."""
+        """Sets the state. Counts as seeding, unless the state was read before."""
         before = self._generator.get_state()
         self._generator.set_state(state)
         if self.is_on:
@@ -70,14 +69,14 @@ class Watched:
         return self._generator
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """Seeds."""
+        """Seeds the generator."""
         before = self._generator.get_state()
         self._generator.manual_seed(seed)
         self._note(before)
         return self._generator
 
     def seed(self) -> int:
-        """Seeds with another number on each rank."""
+        """Seeds the generator with another number on each rank."""
         before = self._generator.get_state()
         found = self._generator.seed()
         self._note(before)
@@ -89,23 +88,23 @@ class Watched:
 
 
 class CommonRandom:
-    """The generator that ranks have in common, until it is closed.
+    """The generator that the ranks have in common, until it is closed.
 
     Args:
-        state: Of torch's default generator, the same on all ranks.
+        state: State of torch's default generator, the same on all ranks.
     """
 
     def __init__(self, state: Tensor, rank: int) -> None:
         self.state, self._rank = state, rank
         self.told: Callable[..., list[list[float]]] = lambda *numbers: [[*numbers]]
-        """Tells all ranks three numbers, and gives those of all."""
+        """Exchanges three numbers with all ranks; returns those of all."""
         self._default = torch.default_generator
         self._watched = Watched(self._default)
         self._known = {self._default.initial_seed()}
         self.close = self._replaced()
 
     def _replaced(self) -> Callable[[], None]:
-        """Learns of each seeding until what is returned is called."""
+        """Starts to watch for seeding. Returns a function that ends it."""
         module: Any = torch.random
         before, module.default_generator = module.default_generator, self._watched
 
@@ -117,14 +116,14 @@ class CommonRandom:
         return restore
 
     def watch(self) -> None:
-        """From now on the loop draws, and who seeds is the loop."""
+        """Begins the loop: from now on, seeding is done by the loop."""
         self._default.set_state(self.state)
         self._known = {self._default.initial_seed()}
         self._watched.seeding, self._watched.is_on = Seeding(self.state.clone()), True
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """What is drawn inside from the default generator is the same on all ranks. A collective call now and then."""
+        """Context in which the default generator draws the same on all ranks. May be a collective call (``follow``)."""
         self.follow()
         own, seeding = self._default.get_state(), self._watched.seeding
         self._default.set_state(self.state)
@@ -136,18 +135,18 @@ class CommonRandom:
             self._watched.seeding = seeding
 
     def follow(self) -> None:
-        """Goes on from a seed or a state that was set. A collective call if one was.
+        """Continues from a seed or a state that the loop has set. A collective call if it has.
 
-        What the loop has drawn since counts where all ranks drew the same, and not what their samples made them draw.
-        Seeds that differ are of each rank's own numbers.
+        Numbers that the loop has drawn since count only if all ranks drew the same, not if they depend on a rank's
+        samples. Seeds that differ between ranks are for each rank's own numbers and are ignored.
         """
         seeding, self._watched.seeding = self._watched.seeding, None
         seed = self._default.initial_seed()
         if seeding is not None and seed != _seed_of(seeding.start):
-            seeding = None  # put back in a way that nobody could see, or set again
+            seeding = None  # restored unnoticed, or set again
         if seeding is None and seed in self._known:
             return
-        start, before = seeding or Seeding(_seeded(seed))  # else by ``torch.default_generator`` itself
+        start, before = seeding or Seeding(_seeded(seed))  # or by ``torch.default_generator`` itself
         own = self._default.get_state()
         taken_back = before is not None and torch.equal(own, before) and not torch.equal(own, start)
         rows = self.told(float(_sum_of(own)), float(_sum_of(start)), float(taken_back))
@@ -164,7 +163,7 @@ class CommonRandom:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What is drawn or seeded inside leaves the default generator as it was."""
+        """Context that leaves the default generator as it was, whatever is drawn or seeded inside."""
         state, watched, self._watched.is_on = self._default.get_state(), self._watched.is_on, False
         try:
             yield
@@ -173,11 +172,11 @@ class CommonRandom:
             self._default.set_state(state)
 
     def held(self) -> Tensor:
-        """The state now."""
+        """Returns the current state."""
         return self.state
 
-    def take(self, state: Tensor) -> None:
-        """Goes on from a state that :meth:`held` gave."""
+    def load_state(self, state: Tensor) -> None:
+        """Continues from a state that :meth:`held` returned."""
         self.state = state
         if self._watched.seeding is not None:
             self._watched.seeding = None
@@ -198,5 +197,5 @@ def _seed_of(state: Tensor) -> int:
 
 
 def apart(seed: int, rank: int) -> torch.Generator:
-    """A generator for a rank's workers, whose random numbers are for its own samples."""
+    """Returns a generator for one rank's workers, for random numbers of its own samples."""
     return torch.Generator().manual_seed((seed + _APART * rank) % 2**63)

@@ -1,15 +1,15 @@
-"""Tensors that know whose samples they are of, so that a sum over them becomes that over the samples of all ranks.
+"""Tensors of this rank's samples, whose sums are taken over the samples of all ranks.
 
-A loss function is written for one device: ``(each * mask).sum() / mask.sum()``. Given tensors of this kind it needs no
-other words on a rank. What it computes from them is of this rank's samples too; and where it takes a sum, a mean or
-one of PyTorch's losses over all there is, it gets that of all ranks::
+A loss function is written for one device: ``(each * mask).sum() / mask.sum()``. With tensors of this class it works
+unchanged on several ranks. Results computed from them are again of this rank's samples. A sum, a mean or a PyTorch loss
+over all elements becomes that of all ranks::
 
     outputs, targets  ──▶  each = (outputs - targets) ** 2  ──▶  (each * mask).sum()  ──▶  a plain number, everybody's
         Own                            Own                          joined
 
 So token means, masked means, sums of several losses, the root of a mean and a Dice coefficient are what one device
-computes, by exact counts. What compares samples with each other (a matrix of similarities, ``max`` with a gradient) is
-not made of such sums; :mod:`evener.training.prepare.loss_kind` finds that out before anybody relies on it.
+computes, with exact counts. A function that compares samples with each other (a similarity matrix, ``max`` with a
+gradient) is not made of such sums; :mod:`evener.training.prepare.loss_kind` finds that out before the result is used.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ Kind = Literal["sum", "max", "min"]
 
 
 class NotSums(BaseException):
-    """A function looks at single numbers of its samples, which are other ones on each rank."""
+    """Raised if a function reads single numbers of its samples, which differ between ranks."""
 
 
 class Joint(ABC):
-    """What becomes of a number that all samples have a part in."""
+    """Combines numbers over the samples of all ranks."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Of the functions of torch that were called on the way."""
+        """Names of the torch functions that were called."""
 
     @abstractmethod
     def join(
         self, total: Tensor, count: Any, divisor: Callable[[float], float], sizes: Sequence[int] = ()
     ) -> Tensor:
-        """The sum of the totals of all ranks over the divisor that their counts make.
+        """Returns the sum of the totals of all ranks, divided by the divisor for the sum of their counts.
 
         Args:
-            sizes: Of the tensors that the total is of, on this rank.
+            sizes: Sizes of the tensors behind the total, on this rank.
         """
 
     @abstractmethod
     def extreme(self, value: Tensor, count: int, kind: Kind) -> Tensor:
-        """The largest or smallest of all ranks' values; without a gradient."""
+        """Returns the largest or smallest value of all ranks, without a gradient."""
 
 
 class Own(Tensor):
-    """Numbers of this rank's samples.
+    """A tensor of this rank's samples.
 
     Attributes:
         plain: The same as a plain tensor.
-        joint: Asked for what is over all samples.
-        is_by_samples: Whether only what leaves samples apart is followed; the rest gives plain tensors, whose
-            gradients nobody takes for those of the batch.
+        joint: Combines results over all samples.
+        is_by_samples: Whether to follow only operations that keep samples apart. Other operations then return plain
+            tensors, whose gradients are not taken for those of the batch.
     """
 
     plain: Tensor
@@ -89,7 +89,7 @@ class Own(Tensor):
 
 
 def own_of(tree: Any, joint: Joint, is_by_samples: bool = False) -> Any:
-    """``tree`` with its tensors as :class:`Own`."""
+    """Returns ``tree`` with its tensors as :class:`Own`."""
 
     def marked(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, Own):
@@ -102,7 +102,7 @@ def own_of(tree: Any, joint: Joint, is_by_samples: bool = False) -> Any:
 
 
 def plain_of(tree: Any) -> Any:
-    """``tree`` with plain tensors, wherever they are marked."""
+    """Returns ``tree`` with plain tensors."""
     if isinstance(tree, Tensor):
         return getattr(tree, "plain", tree) if type(tree) is not Tensor else tree
     if type(tree) in (tuple, list):
@@ -115,14 +115,14 @@ def plain_of(tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """What is in tuples, lists, dicts and dataclasses."""
+    """Returns the leaves of tuples, lists, dicts and dataclasses."""
     found: list[Any] = []
     map_leaves(found.append, tree)
     return found
 
 
 _LOOKS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
-"""What tells single numbers, on which a function may decide."""
+"""Functions that read single numbers, by which a loss might branch."""
 
 _EXTREMES: dict[str, Kind] = {
     **{"max": "max", "amax": "max", "any": "max"},
@@ -146,14 +146,14 @@ _ELEMENTWISE = {
         "triplet_margin_with_distance_loss",
     ),
 }
-"""PyTorch's losses whose mean is that of what they give without a reduction."""
+"""PyTorch's losses whose mean is the mean of their results without reduction."""
 WITH_REDUCTION = {*_ELEMENTWISE, "cross_entropy", "nll_loss", "ctc_loss"}
 """PyTorch's losses that are sums over samples."""
 _PAIRED = {
     *("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
     *("binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss"),
 }
-"""Those whose two tensors are of one shape; PyTorch would broadcast one over the other, and mix samples."""
+"""Losses whose two tensors must have one shape. Otherwise PyTorch would broadcast, and mix samples."""
 
 _BY_SAMPLE = {
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "neg", "abs", "exp", "log", "log1p", "sqrt"),
@@ -208,11 +208,11 @@ _BY_SAMPLE = {
         "expand_as",
     ),
 }
-"""What computes each number from those at its place."""
+"""Functions that compute each number from those at the same position."""
 
 
 def _leaves_samples(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether samples, along the first dimension, are left apart: sums over others, and a choice among them."""
+    """Returns True if samples, along dimension 0, stay apart: other dimensions are reduced, or samples selected."""
     if name in ("sum", "mean"):
         dims = _dims(args, kwargs)
         return dims is not None and 0 not in {dim % max(1, args[0].dim()) for dim in dims}
@@ -222,7 +222,7 @@ def _leaves_samples(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _dims(args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    """Over which a reduction goes; None for all."""
+    """Returns the dimensions of a reduction; None for all."""
     given = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     if given is None or isinstance(given, torch.dtype):
         return None
@@ -239,7 +239,7 @@ def _is_full(args: Any, kwargs: Any) -> bool:
 
 
 def _over_all(name: str, func: Any, args: Any, kwargs: Any, joint: Joint) -> Any:
-    """What all samples have a part in; None where they have not."""
+    """Returns the result over all samples; None if the function does not reduce over all of them."""
     if name in WITH_REDUCTION and getattr(F, name, None) is func:
         return _loss_over_all(name, func, args, kwargs, joint)
     if name in ("sum", "mean", "count_nonzero", *_EXTREMES) and _is_full(args, kwargs):
@@ -267,7 +267,7 @@ def _by_one(_: float) -> float:
 
 
 def _total(each: Tensor) -> Tensor:
-    """A sum over a batch overflows float16 and drowns in bfloat16 where the mean would not."""
+    """Returns the sum in at least float32: a sum over a batch overflows float16 and loses precision in bfloat16."""
     if not each.is_floating_point():
         return each.sum()
     return each.sum(dtype=torch.promote_types(each.dtype, torch.float32))
@@ -279,7 +279,7 @@ def _signature(func: Any) -> inspect.Signature:
 
 
 def _loss_over_all(name: str, func: Any, args: Any, kwargs: Any, joint: Joint) -> Any:
-    """One of PyTorch's losses; None where it is not reduced, or not a sum over samples."""
+    """Returns a PyTorch loss over all ranks; None if it is not reduced, or is not a sum over samples."""
     given = dict(_signature(func).bind(*args, **kwargs).arguments)
     how = given.pop("reduction", "mean")
     old = [given.pop(each, None) for each in ("size_average", "reduce")]

@@ -1,9 +1,9 @@
-"""Nothing, as a loss: for a rank that has no term of it, and must go backward all the same.
+"""A loss of zero, for a rank that has no terms but must run the backward pass.
 
-BatchNorm of the other ranks waits in the backward pass for its part, and whoever asks for a gradient gets one: zeros.
-Zero times the loss would not do: zero times a loss or a derivative that is not finite is not zero. So each step of the
-backward pass that gets zeros alone is made to give zeros alone; not a function of somebody's own, as a BatchNorm of all
-ranks, whose part of the other ranks' gradients is not zero::
+BatchNorm on other ranks waits in the backward pass for this rank's part, and code that reads gradients must get zeros.
+Multiplying the loss by zero is not enough: zero times a loss or a derivative that is not finite is not zero. So each
+node of the backward graph that receives only zeros returns only zeros. This excludes custom autograd functions, such as
+a BatchNorm over all ranks, whose part of the other ranks' gradients is not zero::
 
     silent ── 0 ──▶ loss ── 0 ──▶ log ── 0 * inf, made 0 ──▶ layers ── 0 ──▶ BatchNorm ──▶ layers, parameters, inputs
 """
@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 
 def silent(total: Tensor) -> Tensor:
-    """Zero, with the graph behind ``total`` if there is one, which brings zeros."""
+    """Returns zero. Its backward pass sends zeros through the graph behind ``total``, if there is one."""
     if not total.requires_grad:
         return total.detach().new_zeros(())
     for node in _nodes_behind(total):
@@ -29,13 +29,13 @@ def silent(total: Tensor) -> Tensor:
 
 
 def silence_of(outputs: Sequence[Tensor]) -> Tensor:
-    """Zero, whose gradients for ``outputs`` are zeros."""
+    """Returns zero, with zeros as the gradients for ``outputs``."""
     made: Tensor = _Silent.apply(*outputs)  # type: ignore[no-untyped-call]
     return made
 
 
 def _nodes_behind(total: Tensor) -> Iterator[Any]:
-    """The steps of the backward pass, without those that only keep the gradient of a leaf."""
+    """Yields the nodes of the backward graph, without those that accumulate the gradient of a leaf."""
     seen = set[Any]()
     open_nodes: list[Any] = [total.grad_fn]
     while open_nodes:
@@ -49,14 +49,14 @@ def _nodes_behind(total: Tensor) -> Iterator[Any]:
 
 
 def _zeros_of_zeros(gradients: Sequence[Any], came: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What a step gives, if another loss has not come to it, too."""
+    """Node hook that returns zeros if only zeros came in. Returns None, no change, if another loss came in too."""
     if any(each is not None and bool(each.any()) for each in came):
         return None
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
 class _Silent(torch.autograd.Function):
-    """Zero, whose gradients are zeros."""
+    """Zero, with gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:

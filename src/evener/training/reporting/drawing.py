@@ -1,19 +1,19 @@
-"""Lines over steps as SVG: panels one below the other, each with its axes and a legend."""
+"""Lines as SVG: panels one below the other, each with its axes and a legend."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from evener.core.text import printable
+from evener.core.drawing import WHITE, svg_page, svg_text
 
 WIDTH, HEIGHT = 760, 170
-"""Of a panel, in pixels."""
+"""The size of a panel, in pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 34, 30
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Those of Okabe and Ito (2008), which people with any colour vision tell apart; again where there are more lines."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#882255")
+"""The first seven are those of Okabe and Ito (2008), which people with any colour vision tell apart; they come again
+where there are more lines."""
 
 Point = tuple[float, float]
 
@@ -27,50 +27,55 @@ class Panel:
     """Behind the numbers of the vertical axis, which begins at 0."""
     lines: Sequence[tuple[str, Sequence[Point]]]
     """Each with its name; points in order of the first number."""
+    marks: Sequence[tuple[float, str]] = ()
+    """Places on the horizontal axis, which lies between the first and the last, and their names; without any it has the
+    first and the last step."""
+    height: int = HEIGHT
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
-    """The drawing."""
-    height = 40 + len(panels) * HEIGHT
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">',
-        f"<title>{_shown(title)}</title>",
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{_shown(title)}</text>',
+    """Returns the drawing."""
+    shapes = [
+        f"<title>{svg_text(title)}</title>",
+        WHITE,
+        f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{svg_text(title)}</text>',
     ]
-    for place, panel in enumerate(panels):
-        parts += [f'<g transform="translate(0 {32 + place * HEIGHT})">', *_drawn(panel), "</g>"]
-    return "\n".join([*parts, "</svg>", ""])
+    top = 32
+    for panel in panels:
+        shapes += [f'<g transform="translate(0 {top})">', *_drawn(panel), "</g>"]
+        top += panel.height
+    return svg_page(WIDTH, top + 8, shapes, 'font-size="11"')
 
 
 def _drawn(panel: Panel) -> Iterator[str]:
     points = [point for _, line in panel.lines for point in line]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
+    marks = [(x, "middle", name) for x, name in panel.marks]
+    if marks:
+        first, last = marks[0][0], marks[-1][0]
+    else:
+        marks = [(first, "start", f"step {first:g}"), (last, "end", f"step {last:g}")]
     ticks = ticks_to(max(y for _, y in points))
-    span, inner = max(last - first, 1), HEIGHT - _TOP - _BOTTOM
+    span, inner = max(last - first, 1), panel.height - _TOP - _BOTTOM
 
     def at(point: Point) -> tuple[float, float]:
         x = _LEFT + (point[0] - first) / span * (WIDTH - _LEFT - _RIGHT)
-        return x, HEIGHT - _BOTTOM - point[1] / ticks[-1] * inner
+        return x, panel.height - _BOTTOM - point[1] / ticks[-1] * inner
 
-    yield f'<text x="{_LEFT}" y="{_TOP - 10}" font-weight="bold">{_shown(panel.title)}</text>'
+    yield f'<text x="{_LEFT}" y="{_TOP - 10}" font-weight="bold">{svg_text(panel.title)}</text>'
     for tick in ticks:
         y = at((first, tick))[1]
         yield f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
         words = f"{tick:g} {panel.unit}".strip()
-        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_shown(words)}</text>'
-    for step, anchor in ((first, "start"), (last, "end")):
-        yield f'<text x="{at((step, 0))[0]:.1f}" y="{HEIGHT - 14}" text-anchor="{anchor}">step {step:g}</text>'
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{svg_text(words)}</text>'
+    for place, anchor, name in marks:
+        x = at((place, 0))[0]
+        yield f'<text x="{x:.1f}" y="{panel.height - 14}" text-anchor="{anchor}">{svg_text(name)}</text>'
     for number, (name, line) in enumerate(panel.lines):
         colour, y = COLOURS[number % len(COLOURS)], _TOP + 14 * number
         places = " ".join("{:.1f},{:.1f}".format(*at(point)) for point in line)
         yield f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-        yield f'<text x="{WIDTH - _RIGHT + 10}" y="{y + 4}" fill="{colour}">{_shown(name)}</text>'
-
-
-def _shown(text: str) -> str:
-    return escape(printable(text))
+        yield f'<text x="{WIDTH - _RIGHT + 10}" y="{y + 4}" fill="{colour}">{svg_text(name)}</text>'
 
 
 def ticks_to(highest: float) -> list[float]:

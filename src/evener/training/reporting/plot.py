@@ -25,7 +25,7 @@ _GREATEST = 1e15
 """Numbers beyond it are no measurements, and are not drawn."""
 
 
-class Line:
+class Curve:
     """A line over steps, of medians."""
 
     def __init__(self) -> None:
@@ -56,17 +56,17 @@ class RunSteps:
 
     def __init__(self, name: str, together: int = 1) -> None:
         self.name, self._together = name, together
-        self.shares: list[Line] = []
+        self.shares: list[Curve] = []
         """By rank, in per cent."""
-        self.milliseconds: list[Line] = []
+        self.milliseconds: list[Curve] = []
         """Of each rank's own work."""
-        self.speed = Line()
+        self.speed = Curve()
         """Steps per second."""
         self._seconds = array("d")
         self._under_way = 0
 
     @classmethod
-    def of(cls, directory: Path) -> RunSteps:
+    def from_directory(cls, directory: Path) -> RunSteps:
         """
         Raises:
             ConfigurationError: If the directory is none of a run, or no step was taken.
@@ -107,8 +107,8 @@ class RunSteps:
         return 1 / max(statistics.median(late), 1e-9) if late else math.nan
 
 
-def _add(lines: list[Line], step: float, values: Sequence[float | None]) -> None:
-    lines += [Line() for _ in range(len(values) - len(lines))]
+def _add(lines: list[Curve], step: float, values: Sequence[float | None]) -> None:
+    lines += [Curve() for _ in range(len(values) - len(lines))]
     for line, value in zip(lines, values, strict=False):
         line.add(step, value)
 
@@ -185,6 +185,6 @@ def title(runs: Sequence[RunSteps]) -> str:
     return f"{first.name}: {first.steps_per_second:.3g} steps/s{compared}"
 
 
-def _of_ranks(lines: Sequence[Line]) -> list[tuple[str, list[Point]]]:
+def _of_ranks(lines: Sequence[Curve]) -> list[tuple[str, list[Point]]]:
     found = [(f"rank {rank}", line.points) for rank, line in enumerate(lines) if line.points]
     return found or [("not known", [(0.0, 0.0)])]

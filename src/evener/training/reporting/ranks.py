@@ -1,7 +1,7 @@
-"""Which rank is slow: where the ranks' time went in the last steps, in a few words.
+"""Tells which rank is slow: where the ranks' time went in the last steps, in a few words.
 
-In a synchronous step all ranks end together, so that only the time of their own work, and of waiting for their samples
-before it, tells them apart: the slowest sets the pace and the others wait for it.
+In a synchronous step all ranks end together. So ranks differ only in the time of their own work and of waiting for
+their samples before it. The slowest sets the pace, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from statistics import fmean
 from evener.core.records import StepRecord
 
 WINDOW = 20
-"""Steps that are averaged."""
+"""Number of steps that are averaged."""
 _HARDLY = 0.05
 SHOWN = 8
-"""Most ranks that are shown one by one."""
+"""Maximum number of ranks that are shown one by one."""
 
 
 class RecentSteps:
     """Means over the last steps.
 
     Args:
-        parts: For each rank, which part of every batch it computes; if empty, each rank computes one of its own.
+        parts: For each rank, the index of the part of a batch that it computes. If empty, each rank has its own part.
     """
 
     def __init__(self, parts: Sequence[int] = ()) -> None:
@@ -32,17 +32,17 @@ class RecentSteps:
         self._records: deque[StepRecord] = deque(maxlen=WINDOW)
 
     def add(self, record: StepRecord) -> None:
-        """A step was taken; of many ranks some tell nothing of each."""
+        """Adds a step. With many ranks, some steps do not have the times of each rank, and are ignored."""
         if record.compute_seconds:
             self._records.append(record)
 
     @property
     def several(self) -> bool:
-        """Whether there are ranks to compare."""
+        """True if there are ranks to compare."""
         return bool(self._records) and len(self._records[-1].compute_seconds) > 1
 
     def slowest(self) -> str:
-        """``rank 1 slowest, others wait 34%``: of its time, on average; ``no rank is slow`` where they hardly wait."""
+        """Returns ``rank 1 slowest, others wait 34%`` (mean part of its time), or that no rank is slow."""
         busy = self._busy()
         rank = max(range(len(busy)), key=busy.__getitem__)
         waiting = 1 - fmean(busy[:rank] + busy[rank + 1 :]) / (busy[rank] or 1.0)
@@ -52,7 +52,7 @@ class RecentSteps:
         return f"rank {rank} slowest{' (waits for samples)' * reads}, others wait {waiting:.0%}"
 
     def each(self) -> str:
-        """One entry a rank; of many, those that work longest and shortest."""
+        """Returns one entry for each rank or, with many ranks, for those that work longest and shortest."""
         work, wait = self._means("compute_seconds"), self._means("wait_seconds")
         load, shares = self._means("input_seconds"), self._means("shares")
         part, whole = self._parts or range(len(work)), sum(shares)
@@ -63,7 +63,7 @@ class RecentSteps:
         return f"{self.slowest()} | rank: share work+wait+input ms | " + " | ".join(entries)
 
     def _busy(self) -> list[float]:
-        """Seconds for which others may wait for a rank."""
+        """Returns the seconds for which others may have to wait for each rank."""
         return list(map(add, self._means("compute_seconds"), self._means("input_seconds")))
 
     def _means(self, name: str) -> list[float]:

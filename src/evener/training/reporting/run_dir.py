@@ -1,8 +1,7 @@
-"""The directory that a run leaves: of one run at a time, and an earlier one's until the new one has begun.
+"""The run directory. It belongs to one run at a time, and to an earlier run until a new one has begun.
 
-What a finished run left is replaced only where that was asked for. A run that was cut short may be begun anew in its
-directory, or gone on with. A directory that is not a run, as far as its mark says, is left as it is if a file of the
-run would replace one that is there.
+The results of a finished run are replaced only on request. An interrupted run may be started anew in its directory, or
+resumed. A directory that has no mark of Evener is refused if a file of the run would replace an existing one.
 
 ::
 
@@ -10,7 +9,7 @@ run would replace one that is there.
     config.json     the settings, resolved
     records.jsonl   a line for each step, evaluation and event, as it happens
     summary.json    the result
-    checkpoints/    what the run can go on from
+    checkpoints/    what the run can resume from
     .lock           held while a run writes here
     .evener-owner   the process that does, for the error that another one gets
 """
@@ -30,7 +29,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from evener.checkpoint.layout import CHECKPOINTS, Saved, clear, refuse_foreign, refuse_unwritable, saved_in
+from evener.checkpoint.layout import (
+    CHECKPOINTS,
+    CheckpointDirectory,
+    clear,
+    refuse_foreign,
+    refuse_unwritable,
+    saved_in,
+)
 from evener.checkpoint.run_mark import MARK, Identity, mark_in, write_mark
 from evener.core.observer import Observer
 from evener.core.os_errors import FULL, in_words, words
@@ -52,28 +58,28 @@ from evener.files import read_json, read_text, write_json
 _LOCK = ".lock"
 _OWNER = ".evener-owner"
 _OWNED = "process "
-"""How the file begins that tells the owner."""
+"""First word of the owner file."""
 _LONGEST_OWNER = 1000
 _SUMMARY = "summary.json"
 _WRITTEN = ("config.json", "task.json", RECORDS, _SUMMARY, MARK, CHECKPOINTS)
-"""What a run leaves."""
+"""Files and directories that a run writes."""
 
 
 def goes_on_in(run_dir: Path, resume: Path | None) -> bool:
-    """Whether a run that goes on from ``resume`` is the one whose directory this is."""
+    """Returns True if a run that resumes from ``resume`` is the run in this directory."""
     return resume is not None and (
         str(resume) == "auto" or resume.resolve().is_relative_to(run_dir.resolve())
     )
 
 
 def refuse_taken(path: Path, goes_on: bool) -> None:
-    """Refuses a directory of which a run would replace what is not its own.
+    """Refuses a directory in which a run would replace files that are not its own.
 
     Args:
-        goes_on: Whether the run goes on in the directory.
+        goes_on: Whether the run resumes the run in the directory.
 
     Raises:
-        ConfigurationError: If a finished run is there, or if it is no run and holds files named like a run's.
+        ConfigurationError: If a finished run is there, or an unmarked directory holds files with names of a run's.
     """
     if mark_in(path) is not None:
         if not goes_on:
@@ -92,8 +98,10 @@ def _is_taken(path: Path) -> bool:
 
 
 def refuse_finished(path: Path) -> None:
-    """Raises:
-    ConfigurationError: If a run that was not cut short has left its summary there.
+    """Refuses a directory with the summary of a run that was not interrupted.
+
+    Raises:
+        ConfigurationError: If there is one.
     """
     if _is_finished(path / _SUMMARY):
         raise ConfigurationError(
@@ -107,7 +115,7 @@ def _is_finished(summary: Path) -> bool:
         return not read_json(summary).get("interrupted", False)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, AttributeError):  # of a run of an unknown kind, which is not ours to replace
+    except (OSError, ValueError, AttributeError):  # an unknown kind of summary, which must not be replaced
         return True
 
 
@@ -115,8 +123,8 @@ class RunDirectory:
     """Holds a directory for one run, from ``__enter__`` to ``__exit__``.
 
     Args:
-        replaces: Whether what is there may be replaced.
-        goes_on: Whether the run goes on with the one that is there.
+        replaces: Whether existing files may be replaced.
+        goes_on: Whether the run resumes the one that is there.
 
     Raises:
         ConfigurationError: When entered, if another run writes there or has finished there, or it is no directory.
@@ -154,19 +162,19 @@ class RunDirectory:
             refuse_foreign(self.path / CHECKPOINTS)
 
     def _claim(self) -> None:
-        """Now that no other run can finish here."""
+        """Checks again, now that the lock keeps other runs out, and writes the owner file."""
         self._check()
         torn = (
             [path for name in _WRITTEN for path in self.path.glob(f".{name}.*")] if mark_in(self.path) else []
         )
-        for path in torn:  # of a writer that was killed
+        for path in torn:  # left by a writer that was killed
             if path.suffix[1:].isdecimal():
                 path.unlink(missing_ok=True)
         with in_words(f"{self.path} cannot hold a run"):
             self._tell_owner()
 
     def _tell_owner(self) -> None:
-        """Replaces the file of an earlier run, be it a link or a pipe by now; one that is not of Evener stays."""
+        """Replaces the owner file of an earlier run, even if it is a link or a pipe. Another program's file stays."""
         path = self.path / _OWNER
         if mark_in(self.path) is not None or self._owner().startswith(_OWNED):
             path.unlink(missing_ok=True)
@@ -196,16 +204,17 @@ class Records(Observer):
     """Writes settings, records and summary into a directory that the run holds.
 
     Args:
-        goes_on: Whether the run goes on with the one whose directory it is; else its records are replaced.
-        replaces: Whether the checkpoints of an earlier run go at once; else they go when this one has its own.
-        run: Gives the run, and those that it continues.
-        is_evaluated: Says whether an evaluation after the last step of before is over; else it will be done once more.
-        stops: Whether a full disk, or a directory that was removed, ends the run; else it goes on without the records
-            for which there is no room, and writes again when there is.
-        say: Told of that, once.
+        goes_on: Whether the run resumes the one in the directory. Otherwise its records are replaced.
+        replaces: Whether to remove the checkpoints of an earlier run at once. Otherwise they are removed when this run
+            has its own.
+        run: Returns the identity of the run, and of those that it continues.
+        is_evaluated: Returns False if the evaluation after the last step is still due, and will be done once more.
+        stops: Whether a full disk, or a removed directory, ends the run. Otherwise it continues without the records
+            that cannot be written, and writes again as soon as that works.
+        say: Called once with a message about that.
 
     Raises:
-        StorageError: While the run is told of, if something cannot be written.
+        StorageError: When a record cannot be written.
     """
 
     def __init__(
@@ -236,7 +245,7 @@ class Records(Observer):
             )
 
     def catch_up(self, told: Iterable[StepRecord]) -> None:
-        """Writes the steps that the file lacks: the rank that was to write them has died."""
+        """Writes steps that the file lacks because the rank that should have written them has died."""
         known = self._file.steps_done if self._file is not None else 0
         for record in told:
             if record.step >= known:
@@ -281,7 +290,7 @@ class Records(Observer):
 
 
 def launch_name() -> str:
-    """Names the launch that this process is of, also after its ranks were started again."""
+    """Returns a name for the launch of this process, which stays the same when its ranks are started again."""
     private = os.environ.get(RUN_DIR)
     if private:
         return private
@@ -293,8 +302,8 @@ def launch_name() -> str:
     return f"{socket.gethostname()} {parent} {begun}"
 
 
-def words_of_earlier(saved: Sequence[Saved]) -> str:
-    """What becomes of checkpoints of an earlier run in the directory; empty if there are none."""
+def words_of_earlier(saved: Sequence[CheckpointDirectory]) -> str:
+    """Describes what happens to checkpoints of an earlier run in the directory. Returns "" if there are none."""
     names = [each.path.name for each in saved]
     if not names:
         return ""
@@ -305,13 +314,13 @@ def words_of_earlier(saved: Sequence[Saved]) -> str:
 
 
 def is_of_this_launch(path: Path) -> bool:
-    """Whether the run in a directory was begun by the launcher of this process, which has started its ranks again."""
+    """Returns True if this process's launcher, which has started its ranks again, began the run in the directory."""
     mark = mark_in(path)
     return mark is not None and mark.get("launch") == launch_name()
 
 
 def new_run_dir(task_name: str, now: float, home: Path) -> Path:
-    """A directory that no other run has, made now: ``home/TASK-TIME``, with a number where that is taken."""
+    """Makes a new directory ``home/TASK-TIME``, with a number added if that exists, and returns it."""
     label = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in task_name)
     stem = f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
     number = 1

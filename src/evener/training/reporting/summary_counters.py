@@ -1,10 +1,10 @@
-"""What a run counts of itself for its summary."""
+"""Counts what a run reports in its summary."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from operator import gt
@@ -16,13 +16,15 @@ from evener.core.records import EvaluationRecord, StepRecord
 from evener.hardware.memory import CATEGORIES
 
 WINDOW = 128
-"""Steps of which each rank's time for a sample is known."""
+"""Number of steps for which each rank's time per sample is kept."""
 _FEW = 5
-"""Of so few steps some are not like the others: the first is slow."""
+"""Up to this number of steps, the median is not trusted: some steps are untypical, and the first is slow."""
+WAITING = 0.1
+"""Part of its time from which on a rank is reported to wait for batches."""
 
 
-class Tally(Observer):
-    """What the summary tells of steps and evaluations."""
+class SummaryCounters(Observer):
+    """Collects the numbers of steps and evaluations for the summary."""
 
     def __init__(self, parts: int, metrics: Iterable[str] = ()) -> None:
         self._asked = sorted(metrics)
@@ -30,10 +32,10 @@ class Tally(Observer):
         self.last: StepRecord | None = None
         self.skipped = 0
         self.memory: list[dict[str, int]] = []
-        """Of each rank the most bytes in use in a step, and what these were for."""
+        """For each rank, the peak of bytes in use in a step, and what they were used for."""
         self.evaluation_record: EvaluationRecord | None = None
         self._times = [deque[float](maxlen=WINDOW) for _ in range(parts)]
-        """Seconds for a sample, of each part."""
+        """Seconds per sample, for each part."""
 
     everywhere = True
 
@@ -57,14 +59,14 @@ class Tally(Observer):
         return {} if record is None else {"evaluation": asdict(record), "asked": self._asked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """An evaluation by other metrics than the task has now is none."""
+        """Restores the last evaluation, unless the task's metrics have changed."""
         known = state.get("asked") == self._asked
         self.evaluation_record = EvaluationRecord(**state["evaluation"]) if known else None
 
     def sample_seconds(self) -> list[float]:
-        """The median time of each rank's own work for a sample; empty if too few steps have told it.
+        """Returns the median seconds of each rank's own work per sample; empty if too few steps are known.
 
-        A median, because a single pause is no speed.
+        A median, because a single pause says nothing about speed.
         """
         return [median(times) for times in self._times] if min(map(len, self._times)) > _FEW else []
 
@@ -74,7 +76,7 @@ class Tally(Observer):
 
 
 def _memory_of(record: StepRecord) -> list[dict[str, int]]:
-    """Of each rank."""
+    """Returns the memory use of each rank."""
     none = (0,) * len(record.memory_peak)
     return [
         {"peak": peak} | {name: record.memory_parts.get(name, none)[rank] for name in CATEGORIES}
@@ -83,7 +85,7 @@ def _memory_of(record: StepRecord) -> list[dict[str, int]]:
 
 
 class Clock:
-    """The seconds of training, without what comes between."""
+    """Measures the seconds of training, without what happens in between."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -98,5 +100,21 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """So far, also while it runs."""
+        """Seconds so far, also while the clock runs."""
         return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+
+def waiting_words(parts: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """Says which rank waited longest for its batches in ``seconds`` of training. Returns "" if none waited for long.
+
+    Args:
+        parts: The ``times`` and ``workers`` of each rank.
+    """
+    waited = [part["times"]["input_seconds"] for part in parts]
+    rank = waited.index(max(waited))
+    if not waited[rank] > WAITING * seconds > 0:
+        return ""
+    workers = parts[rank]["workers"]
+    using = f"with {workers} worker{'s' * (workers != 1)}" if workers else "without workers"
+    hint = "" if workers else ": --workers N (workers=N) has N processes read meanwhile"
+    return f"rank {rank} waited for batches {waited[rank] / seconds:.0%} of the time, {using}{hint}"

@@ -1,8 +1,8 @@
-"""Which task a run directory is of, so that a later command can build it again: ``task.json`` beside the settings.
+"""Writes and reads ``task.json``, which names the task of a run directory so that a later command can build it again.
 
-A run directory may be a stranger's, and a name in it may be that of any function: importing and calling it would run
-whatever the stranger chose. So a command builds a task that comes with Evener or an installed package without a word,
-and any other only where its user has named it too, or said that the directory is to be trusted.
+A run directory may come from a stranger, and a name in it may be that of any function: importing and calling it would
+run the stranger's choice of code. So a command builds a task that comes with Evener or an installed package without
+asking. It builds any other task only if its user has named it too, or has said that the directory is trusted.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from evener.training.builtin_tasks import BUILT_IN
 
 _FILE = "task.json"
 CARRIED = ("batch_size", "dtype", "precision", "precision_of", "seed", "workers", "on_bad_sample")
-"""Settings of a run by which its model computes and its samples are read; where it runs is decided anew, and so there
-are no more workers than cores."""
+"""Settings of a run that decide how its model computes and its samples are read. Where it runs is decided anew, so that
+there are never more workers than cores.
+"""
 
 
 class OriginNote(Observer):
-    """Writes down, at the start of a run, what its task is called and what its function was given."""
+    """Writes down, at the start of a run, the name of its task and the arguments of its function."""
 
     def __init__(self, directory: Path, task: TaskLike, options: Mapping[str, Any]) -> None:
         self._directory, self._name, self._options = directory, name_of(task), dict(options)
@@ -48,7 +49,7 @@ class OriginNote(Observer):
 
 
 def name_of(task: TaskLike) -> str | None:
-    """The name by which another process finds the task; None if it has none, as a function of a script."""
+    """Returns the name by which another process can import the task, or None if it has none, as in a script."""
     if isinstance(task, str):
         return task
     module, name = getattr(task, "__module__", "__main__"), getattr(task, "__qualname__", "<none>")
@@ -56,7 +57,7 @@ def name_of(task: TaskLike) -> str | None:
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
-    """Whether JSON gives them back as they are."""
+    """Returns True if JSON reproduces the options exactly."""
     try:
         return bool(json.loads(json.dumps(options)) == options)
     except (TypeError, ValueError):
@@ -65,23 +66,24 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run trained, as far as its directory says."""
+    """The task and settings of a run, as far as its directory tells."""
 
     task: str | None
     options: dict[str, Any]
     settings: dict[str, Any]
-    """Those of `CARRIED`."""
+    """The settings named in `CARRIED`."""
 
     def chosen(self, run: Path, named: TaskLike | None, trust: bool) -> tuple[TaskLike, dict[str, Any]]:
-        """The task to build, and what its function was given.
+        """Returns the task to build, and the arguments of its function.
 
         Args:
-            run: What errors call the run.
-            named: The task that the user has named; one that is not the run's own has none of its arguments.
-            trust: Whether the run's own is built whatever it is.
+            run: Name of the run for error messages.
+            named: The task that the user has named. The run's arguments are used only if it is the run's own task.
+            trust: Whether to build the run's own task whatever it is.
 
         Raises:
-            ConfigurationError: If nobody says which task it is, or only the run does.
+            ConfigurationError: If neither the user nor the run names a task, or only the run does and it is not
+                trusted.
         """
         if named is not None:
             return named, self.options if named == self.task else {}
@@ -99,12 +101,12 @@ class Origin:
 
 
 def is_known(task: str) -> bool:
-    """Whether a task comes with Evener, or with a package that is installed and says so."""
+    """Returns True if a task comes with Evener, or with an installed package that declares it."""
     return task in BUILT_IN or task in BUILT_IN.values() or task in installed("task")
 
 
 def origin(run: Path) -> Origin:
-    """Of a run directory, or of one of its checkpoints.
+    """Returns the origin of a run directory, or of the run of a checkpoint in it.
 
     Raises:
         ConfigurationError: If it is no run directory.
@@ -124,7 +126,7 @@ def origin(run: Path) -> Origin:
 
 
 def _task(path: Path, found: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Its name, and what its function was given."""
+    """Returns the task's name and arguments, after checking the types."""
     name, options, paths = found.get("task"), found.get("options", {}), found.get("paths", [])
     texts = (
         isinstance(options, dict) and isinstance(paths, list) and all(isinstance(each, str) for each in paths)
@@ -139,14 +141,14 @@ def _task(path: Path, found: Mapping[str, Any]) -> tuple[str | None, dict[str, A
 
 
 def _carried(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `CARRIED`, as they must be."""
+    """Returns the settings named in `CARRIED`, after checking them."""
     found = {name: settings[name] for name in CARRIED if name in settings}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     try:
         workers = RunConfig(**found).workers
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} does not hold the settings of a run: {error}") from error
-    if "workers" in found and isinstance(workers, int):
+    if "workers" in found:
         found["workers"] = min(workers, os.cpu_count() or 1)
     return found
 

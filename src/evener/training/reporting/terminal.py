@@ -1,4 +1,4 @@
-"""What a person sees of a run: one live line on a terminal, plain lines elsewhere, a summary at the end."""
+"""Shows a run to the user: one live line on a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from evener.training.reporting.ranks import RecentSteps
 from evener.training.reporting.width import fitted
 
 PLAIN_SECONDS = ((60.0, 5.0), (1800.0, 30.0), (math.inf, 300.0))
-"""Time between two plain lines, until so many seconds after the start."""
+"""Pairs of seconds since the start and the interval between two plain lines until then."""
 LIVE_SECONDS = 0.5
-"""Time between two live lines about the ranks."""
+"""Interval between two updates of the live line about the ranks, in seconds."""
 _SHARES_IN_A_LINE = 8
 _SAME_SHARES = 0.02
 _WORTH_A_WORD = 1.15
 _MOST_TOLD = 10
-"""Times as fast; an estimate of more is far from what was measured."""
+"""Largest speedup that is shown. Larger estimates are far from what was measured."""
 _RECENT_STEPS = 20
-"""Steps of which the speed is told."""
+"""Number of steps for the speed that is shown."""
 
 
 class Terminal(Observer):
-    """Follows a run on ``stream``; a live line if that is a terminal.
+    """Shows a run on ``stream``, with a live line if that is a terminal.
 
     Args:
         stream: Standard error if None.
@@ -45,7 +45,7 @@ class Terminal(Observer):
         self._given = stream
 
     def start(self, run: RunStart) -> None:
-        self._stream = unheard(self._given or sys.stderr)  # that nobody looks on is no reason to stop
+        self._stream = unheard(self._given or sys.stderr)  # a closed stream does not stop the run
         self._total = run.total_steps
         self._batch_size = run.batch_size
         self._first = run.steps_done
@@ -95,12 +95,12 @@ class Terminal(Observer):
             self._print(f"{self.where(record)}, {self._state(record)}{self._left(done)}{slowest}")
 
     def _plain_seconds(self) -> float:
-        """The longer a run takes, the fewer lines a minute."""
+        """Returns the interval between plain lines, which grows with the duration of the run."""
         elapsed = time.monotonic() - self._began
         return next(period for until, period in PLAIN_SECONDS if elapsed <= until)
 
     def _due(self, period_seconds: float) -> bool:
-        """Whether it is time for the next line."""
+        """Returns True if it is time for the next line."""
         now = time.monotonic()
         if now - self._last_line < period_seconds:
             return False
@@ -121,13 +121,13 @@ class Terminal(Observer):
         self._times = deque([(time.monotonic(), record.step)], maxlen=_RECENT_STEPS + 1)
 
     def where(self, record: StepRecord) -> str:
-        """Where the run stands, in words."""
+        """Returns step and epoch as text."""
         of = f" of {self._total}" if self._total else ""
         return f"step {record.step + 1}{of}, epoch {record.epoch + 1}"
 
     def _waits(self, words: str) -> None:
-        """Shows who waits for whom, while nothing moves, in place of the ranks' times."""
-        self._bar.refresh()  # with the steps that were taken since it was last drawn
+        """Shows which ranks wait for which, in place of the ranks' times, while nothing moves."""
+        self._bar.refresh()  # shows the steps taken since it was last drawn
         self._ranks.set_description_str(words)
 
     @staticmethod
@@ -146,7 +146,7 @@ class Terminal(Observer):
         self._stream.flush()
 
     def _speed(self) -> float:
-        """Steps a second, of the last ones since an evaluation."""
+        """Returns the steps per second, over the last steps since an evaluation."""
         (began, first), (now, done) = self._times[0], self._times[-1]
         return (done - first) / max(1e-9, now - began)
 
@@ -158,24 +158,24 @@ class Terminal(Observer):
 
 
 def _is_live(stream: Any, environment: Mapping[str, str]) -> bool:
-    """Whether lines can be written over; a CI that gives its jobs a terminal keeps every line all the same."""
+    """Returns True if lines can be overwritten. Not in CI, which may provide a terminal but keeps every line."""
     return bool(stream.isatty()) and environment.get("TERM") != "dumb" and not environment.get("CI")
 
 
 def _is_coloured(environment: Mapping[str, str]) -> bool:
-    """As no-color.org has it: not if NO_COLOR is something."""
+    """Returns True unless NO_COLOR is set and not empty, as no-color.org says."""
     return not environment.get("NO_COLOR")
 
 
 def _bar_format(total_steps: int | None) -> str:
-    """What matters most comes first: a narrow terminal cuts the end off."""
+    """Returns the format of the bar. What matters most comes first, because a narrow terminal cuts off the end."""
     if total_steps is None:
         return "{n_fmt} steps{desc}{postfix}"
     return "{remaining} left |{bar:10}| {n_fmt}/{total_fmt} steps{desc}{postfix}"
 
 
 def header_lines(run: RunStart) -> list[str]:
-    """What the run is, each line for a terminal of 60 columns as far as names allow; nothing that is not known."""
+    """Describes the run in lines that fit 60 columns if names allow it. Returns none if the devices are unknown."""
     kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
     summed = [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
@@ -190,7 +190,7 @@ def header_lines(run: RunStart) -> list[str]:
 
 
 def _shares_line(run: RunStart) -> list[str]:
-    """How the first batch is divided; of many parts the ends alone."""
+    """Describes how the first batch is divided; with many parts, only the least and the greatest share."""
     if len(run.shares) < 2:
         return []
     least, most = min(run.shares), max(run.shares)
@@ -209,7 +209,7 @@ def _steps_words(run: RunStart) -> str:
 
 
 class _Mean:
-    """A weighted mean of what was added."""
+    """A weighted mean."""
 
     def __init__(self) -> None:
         self.total = self.weight = 0.0
@@ -225,7 +225,7 @@ class _Mean:
 
 
 def summary_text(summary: RunSummary) -> str:
-    """The closing lines of a run."""
+    """Returns the closing lines of a run."""
     devices = ", ".join(sorted(set(summary.devices)))
     skipped = f"; {summary.skipped_steps:,} steps were left out" if summary.skipped_steps else ""
     metrics = "".join(f"\n  {name:<9} {value:.4f}" for name, value in summary.metrics.items())
@@ -268,23 +268,23 @@ def summary_text(summary: RunSummary) -> str:
 
 
 def _took_no_step(summary: RunSummary) -> bool:
-    """Whether the run went on from where nothing was left, or was stopped at once."""
+    """Returns True if the run resumed where nothing was left, or was stopped at once."""
     return not summary.samples_in_seconds and math.isnan(summary.final_loss)
 
 
 def _samples_words(summary: RunSummary) -> str:
-    """Samples of the time that is told: after a resume those since then, of all."""
+    """Describes the samples of the reported time: after a resume, those since then, out of all."""
     if summary.samples_in_seconds in (0, summary.samples):
         return f"{summary.samples:,} samples"
     return f"{summary.samples_in_seconds:,} of {summary.samples:,} samples"
 
 
 def balance_words(summary: RunSummary) -> str:
-    """The gain of unequal shares over equal ones, or what shares by speed would gain; empty where it is small.
+    """Describes the gain of unequal shares over equal ones, or the possible gain of shares by speed; "" if it is small.
 
-    A rank with t seconds for a sample has s t for its part s of all. Equal shares of W ranks end when the slowest has
-    done 1 / W, shares by speed when all together have done the whole. What a step costs without any sample is left
-    out, so the numbers are estimates.
+    A rank with t seconds per sample takes s t for its part s of all samples. With equal shares of W ranks, a step ends
+    when the slowest has done 1 / W. With shares by speed, it ends when all together have done the whole. The fixed cost
+    of a step is ignored, so the numbers are estimates.
     """
     each, shares = summary.sample_seconds, summary.shares
     divided = len(each) == len(shares) > 1 and math.isclose(sum(shares), 1.0)

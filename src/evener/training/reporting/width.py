@@ -1,6 +1,6 @@
-"""Lines for people, broken between words where a terminal is narrower than they are; files and pipes get them whole.
+"""Breaks lines between words to fit a terminal. Files and pipes get them whole.
 
-Characters that a terminal would obey are shown instead: names may be a stranger's.
+Control characters are shown instead of sent to the terminal, because names may come from a stranger.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from evener.core.text import printable
 
 INDENT = "  "
-"""Before what goes on from the line above."""
+"""Indentation of continuation lines."""
 NARROW = 20
-"""Columns below which nothing is gained by breaking between words."""
+"""Columns below which lines are not broken."""
 
 
 def fitted(text: str, stream: Any) -> str:
-    """``text`` for ``stream``, whose width is asked for anew each time: a window may be made smaller."""
+    """Fits ``text`` to the width of ``stream``, which is read each time: a window may be resized."""
     text, columns = printable(text), columns_of(stream)
     if columns is None or columns < NARROW:
         return text
@@ -26,7 +26,7 @@ def fitted(text: str, stream: Any) -> str:
 
 
 def columns_of(stream: Any) -> int | None:
-    """Of the terminal that ``stream`` is; None if it is none, or does not say."""
+    """Returns the columns of the terminal ``stream``, or None if it is no terminal or its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
     except (OSError, ValueError, AttributeError):
@@ -34,7 +34,7 @@ def columns_of(stream: Any) -> int | None:
 
 
 def _broken(line: str, columns: int) -> str:
-    """A word longer than a line, as a path, is left whole, for whoever copies it."""
+    """Breaks a line. A word longer than a line, such as a path, stays whole, so that it can be copied."""
     if len(line) <= columns:
         return line
     before = line[: len(line) - len(line.lstrip())] + INDENT

@@ -1,12 +1,12 @@
-"""Compares what a task says of its training with what it said when a checkpoint was made.
+"""Compares the terms of a task (optimizer options, scheduler, loss) with those at the time of the checkpoint.
 
-A checkpoint holds the learning rate, the momentum and the scheduler's state; a task that says others now would be taken
-in silence and not used. So a checkpoint also holds what its task said, and differences are told, with which is used.
-Options of the optimizer and the scheduler are the checkpoint's unless the settings override them. The loss and the
-choice of trained parameters are the task's.
+A checkpoint holds the learning rate, the momentum and the scheduler's state. If the task changes them, the change would
+silently have no effect. So a checkpoint also holds the task's terms, and each difference is reported together with the
+value that is used. Options of the optimizer and the scheduler come from the checkpoint unless the settings override
+them. The loss and the choice of trained parameters come from the task.
 
-A learning rate and its scheduler go together. Where they are overridden, the scheduler of the task is stepped as often
-as the training was, so that the rate is the one that the task would have had from the beginning::
+A learning rate and its scheduler belong together. If they are overridden, the task's scheduler is stepped as often as
+the training was, so that the rate is what the task would have had from the beginning::
 
     checkpoint   lr 0.1, halved every epoch     0.1   0.05  0.025 |
     task now     lr 0.2, halved every epoch     0.2   0.1   0.05  | 0.025 ...  with --override lr
@@ -37,11 +37,11 @@ _MOST_TOLD = 5
 Tell = Callable[[str], object]
 
 
-class Terms:
-    """What a task says, kept as it was before the first step.
+class TaskTerms:
+    """The terms of a task, as they were before the first step.
 
     Args:
-        override: Options that are to be the task's where a checkpoint has others.
+        override: Options to take from the task if a checkpoint has other values.
 
     Raises:
         ConfigurationError: If ``override`` names something that the optimizer does not have.
@@ -69,13 +69,13 @@ class Terms:
         }
 
     def chosen(self, saved: Mapping[str, Any] | None, tell: Tell) -> frozenset[str]:
-        """The options that are to be the task's, after telling of all that differs.
+        """Returns the options to take from the task, after reporting all differences.
 
         Args:
-            saved: What the task of the checkpoint said; None if that is not known.
+            saved: The terms in the checkpoint; None if they are unknown.
 
         Raises:
-            ConfigurationError: If the checkpoint has a scheduler of another kind, which cannot be gone on with.
+            ConfigurationError: If the checkpoint has a scheduler of another kind, whose state cannot be used.
         """
         if saved is None:
             return self._override | (SCHEDULE if self._override & SCHEDULE else frozenset())
@@ -99,7 +99,7 @@ class Terms:
         return over
 
     def _differing(self, saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-        """Options of the optimizer's groups, each as it was and as it is."""
+        """Returns options of the optimizer's groups that differ, each with its old and its new value."""
         found: dict[str, tuple[str, str]] = {}
         for key in dict.fromkeys(
             key for group in self.said["options"] for key in group if key not in _SCHEDULED
@@ -124,7 +124,7 @@ class Terms:
                 )
 
     def _take_over(self, saved: Mapping[str, Any], over: Collection[str]) -> None:
-        """The next checkpoint says what is used."""
+        """Records the terms that are in use, for the next checkpoint."""
         for place, group in enumerate(self.said["options"]):
             before = saved["options"][place] if place < len(saved["options"]) else {}
             kept = {
@@ -135,7 +135,7 @@ class Terms:
             self.said["scheduler"] = dict(saved["scheduler"])
 
     def overridden(self, optimizer: Mapping[str, Any], over: Collection[str]) -> dict[str, Any]:
-        """The saved state of the optimizer with the task's options in place of those that are overridden."""
+        """Returns the saved state of the optimizer with the overridden options replaced by the task's."""
         groups = [
             {**saved, **{key: value for key, value in _copied(group).items() if _is_overridden(key, over)}}
             for saved, group in zip(optimizer["groups"], self._groups, strict=False)
@@ -143,7 +143,7 @@ class Terms:
         return {**optimizer, "groups": groups if over else optimizer["groups"]}
 
     def replay(self, times: int) -> None:
-        """Steps the task's scheduler from its beginning; the optimizer has the rates of the beginning."""
+        """Steps the task's scheduler ``times`` times from its start. The optimizer must have the initial rates."""
         if self._scheduler is None:
             return
         self._scheduler.load_state_dict(map_leaves(_copy_of, self._schedule))
@@ -185,7 +185,7 @@ def _text(value: Any) -> str:
 
 
 def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Without constants in code, of which another version of Python has others."""
+    """Converts values to text. Leaves out constants in code, which differ between versions of Python."""
     return {name: str(value) for name, value in facts.items() if not name.startswith("constants in ")}
 
 
@@ -206,5 +206,5 @@ def _tell_of_option(name: str, option: str, old: str, new: str, is_new: bool, te
 
 
 def _copy_of(leaf: Any) -> Any:
-    """A learning rate may be a tensor, which keeps a reference to more than its number."""
+    """Copies a value. A tensor, such as a learning rate, is detached, because it may keep other tensors alive."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

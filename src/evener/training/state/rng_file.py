@@ -1,8 +1,7 @@
-"""The random generators of a rank, left before each step where they outlive its process.
+"""Stores the random generators of a rank before each step, in a file that outlives its process.
 
-In a file that is mapped into memory: to write is to copy, and what was copied stays when the process is killed. Of
-Python's generator and NumPy's, which are slow to read and seldom drawn from in a step, it is looked first whether they
-have moved.
+The file is mapped into memory: writing is copying, and copied bytes stay when the process is killed. Python's and
+NumPy's generators are slow to read and rarely used in a step, so they are first checked for changes.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ _SLOTS = 2
 _HEADER = struct.Struct("qq")
 """Number of the step, and of bytes."""
 _MT19937_NBYTES = 625 * 4
-"""NumPy's state: 624 words, and which of them is next."""
+"""Size of NumPy's state: 624 words, and the index of the next one."""
 
 
 class Generators:
-    """Those of PyTorch on the CPU, NumPy and Python, as they were before each of the last two steps."""
+    """States of the CPU generators of PyTorch, NumPy and Python before each of the last two steps."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
             file.truncate(_SLOTS * _SLOT_NBYTES)
             self._map = mmap.mmap(file.fileno(), _SLOTS * _SLOT_NBYTES)
         self.kept = -1
-        """The last step for which this process has kept them."""
+        """The last step for which this process has stored the states."""
         self._python, self._numpy = _Python(), _NumPy()
 
     def keep(self, step: int) -> None:
-        """As they are now is how step ``step`` begins."""
+        """Stores the current states as those with which step ``step`` begins."""
         self.kept = step
         states = self._python.state(), self._numpy.state(), torch.get_rng_state().numpy().tobytes()
         data, at = pickle.dumps(states, protocol=5), step % _SLOTS * _SLOT_NBYTES
@@ -48,7 +47,7 @@ class Generators:
         self._map[at : at + _HEADER.size] = _HEADER.pack(step, len(data))
 
     def draw(self, step: int) -> bool:
-        """Sets the generators to what was kept for ``step``; whether that is known."""
+        """Sets the generators to the states stored for ``step``. Returns False if there are none."""
         at = step % _SLOTS * _SLOT_NBYTES
         number, size = _HEADER.unpack(self._map[at : at + _HEADER.size])
         known: bool = size > 0 and number == step
@@ -64,7 +63,7 @@ def _set_states(of_python: bytes, of_numpy: bytes, of_torch: bytes) -> None:
 
 
 class _Python:
-    """Python's own generator, pickled anew when it was drawn from."""
+    """Python's own generator, pickled again only after it was used."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, ...] = ()
@@ -78,14 +77,14 @@ class _Python:
             words[1],
             words[-1],
             gauss,
-        )  # the last word is a place among others that change together
+        )  # the last word is the index of the next word; the words change together
         if mark != self._known:
             self._known, self._pickled = mark, pickle.dumps(state, protocol=5)
         return self._pickled
 
 
 class _NumPy:
-    """NumPy's global generator, read anew when it was drawn from."""
+    """NumPy's global generator, read again only after it was used."""
 
     def __init__(self) -> None:
         self._known: bytes | None = None
@@ -95,13 +94,13 @@ class _NumPy:
         words = self._words()
         if words is None or words != self._known:
             state: Any = np.random.get_state(legacy=False)
-            # A second normal number is kept from the first, and drawing it moves nothing.
+            # Normal numbers are drawn in pairs, and drawing the second changes no word.
             self._known = None if state["has_gauss"] else words
             self._pickled = pickle.dumps(state, protocol=5)
         return self._pickled
 
     def _words(self) -> bytes | None:
-        """As they lie in memory; None for a generator of another kind."""
+        """Returns the state's bytes in memory, or None for a generator of another kind."""
         generator: Any = get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return None

@@ -1,4 +1,4 @@
-"""All that a run goes on from: model and optimizer, random generators, scheduler, balancer, the place in the data."""
+"""Everything that a run resumes from: model, optimizer, random generators, scheduler, balancer, and progress."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from evener.core.config.run_config import RunConfig
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
 from evener.errors import CheckpointError, ConfigurationError
 from evener.strategies.learner import Learner
-from evener.training.batches.feed import Feed
+from evener.training.batches.feed import BatchFeed
 from evener.training.batches.progress import Progress
-from evener.training.state.overrides import Terms
+from evener.training.state.overrides import TaskTerms
 
 _SAID = (
     *("dtype", "precision", "precision_of", "optimizer_state", "fused_optimizer", "batch_norm"),
     *("clip_norm", "compress", "micro_batch"),
 )
-"""Settings that a run may go on with others of, but is not the same training then."""
+"""Settings that may change when a run resumes, although the training is then not the same."""
 
 
 def _tell_nobody(words: str) -> None:
-    """On other ranks than the first, which tells."""
+    """Ignores a message. Used on all ranks but rank 0."""
 
 
-class Kept(Protocol):
-    """Remembers something of a run that checkpoints keep."""
+class RememberedValue(Protocol):
+    """An object with state that checkpoints keep."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -46,39 +46,39 @@ class RunState:
     """The state of one run, kept in memory or in checkpoints.
 
     Args:
-        scheduler: Of the learning rate; None if there is none.
-        observers: Remember something of the run.
+        scheduler: The learning rate scheduler, or None.
+        observers: Their state is kept, too.
     """
 
     def __init__(
         self,
         learner: Learner,
-        feed: Feed,
+        feed: BatchFeed,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         config: RunConfig,
-        observers: Kept,
+        observers: RememberedValue,
     ) -> None:
         self._learner, self._feed, self._scheduler, self._config = learner, feed, scheduler, config
-        self._terms = Terms(learner.task, learner.model, learner.optimizer, scheduler, config.override)
+        self._terms = TaskTerms(learner.task, learner.model, learner.optimizer, scheduler, config.override)
         self.progress = Progress()
         self.saver = checkpoint.Saver(learner.session, learner.mesh)
-        self.kept: dict[str, Kept] = {"observers": observers}
-        """What else a run remembers: observers, the best evaluation."""
+        self.kept: dict[str, RememberedValue] = {"observers": observers}
+        """Other objects whose state is kept: observers, the best evaluation."""
         self._known_data: list[Fingerprint] = []
         self.identity = Identity()
-        """The run that checkpoints are of, on rank 0; on all after :meth:`agree_on_identity`."""
+        """The run that the checkpoints belong to, on rank 0; on all ranks after :meth:`agree_on_identity`."""
         self._continues: tuple[Path, int] | None = None
-        """The directory whose run is continued, and the step from which on."""
+        """The directory whose run is continued, and the step at which it is continued."""
 
     # In memory
 
     def whole(self) -> dict[str, Any]:
-        """Of all ranks together, in copies on the CPU."""
+        """Returns the state of all ranks together, copied to the CPU. All ranks must call this together."""
         self._learner.check_weights(self.progress.steps)
-        return self.own()
+        return self.local_state()
 
-    def own(self) -> dict[str, Any]:
-        """As :meth:`whole` and alike, where each rank holds all: what this one has, and nobody else is asked."""
+    def local_state(self) -> dict[str, Any]:
+        """Returns this rank's state. Equals :meth:`whole`, without communication, if each rank holds everything."""
         self._check_between_steps()
         return {**self._learner.state_dict(), **self._rest()}
 
@@ -90,8 +90,8 @@ class RunState:
                 "parameters were updated, and others were not: this is no state to go on from. Load the last checkpoint"
             )
 
-    def take(self, found: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`whole` gave."""
+    def load_state(self, found: Mapping[str, Any]) -> None:
+        """Resumes from the result of :meth:`whole`."""
         state.check_form(found)
         progress = self._feed.sample_order().resumed(found["progress"])
         state.check_kind(self._learner.optimizer, found["optimizer"])
@@ -113,17 +113,17 @@ class RunState:
         }
 
     def kept_text(self) -> str:
-        """What else the run remembers, in JSON.
+        """Returns the state of the objects in ``kept``, as JSON.
 
         Raises:
-            ConfigurationError: If something of it is nothing that JSON holds.
+            ConfigurationError: If a part of it is not JSON-serializable.
         """
         found = {name: kept.state_dict() for name, kept in self.kept.items()}
         try:
             return json.dumps(found)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"the state_dict of an observer or attendant must hold numbers, text, lists and dictionaries: {error}"
+                f"the state_dict of an observer or callback must hold numbers, text, lists and dictionaries: {error}"
             ) from error
 
     def _take_kept(self, text: str) -> None:
@@ -161,16 +161,16 @@ class RunState:
         return self.saver.save(held, self._rest() | more, steps, directory, keep, wait, self.identity)
 
     def branch(self) -> None:
-        """What is saved from now on is of a run of its own, which continues the one that it goes on from."""
+        """Makes later checkpoints belong to a new run, which continues the run that this one resumed from."""
         if self._continues is not None:
             self.identity, self._continues = self.identity.branch(self._continues[1]), None
 
     def agree_on_identity(self) -> None:
-        """Has all ranks take rank 0's, which one that takes its place goes on with. A collective call."""
+        """Gives all ranks the identity of rank 0, so that a rank that replaces it can use it. A collective call."""
         self.identity = self._learner.session.control.broadcast_object(self.identity)
 
     def load(self, path: Path, tell: Callable[[str], object]) -> None:
-        """Goes on from a checkpoint. A collective call."""
+        """Resumes from a checkpoint. A collective call."""
         self.saver.finish()
         session, learner = self._learner.session, self._learner
         found = checkpoint.agreed(path, session.control, session.rank, session.world_size, tell)
@@ -180,7 +180,7 @@ class RunState:
         state.check_kind(learner.optimizer, pieces["optimizer"])
         over = self._terms.chosen(found.rest.get("said"), tell if session.rank == 0 else _tell_nobody)
         pieces["optimizer"] = self._terms.overridden(pieces["optimizer"], over)
-        state.take(learner.model, learner.optimizer, pieces, None, learner.offloaded.load)
+        state.load_state(learner.model, learner.optimizer, pieces, None, learner.offloaded.load)
         self._go_on(progress, {**found.rest, **self._after(found)}, over)
         self.identity, self._continues = found.identity, (found.path.parent.resolve(), progress.steps)
         if not found.newest or not found.identity.run:
@@ -193,21 +193,21 @@ class RunState:
         if session.rank == 0:
             self._tell_of_settings(found.rest["settings"], tell)
 
-    def _after(self, found: checkpoint.Found) -> dict[str, Any]:
-        """What is remembered after the evaluation of a checkpoint's weights; empty if there was none."""
+    def _after(self, found: checkpoint.StoredCheckpoint) -> dict[str, Any]:
+        """Returns the state kept after the evaluation of a checkpoint's weights; empty if there was none."""
         control, first = self._learner.session.control, self._learner.session.rank == 0
         kept = control.broadcast_object(evaluated.evaluation_of(found.path) if first else None)
         return {} if kept is None else {"kept": kept}
 
     def _data(self) -> Fingerprint:
-        """Of the training set on rank 0, read once."""
+        """Returns the fingerprint of the training set on rank 0, computed once; empty on other ranks."""
         if not self._known_data and self._learner.session.rank == 0:
             task = self._learner.task
             self._known_data.append({} if task.partition == "sample" else fingerprint(task.train))
         return self._known_data[0] if self._known_data else {}
 
-    def _check_data(self, found: checkpoint.Found) -> None:
-        """On rank 0, whose data are those of all; where each rank has its own, their numbers alone are known."""
+    def _check_data(self, found: checkpoint.StoredCheckpoint) -> None:
+        """Compares the training set with that of the checkpoint, on rank 0, unless each rank has its own data."""
         words = difference(found.rest["data"], self._data()) if self._learner.session.rank == 0 else ""
         words = self._learner.session.control.broadcast_object(words)
         if words:

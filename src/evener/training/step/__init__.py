@@ -1,1 +1,1 @@
-"""One step over all ranks: its counts and sums, what is not finite, and loops by hand."""
+"""One step over all ranks: counts and sums, values that are not finite, and steps of the user's own loop."""

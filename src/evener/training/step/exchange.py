@@ -1,8 +1,8 @@
-"""How the ranks tell each other of a step: each a row that all gather, or of many ranks the sums of what they say.
+"""Exchanges step numbers between ranks: as rows that all ranks gather or, with many ranks, as sums.
 
-Up to :data:`~evener.collectives.hierarchical_sum.MOST_ROWS` ranks every rank gets the row of every other with each
-step. Of more only what all have to know is added up over them, and the rows follow now and then: in every
-:data:`ROWS_EVERY`-th step, and in the step after one in which a rank had something to say that is its own::
+Up to :data:`~evener.collectives.hierarchical_sum.MOST_ROWS` ranks, every rank gets the row of every other with each
+step. With more ranks, only what all must know is reduced. Rows follow rarely: in every :data:`ROWS_EVERY`-th step, and
+in the step after one in which a rank has something to report that concerns itself::
 
     step        0           1        2        3           ...   16
     sums        sums        sums     sums     sums              sums
@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from evener.balance.by_speed_large import Voice
+from evener.balance.by_speed_large import SpeedReport
 from evener.collectives.hierarchical_sum import MOST_ROWS, Levels, Summing
 from evener.collectives.registry import SUBSTITUTES
 from evener.distributed.control_channel import Pending
@@ -29,72 +29,83 @@ from evener.distributed.session import Session
 from evener.hardware.async_read import read
 from evener.hardware.memory.step_usage import MemoryUse
 from evener.hardware.timers import waiting
-from evener.training.step.step import Columns, Results, Signal, Signals, Step, of, read_columns, row_of
+from evener.training.step.step import (
+    AllRankStats,
+    Columns,
+    RankStats,
+    Results,
+    Step,
+    read_columns,
+    row_of,
+    select_ranks,
+)
 
 ROWS_EVERY = 16
 _KINDS = (math.nan, math.inf, -math.inf)
 _PLACES = 2**21
-"""More than a model has parameters."""
+"""Larger than the number of parameters of a model."""
 
 
 class Exchange(Protocol):
-    """What tells all ranks a few numbers."""
+    """Exchanges a few numbers between all ranks."""
 
     def exchange(self, values: Sequence[float]) -> Pending:
-        """Starts telling all ranks ``values``, as many on every rank."""
+        """Starts to send ``values`` to all ranks. All ranks must call this together, with equally many values."""
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What all ranks told with a step, as each of them knows it."""
+class GatheredStep:
+    """Numbers of all ranks about a step, as each rank knows them."""
 
     next_count: float
     skipped: float
     wish: float
     buffers_changed: bool
     missing: Sequence[float]
-    """Codes of the parameters without a gradient, of the ranks that hold the same parameters; of them at least the
-    least and the greatest."""
+    """Codes of the parameters without a gradient, of the ranks with the same parameters.
+
+    With sums, only the least and the greatest code.
+    """
     divisions: Sequence[float]
-    """Codes of how batches are divided; at least the least and the greatest of them."""
+    """Codes of how batches are divided; with sums, only the least and the greatest."""
     results: Results
     differing: bool = False
-    """Whether a rank has found something of compiled code."""
-    rows: Signals | None = None
-    """Of each rank, where rows were told."""
+    """True if a rank has new findings about compiled code."""
+    rows: AllRankStats | None = None
+    """Numbers of each rank, if rows were exchanged."""
     memory: Columns = ()
-    speeds: Voice | None = None
-    """Of all ranks, where each knows its own times alone."""
+    speeds: SpeedReport | None = None
+    """Sum of all ranks' speed reports, if each rank knows only its own times."""
     lines: Sequence[Sequence[float]] = ()
-    """Of each rank, if they were asked for."""
+    """Lines of all ranks' speed models, if they were asked for."""
 
 
-Hearing = Callable[[], Heard]
-"""Waits for what all ranks tell, and is called once."""
+Hearing = Callable[[], GatheredStep]
+"""Waits for the numbers of all ranks. Must be called once."""
 
 
-class Speech(Protocol):
-    """What depends on who divides the batches; the same on all ranks."""
+class BalanceReporter(Protocol):
+    """Gives the balancer's reports. The balancer is of the same kind on all ranks."""
 
-    def voice(self, step: Step | None) -> Voice | None:
-        """What this rank tells of the time of its work in a step, if each knows its own alone."""
+    def voice(self, step: Step | None) -> SpeedReport | None:
+        """Returns this rank's speed report for a step. Returns None if all ranks know all times."""
 
     def line(self) -> Sequence[float]:
-        """What this rank tells of its line, if all are asked for theirs; else nothing."""
+        """Returns the line of this rank's speed model if all ranks are asked for theirs; otherwise nothing."""
 
     @property
     def wants_rows(self) -> bool:
-        """Whether the times of all ranks have to be known of every step."""
+        """True if the times of all ranks must be known for every step."""
 
 
 class Telling(Protocol):
-    """A way to tell each other."""
+    """A way to exchange step numbers."""
 
-    def start(self, step: int, signal: Signal, memory: MemoryUse, measured: Step | None) -> Hearing:
-        """Starts to tell all ranks of a step, and of the times of the one that is ``measured``, if one is."""
+    def start(self, step: int, signal: RankStats, memory: MemoryUse, measured: Step | None) -> Hearing:
+        """Starts to send the numbers of a step, and the times of the step ``measured`` unless None, to all ranks."""
 
     def results(self, row: torch.Tensor) -> Callable[[], Results]:
-        """Tells total, soundness and the place of a parameter that is not finite from device to device.
+        """Sends total, soundness and index of a parameter that is not finite from device to device.
 
         Args:
             row: Three numbers in float64, on the device of every rank.
@@ -102,27 +113,27 @@ class Telling(Protocol):
 
 
 class ByRows:
-    """All rows of all ranks; of thousands each sum is one call, and nothing goes from rank to rank in Python."""
+    """Gathers the rows of all ranks. With thousands of ranks, each sum is one call, with no Python loop over ranks."""
 
     def __init__(self, control: Exchange, mesh: Mesh) -> None:
         self._control, self._mesh = control, mesh
 
-    def start(self, step: int, signal: Signal, memory: MemoryUse, measured: Step | None) -> Hearing:
+    def start(self, step: int, signal: RankStats, memory: MemoryUse, measured: Step | None) -> Hearing:
         pending = self._control.exchange(row_of(signal, memory))
         return lambda: self._heard(*read_columns(pending.wait()))
 
-    def _heard(self, rows: Signals, memory: Columns) -> Heard:
+    def _heard(self, rows: AllRankStats, memory: Columns) -> GatheredStep:
         contributors, missing = self._mesh.data.contributors, [0.0]
         if any(rows.missing):
             missing = [rows.missing[rank] for rank in self._mesh.ranks(*DIVIDING_TERMS)]
-        return Heard(
-            sum(of(contributors, rows.next_count)),
-            sum(of(contributors, rows.skipped)),
+        return GatheredStep(
+            sum(select_ranks(contributors, rows.next_count)),
+            sum(select_ranks(contributors, rows.skipped)),
             max(rows.wish),
             any(rows.buffers_changed),
             missing,
             rows.division,
-            Results.of(list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors),
+            Results.from_rows(list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors),
             any(rows.differing),
             rows,
             memory,
@@ -136,20 +147,22 @@ class ByRows:
             with waiting():
                 dist.all_gather(list(rows.unbind()), row, group=self._mesh.world)
         found, contributors = read(rows), self._mesh.data.contributors
-        return lambda: Results.of(_in_threes(found.values()), contributors)
+        return lambda: Results.from_rows(_in_threes(found.values()), contributors)
 
 
 class BySums:
-    """Sums over all ranks, and rows now and then.
+    """Reduces numbers over all ranks, and gathers rows rarely.
 
     Args:
-        control: For rows.
-        mesh: Who contributes what.
-        sums: Over all ranks.
-        speech: Gives who speaks of this rank's speed.
+        control: Exchanges rows.
+        mesh: Says which ranks contribute what.
+        sums: Reduces over all ranks.
+        speech: Returns the reporter of this rank's speed.
     """
 
-    def __init__(self, control: Exchange, mesh: Mesh, sums: Summing, speech: Callable[[], Speech]) -> None:
+    def __init__(
+        self, control: Exchange, mesh: Mesh, sums: Summing, speech: Callable[[], BalanceReporter]
+    ) -> None:
         self._control, self._mesh, self._sums, self._speech = control, mesh, sums, speech
         self._counts = mesh.rank in set(mesh.data.contributors)
         alike = mesh.layout.slices(DIVIDING_TERMS)
@@ -158,16 +171,16 @@ class BySums:
         self._rows_asked = False
         self._retries = 0.0
         self._kept: MemoryUse | None = None
-        """What this rank used in a step in which it noticed something, until it is told."""
+        """Memory use of a step in which this rank noticed something, until it is sent."""
 
-    def start(self, step: int, signal: Signal, memory: MemoryUse, measured: Step | None) -> Hearing:
+    def start(self, step: int, signal: RankStats, memory: MemoryUse, measured: Step | None) -> Hearing:
         counts, voice = float(self._counts), self._speech().voice(measured)
         self._retries += signal.retries
         self._kept = memory if any(memory.news) else self._kept
         rows = self._rows(signal, memory) if self._is_time(step) else None
         own = float(bool(self._retries or self._kept))
-        spoken = voice or Voice((), ())
-        # A total that is not finite stays what it is in the sum.
+        spoken = voice or SpeedReport((), ())
+        # A total that is not finite makes the sum not finite.
         total = signal.total if self._counts else 0.0
         added = (counts * signal.next_count, counts * signal.skipped, total, *spoken.added)
         loss, gradient = loss_code(signal.total, self._above), gradient_code(signal, self._above)
@@ -181,13 +194,17 @@ class BySums:
     def _is_time(self, step: int) -> bool:
         return step % ROWS_EVERY == 0 or self._rows_asked or self._speech().wants_rows
 
-    def _rows(self, signal: Signal, memory: MemoryUse) -> Pending:
+    def _rows(self, signal: RankStats, memory: MemoryUse) -> Pending:
         row = row_of(signal._replace(retries=self._retries), self._kept or memory)
         self._retries, self._kept = 0.0, None
         return self._control.exchange(row)
 
     def _missing(self, code: float) -> list[float]:
-        """For every set of ranks that hold the same, the greatest and the least of what they miss."""
+        """Returns codes of missing parameters, for a maximum over ranks.
+
+        For each set of ranks with the same parameters these are a code and its negative, which give the greatest and
+        the least.
+        """
         codes = [-math.inf] * (2 * self._groups)
         codes[2 * self._group : 2 * self._group + 2] = code, -code
         return codes
@@ -199,14 +216,14 @@ class BySums:
         rows: Pending | None,
         lines: Pending | None,
         spoken: bool,
-    ) -> Heard:
+    ) -> GatheredStep:
         next_count, skipped, total, *heard = added
         wish, buffers_changed, differing, loss, gradient, own, division, least_division, *rest = greatest
         missing, speeds = rest[: 2 * self._groups], rest[2 * self._groups :]
         most, least = missing[2 * self._group : 2 * self._group + 2]
         self._rows_asked = bool(own)
         world_size = self._mesh.layout.world_size
-        found = Heard(
+        found = GatheredStep(
             next_count,
             skipped,
             wish,
@@ -215,7 +232,7 @@ class BySums:
             (-least_division, division),
             results_of(total, loss, gradient, world_size),
             bool(differing),
-            speeds=Voice(tuple(heard), tuple(speeds)) if spoken else None,
+            speeds=SpeedReport(tuple(heard), tuple(speeds)) if spoken else None,
             lines=lines.wait() if lines else (),
         )
         if rows is None:
@@ -224,7 +241,7 @@ class BySums:
         return replace(found, rows=told, memory=memory)
 
     def results(self, row: torch.Tensor) -> Callable[[], Results]:
-        """By two sums of the devices' own backend."""
+        """Reduces the row with two all-reduces of the devices' own backend."""
         total, soundness, place = row.unbind()
         zero, above = torch.zeros_like(total), self._above
         kind = torch.where(total.isnan(), 1.0, torch.where(total > 0, 2.0, 3.0))
@@ -249,7 +266,7 @@ class BySums:
 
 
 def adds_up(session: Session) -> bool:
-    """Whether its ranks are too many for rows; not where they are not really there."""
+    """Returns True if a session has too many ranks for rows. False for ranks that are only simulated."""
     if session.world is None or dist.get_backend(session.world) in SUBSTITUTES:
         return False
     return session.world_size > MOST_ROWS
@@ -257,9 +274,9 @@ def adds_up(session: Session) -> bool:
 
 @contextmanager
 def way_to_tell(
-    session: Session, mesh: Mesh, control: Exchange, speech: Callable[[], Speech]
+    session: Session, mesh: Mesh, control: Exchange, speech: Callable[[], BalanceReporter]
 ) -> Iterator[Telling]:
-    """By rows up to so many ranks, beyond that by sums; a collective call."""
+    """Yields the way to exchange step numbers: rows, or sums for many ranks. A collective call."""
     if session.world is None or not adds_up(session):
         yield ByRows(control, mesh)
         return
@@ -270,23 +287,23 @@ def way_to_tell(
 
 
 def loss_code(total: float, above: int) -> float:
-    """0 if it is finite; else a number that says what it is, and is the greater the lower the rank.
+    """Returns 0 if the total is finite. Otherwise a number that encodes what it is, greater for lower ranks.
 
     Args:
-        above: Ranks from this one on, itself among them.
+        above: Number of ranks from this one on, itself included.
     """
     if math.isfinite(total):
         return 0.0
     return above * 4.0 + (1 if math.isnan(total) else 2 if total > 0 else 3)
 
 
-def gradient_code(signal: Signal, above: int) -> float:
-    """Likewise of a rank's gradients, with the place of the parameter."""
+def gradient_code(signal: RankStats, above: int) -> float:
+    """Returns 0 if a rank's gradients are finite. Otherwise encodes the parameter, greater for lower ranks."""
     return 0.0 if math.isfinite(signal.soundness) else above * float(_PLACES) + signal.unsound
 
 
 def results_of(total: float, loss: float, gradient: float, world_size: int) -> Results:
-    """From the sum of all totals, and the greatest codes."""
+    """Returns the results from the sum of all totals, and the greatest codes."""
     above, kind = divmod(int(loss), 4)
     bad_loss = (world_size - above, _KINDS[kind - 1]) if loss else None
     above, place = divmod(int(gradient), _PLACES)

@@ -1,7 +1,7 @@
-"""The step of a loop of the user's own: gradients are summed where the user says, and everything is known at once.
+"""Steps of a user's own loop: gradients are summed when the user says so, and all results are known at once.
 
-To know at once is to wait. On a GPU the host stops in ``backward`` for the loss, in ``update`` for the answer whether
-the gradients are finite, and at the end of the step for its time; the steps that the engine takes itself do not stop.
+To know results at once means waiting. On a GPU the host waits in ``backward`` for the loss, in ``update`` for the check
+that gradients are finite, and at the end of the step for its time. The engine's own steps do not wait.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from evener.hardware.timers import stopwatch, waiting
 from evener.nn.attention_dispatch import attending
 from evener.nn.context import Scope, divided
 from evener.strategies.learner import Learner
-from evener.strategies.timing import Pace
+from evener.strategies.timing import WorkTimer
 from evener.training.step.exchange import Exchange
 from evener.training.step.step import not_finite
 
 
-class ByHand:
-    """What :meth:`Engine.backward` and :meth:`Engine.update` do."""
+class ManualStep:
+    """Implements :meth:`Engine.backward` and :meth:`Engine.update`."""
 
     def __init__(self, learner: Learner, control: Exchange, non_finite: str) -> None:
         self._learner, self._control, self._non_finite = learner, control, non_finite
-        self.pace = Pace(stopwatch(learner.session.device), learner.settings.throttle, learner.session.rank)
+        self.pace = WorkTimer(
+            stopwatch(learner.session.device), learner.settings.throttle, learner.session.rank
+        )
 
     def backward(self, total: Tensor, count: float | Tensor, batch: Batch | None, step: int) -> float:
-        """Back-propagates ``total`` over the count of all ranks; returns the mean over the terms of all ranks.
+        """Back-propagates ``total`` divided by the count of all ranks; returns the mean over the terms of all ranks.
 
         Args:
-            batch: The batch at hand; None outside of ``batches()``.
+            batch: The current batch; None outside of ``batches()``.
         """
         if self._non_finite != "stop":
             raise ConfigurationError(
@@ -74,7 +76,7 @@ class ByHand:
         return sums[0] / sums[1] if sums[1] else math.nan
 
     def update(self, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-        """Sums the gradients of the optimizer's parameters over the ranks, clips, steps and clears them."""
+        """Sums the gradients of the optimizer's parameters over the ranks, clips them, steps, and clears them."""
         learner = self._learner
         chosen = learner.optimizer if optimizer is None else optimizer
         parameters = [p for group in chosen.param_groups for p in group["params"]]
@@ -97,25 +99,28 @@ class ByHand:
         return True
 
     def over(self, batch: Batch) -> float:
-        """The time of this rank's own work in the step that is over; NaN if it is not known. A collective call where
-        each has normalized by its own samples: ranks get the same running statistics."""
+        """Ends a step. Returns the seconds of this rank's own work; NaN if unknown.
+
+        A collective call with ``batch_norm="local"``: then the ranks share the running statistics of one of them.
+        """
         if self._learner.settings.batch_norm == "local":
-            self._learner.synchronizer.share_buffers(self._learner.loose_buffers(), batch.first_part)
+            self._learner.synchronizer.share_buffers(self._learner.loose_buffers.tensors(), batch.first_part)
         return self.pace.taken().value() or math.nan
 
 
-class AtHand:
-    """What a loop of the user's own computes in with a batch, and what measures it.
+class ManualBatch:
+    """The scope and the timer in which the user's own loop computes with a batch.
 
-    Of the engine, for close() to end it: an error by which a loop is left may keep the loop's frame.
+    It belongs to the engine, so that ``close()`` can end it: an error that leaves the loop may keep the loop's frame
+    alive.
     """
 
-    def __init__(self, learner: Learner, pace: Pace) -> None:
+    def __init__(self, learner: Learner, pace: WorkTimer) -> None:
         self._learner, self._pace = learner, pace
         self._scope: AbstractContextManager[Scope] | None = None
 
-    def of(self, batch: Batch, step: int) -> Self:
-        """Around the step of ``batch``; that of a loop which nobody goes on with is over."""
+    def around(self, batch: Batch, step: int) -> Self:
+        """Opens the scope for the step of ``batch``. Closes the scope of a loop that was abandoned."""
         self.close()
         self._pace.step(step).__enter__()
         self._scope = self._learner.micro_scope(batch.micro_batches[0], step)
@@ -129,7 +134,7 @@ class AtHand:
         self.close()
 
     def close(self) -> None:
-        """Ends it, if it was begun."""
+        """Closes the scope, if it is open."""
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(None, None, None)
@@ -137,7 +142,7 @@ class AtHand:
 
 
 def _counts_for_something(batch: Batch | None) -> bool:
-    """Whether the batch is one of samples and not a placeholder."""
+    """Returns True if the batch has samples and is not a placeholder."""
     if batch is None:
         return True
     micros = batch.micro_batches

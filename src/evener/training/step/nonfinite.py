@@ -1,21 +1,20 @@
-"""What is done about a step whose numbers are not finite: the run stops, leaves its update out, or falls back.
+"""Handles a step whose numbers are not finite: stops the run, skips the update, or falls back to a checkpoint.
 
-On a CPU every rank knows the results of a step by the time of its next one, and of a GPU two later, which costs nobody
-a wait and is enough to stop before anything is saved. To leave an update out is to know before it, on all ranks alike,
-so that ``skip`` and ``restore`` wait for the row of every step::
+On a CPU, every rank knows the results of a step at its next step; on a GPU, two steps later. This needs no waiting, and
+is early enough to stop before anything is saved. To skip an update, all ranks must know the results before it. So
+``skip`` and ``restore`` wait for the rows of every step::
 
     stop        post row ─ update ─────────────── next forward ─ read row of the step before
     skip        post row ─ read row of all ─ update, or not
     restore     post row ─ read row of all ─ update, or an error on all ranks at once
 
-Where the loss is scaled for float16 (:mod:`evener.components.amp.grad_scaler`), rows are waited for with ``stop``
-too: a gradient that overflows leaves its step out and halves the scale, with every policy, for it is the scale that
-was wrong.
+If the loss is scaled for float16 (:mod:`evener.components.amp.grad_scaler`), ranks wait for the rows with ``stop`` too:
+with every policy, a gradient that overflows skips its step and halves the loss scale, because the scale was wrong.
 
-What a step left out leaves behind is a step of the data, of the scheduler and of the count; weights, the optimizer's
-state and buffers are as they were.
+A skipped step still counts for the data, the scheduler and the step number. Weights, optimizer state and buffers stay
+as they were.
 
-A batch of which no target counts has a loss that is 0 / 0 and no gradient. That is said. A run of such batches alone
+A batch without any counting target has the loss 0 / 0 and no gradient. This is reported. A run with only such batches
 has learned nothing, which is an error.
 """
 
@@ -32,15 +31,15 @@ from evener.strategies.learner import Learner
 from evener.training.step.step import Step
 
 MOST_IN_A_ROW = 10
-"""Steps without an update: a run that leaves out more does not come back."""
+"""Maximum of consecutive skipped steps: a run that skips more does not recover."""
 
 
-class Guard:
-    """Lets the updates of a run pass, or not.
+class NonFinitePolicy:
+    """Decides which updates of a run are made.
 
     Args:
         policy: ``stop``, ``skip`` or ``restore``.
-        observers: Told of every step that is left out.
+        observers: Told of every skipped step.
     """
 
     def __init__(self, policy: str, learner: Learner, observers: Observers) -> None:
@@ -48,28 +47,28 @@ class Guard:
         learner.may_leave_out |= policy == "skip" or learner.scale is not None
         self._late = is_late(learner.session.device) and not learner.session.mixed
         self.skipped = 0
-        """Steps that were left out."""
+        """Number of skipped steps."""
         self._in_a_row = 0
         self._taken = self._empty = 0
         self._empty_in: int | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether the results of all ranks have to be known before an update."""
+        """True if the results of all ranks must be known before an update."""
         return self._policy != "stop" or self._learner.scale is not None
 
     def passes(self, step: Step) -> bool:
-        """Whether the update of a step is to be made; asked on all ranks alike, when its gradients are complete.
+        """Returns True if the update of a step is to be made. Called on all ranks, when its gradients are complete.
 
         Raises:
-            DivergenceError: If it is not, and the run cannot go on without it.
+            DivergenceError: If a number is not finite and the update cannot be skipped.
         """
         learner, waits = self._learner, self.waits
         self._count_terms(step)
         if learner.task.penalty is not None:
             step.penalty, step.penalty_soundness = learner.penalty, learner.penalty_soundness
         if not waits and (self._late or learner.task.penalty is None):
-            return True  # what is not finite on this rank has been told with its row
+            return True  # this rank's row has reported numbers that are not finite
         fault = step.fault() if waits else step.fault_of_penalty()
         if fault is None:
             self._went_well()
@@ -94,15 +93,19 @@ class Guard:
                 warnings.warn(words, stacklevel=6)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps without a term so far, for a run that goes on."""
+        """Returns the number of steps without a term so far, for a resumed run."""
         return {"empty": self._empty}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave."""
+        """Restores the result of :meth:`state_dict`."""
         self._empty = int(state["empty"])
 
     def check_terms(self, steps_done: int) -> None:
-        """Raises DivergenceError, on all ranks alike, if none of the ``steps_done`` steps of a whole run had a term."""
+        """Checks that any of the ``steps_done`` steps of a whole run had a term.
+
+        Raises:
+            DivergenceError: If none had, on all ranks alike.
+        """
         if self._taken and self._empty == steps_done:
             raise DivergenceError(
                 f"no target of any batch counts, in all {steps_done} steps: the loss was never a number, and nothing "
@@ -116,7 +119,7 @@ class Guard:
             self._learner.scale.went_well()
 
     def _overflowed(self, step: Step, fault: str) -> bool:
-        """Whether it is the scale of the loss that made gradients overflow, which is then halved."""
+        """Returns True if gradients overflowed because of the loss scale, which is then halved."""
         scale = self._learner.scale
         if scale is None or not step.has_finite_loss() or not scale.overflowed():
             return False

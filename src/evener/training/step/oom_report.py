@@ -1,4 +1,4 @@
-"""What is told of ranks whose memory ran out or is lost, and of the pieces in which they take their samples since."""
+"""Reports ranks that ran out of memory or lose memory to fragmentation, and the sizes of their pieces afterwards."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from evener.hardware.memory.step_usage import News
 from evener.training.step.step import Step
 
 
-class Pieces:
-    """Follows the pieces of all ranks from step to step."""
+class PieceSizes:
+    """Follows the piece sizes of all ranks from step to step."""
 
     def __init__(self) -> None:
         self._before: tuple[int, ...] = ()
 
     def changes(self, step: Step) -> list[MemoryRecord]:
-        """What is new with the step, in words."""
+        """Returns records of what has changed with the step."""
         if not step.retries or (step.pieces == self._before and not any(step.retries)):
-            return []  # of many ranks it is told now and then
+            return []  # with many ranks, not every step has these numbers
         ranks = range(len(step.retries))
         now, before = step.pieces or (0,) * len(ranks), self._before or (0,) * len(ranks)
         self._before = step.pieces
@@ -32,7 +32,7 @@ class Pieces:
 
 
 def noticed(step: Step, kind: str) -> list[MemoryRecord]:
-    """What the ranks have noticed of their devices, of a kind, in words."""
+    """Returns records of what the ranks have noticed about their devices' memory; ``kind`` is the device type."""
     if not step.has_news:
         return []
     return [
@@ -63,7 +63,7 @@ def _news_in_words(rank: int, news: News, kind: str) -> Iterator[str]:
 
 
 def _in_words(rank: int, retries: int, piece: int, before: int) -> str:
-    """Of ``retries`` in a step, after which pieces have ``piece`` samples at most; 0 for all that there are."""
+    """Describes ``retries`` in a step, after which pieces have at most ``piece`` samples; 0 means no limit."""
     samples = f"{piece:,} sample{'s' * (piece != 1)} at most" if piece else "any size"
     if retries:
         times = f" {retries} times" if retries > 1 else ""

@@ -1,4 +1,4 @@
-"""What is told of a step: by each rank to all others, and then by the step to whoever asks."""
+"""Numbers about a step: what each rank sends to all others, and what the step then reports."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from evener.balance.by_speed_large import Voice
+from evener.balance.by_speed_large import SpeedReport
 from evener.core.records import StepRecord
 from evener.data.batch import Batch
 from evener.errors import DivergenceError
-from evener.hardware.async_read import Here, Readout
+from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.memory import CATEGORIES
 from evener.hardware.memory.step_usage import MemoryUse, News
 
-_NONE = Here(0.0)
+_NONE = ReadyValue(0.0)
 """The penalty of a task that has none."""
 _HELD, _PEAK, _RESERVED, _PARTS = range(4)
-"""Where they are in `MemoryUse.row`."""
+"""Positions in `MemoryUse.row`."""
 
 
-class Signal(NamedTuple):
-    """What one rank tells all others with a step.
+class RankStats(NamedTuple):
+    """Numbers that one rank sends to all others with a step.
 
-    Those from ``total`` to ``wait_seconds`` are results, of this step on devices that have done their work when a call
-    returns, and of the step before on others.
+    Those from ``total`` to ``wait_seconds`` are results: of this step on devices that have done their work when a call
+    returns, of the previous step on others.
     """
 
     next_count: float
     """Number of terms in the rank's share of the next batch."""
     missing: float
-    """0, or a code of the set of parameters without a gradient on this rank."""
+    """Code of the set of parameters without a gradient on this rank; 0 if there are none."""
     buffers_changed: float
     input_seconds: float
     """Time for which the rank waited for the batch's samples."""
     total: float = 0.0
-    """Sum of the loss's terms over the rank's samples; 0 where it travels from device to device."""
+    """Sum of the loss's terms over the rank's samples; 0 if it is sent from device to device."""
     soundness: float = 0.0
-    """Not finite if a gradient of the rank's own samples is not; 0 where it travels from device to device."""
+    """Not finite if a gradient of the rank's own samples is not; 0 if it is sent from device to device."""
     unsound: float = 0.0
-    """Then the place of that parameter among all, from 1 on, if it is known; 0 likewise."""
+    """Index, from 1, of that parameter among all. 0 if unknown, or if it is sent from device to device."""
     compute_seconds: float = math.nan
     """Time of the rank's own work."""
     wait_seconds: float = math.nan
     """Time for which it waited for others until the gradients were summed."""
     wish: float = 0.0
-    """What the rank wants all to do together; 0 for nothing."""
+    """Request for what all ranks do together; 0 for none."""
     skipped: float = 0.0
-    """Samples of the rank's share of this step that could not be read."""
+    """Number of unreadable samples in the rank's share of this step."""
     retries: float = 0.0
-    """How often the rank took the step again for want of memory."""
+    """How often the rank repeated the step after running out of memory."""
     piece: float = 0.0
-    """The most samples of a pass that it has room for; 0 if that is not known."""
+    """Most samples of a pass that fit into the rank's memory; 0 if unknown."""
     graphs: float = 0.0
-    """Graphs that the rank has compiled so far."""
+    """Number of graphs that the rank has compiled so far."""
     differing: float = 0.0
-    """What the rank has found of compiled code, and others do not know yet."""
+    """Number of findings about compiled code that other ranks do not know yet."""
     division: float = 0.0
-    """A code of how this batch and the next are divided, as this rank has it; the same on all."""
+    """Code of how this batch and the next are divided. It must be the same on all ranks."""
 
 
-def row_of(signal: Signal, memory: MemoryUse) -> tuple[float, ...]:
-    """As ranks tell them each other."""
+def row_of(signal: RankStats, memory: MemoryUse) -> tuple[float, ...]:
+    """Returns the row of numbers that a rank sends."""
     return (*signal, *memory.row())
 
 
-class Signals(NamedTuple):
-    """What all ranks told with a step: each field of :class:`Signal`, by rank."""
+class AllRankStats(NamedTuple):
+    """The numbers that all ranks sent with a step: each field of :class:`RankStats`, by rank."""
 
     next_count: tuple[float, ...]
     missing: tuple[float, ...]
@@ -90,18 +90,18 @@ class Signals(NamedTuple):
 
 
 Columns = Sequence[tuple[float, ...]]
-"""Of each number of `MemoryUse.row` those of all ranks."""
+"""For each number of `MemoryUse.row`, the values of all ranks."""
 
 
-def read_columns(rows: Sequence[Sequence[float]]) -> tuple[Signals, Columns]:
-    """From what all ranks gave by :func:`row_of`; in a number of calls that does not depend on theirs."""
+def read_columns(rows: Sequence[Sequence[float]]) -> tuple[AllRankStats, Columns]:
+    """Splits the rows of all ranks, made by :func:`row_of`, in a number of calls that does not grow with the ranks."""
     columns = list(zip(*rows, strict=True))
-    length = len(Signals._fields)
-    return Signals(*columns[:length]), columns[length:]
+    length = len(AllRankStats._fields)
+    return AllRankStats(*columns[:length]), columns[length:]
 
 
-def of(ranks: Sequence[int], column: Sequence[float]) -> Sequence[float]:
-    """The numbers of these ranks."""
+def select_ranks(ranks: Sequence[int], column: Sequence[float]) -> Sequence[float]:
+    """Returns the values of these ranks."""
     if len(ranks) < 2:
         return [column[rank] for rank in ranks]
     return column if len(ranks) == len(column) else itemgetter(*ranks)(column)
@@ -109,19 +109,19 @@ def of(ranks: Sequence[int], column: Sequence[float]) -> Sequence[float]:
 
 @dataclass(frozen=True)
 class Results:
-    """What became of a step."""
+    """Results of a step over all ranks."""
 
     total: float
     """Sum of the loss's terms over the global batch."""
     loss: tuple[int, float] | None = None
-    """The first rank whose total is not finite, and that."""
+    """The first rank whose total is not finite, and that total."""
     gradient: tuple[int, float] | None = None
-    """The first rank of which a gradient is not finite, and the place of that parameter among all, from 1 on, or 0."""
+    """The first rank with a gradient that is not finite, and the index of its parameter, from 1; 0 if unknown."""
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[float, float, float]], contributors: Sequence[int]) -> Results:
-        """From total, soundness and place of all ranks."""
-        total = sum(of(contributors, list(map(itemgetter(0), rows))))
+    def from_rows(cls, rows: Sequence[tuple[float, float, float]], contributors: Sequence[int]) -> Results:
+        """Returns the results from the total, soundness and index of each rank."""
+        total = sum(select_ranks(contributors, list(map(itemgetter(0), rows))))
         if all(map(math.isfinite, chain.from_iterable(rows))):
             return cls(total)
         losses = ((rank, row[0]) for rank, row in enumerate(rows) if not math.isfinite(row[0]))
@@ -131,7 +131,7 @@ class Results:
 
 @dataclass
 class RankTimes:
-    """Where this rank's time went, in seconds."""
+    """Time of this rank, in seconds."""
 
     compute: float = 0.0
     wait: float = 0.0
@@ -139,7 +139,7 @@ class RankTimes:
 
 
 class Step:
-    """A step that was taken. Its loss is known when all ranks have told theirs: asking for it waits for that."""
+    """A step that was taken. Reading its loss waits until all ranks have sent their parts."""
 
     def __init__(
         self, batch: Batch, number: int, settle: Callable[[], object], names: Sequence[str] = ()
@@ -148,11 +148,11 @@ class Step:
         self.batch = batch
         self.number = number
         self.count = 0.0
-        """What the total is divided by."""
+        """Divisor of the total."""
         self.terms = 0.0
-        """Of the global batch."""
+        """Number of terms of the global batch."""
         self.changes: tuple[str, ...] = ()
-        """How this rank's set of trained parameters differs from that at the beginning."""
+        """Differences of this rank's set of trained parameters from that at the start."""
         self.skipped = 0
         self.seconds = 0.0
         self.lr = 0.0
@@ -160,28 +160,28 @@ class Step:
         self.penalty_soundness: Readout = _NONE
         """Not finite if the gradient of the penalty is not."""
         self.results: Callable[[], Results] | None = None
-        """What became of it; None until that is on its way."""
+        """Returns the results of the step. None until they are on their way."""
         self.left_out = False
-        """Whether all ranks have left out its update, because something was not finite."""
+        """True if all ranks have skipped its update, because a number was not finite."""
         self.own_seconds = RankTimes()
         self.only_work = True
-        """Whether this rank did nothing else in the time of its work: it has neither compiled nor begun anew."""
-        self.speeds: Voice | None = None
-        """What all ranks told of their times, where each knows its own alone."""
+        """True if this rank only worked in that time: it has not compiled, and not repeated the step."""
+        self.speeds: SpeedReport | None = None
+        """Sum of all ranks' speed reports, if each rank knows only its own times."""
         self.lines: Sequence[Sequence[float]] = ()
-        """Of each rank, if all were asked for theirs."""
+        """Lines of all ranks' speed models, if they were asked for."""
         self.compute_seconds: tuple[float, ...] = ()
-        """Of every rank, as what follows; empty where each knows its own alone."""
+        """Compute seconds of each rank, like the next two; empty if each rank knows only its own."""
         self.wait_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
         self.memory_columns: Columns = ()
-        """Of every rank's device, since the step before."""
+        """Memory use of each rank's device, since the previous step."""
         self.retries: tuple[int, ...] = ()
-        """Of every rank, how often it took the step again for want of memory."""
+        """For each rank, how often it repeated the step after running out of memory."""
         self.pieces: tuple[int, ...] = ()
-        """Of every rank, the most samples of a pass that it has room for, 0 if that is not known; empty if of none."""
+        """For each rank, the most samples of a pass that fit its memory, 0 if unknown; empty if unknown for all."""
         self.graphs: tuple[int, ...] = ()
-        """Of every rank, what it has compiled until its end; empty if nothing is compiled."""
+        """For each rank, the number of graphs compiled so far; empty if nothing is compiled."""
 
     @property
     def total(self) -> float:
@@ -193,45 +193,48 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """Mean over the terms of the global batch, and the penalty; NaN if the batch has no term."""
+        """Mean over the terms of the global batch, plus the penalty; NaN if the batch has no term."""
         return (self.total / self.count if self.count else math.nan) + self.penalty.value()
 
     def fault(self) -> str | None:
-        """What of the total, the gradients or the penalty is not finite, and where; the same on all ranks."""
+        """Describes which of total, gradients and penalty is not finite, and where. Returns None if all are finite.
+
+        The result is the same on all ranks.
+        """
         found = self.results() if self.results else Results(0.0)
         if found.loss is not None:
             rank, total = found.loss
             return f"the loss is {total} in step {self.number} on rank {rank}"
-        if found.gradient is not None:  # those of other ranks may follow from a loss
+        if found.gradient is not None:  # gradients of other ranks may follow from a loss
             rank, place = found.gradient
             return f"a gradient is not finite in step {self.number} on rank {rank}{self._whose(place)}"
         return self.fault_of_penalty()
 
     @property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """What each rank's device was used for, since the step before."""
+        """Memory use of each rank's device, since the previous step."""
         return tuple(MemoryUse.of_row(row) for row in zip(*self.memory_columns, strict=True))
 
     @property
     def has_news(self) -> bool:
-        """Whether a rank has noticed something of its device's memory."""
+        """True if a rank has noticed something about its device's memory."""
         return any(map(any, self.memory_columns[-len(News._fields) :]))
 
     def _memory(self, place: int) -> tuple[int, ...]:
-        """A column in bytes."""
+        """Returns a column in bytes."""
         return tuple(map(int, self.memory_columns[place])) if self.memory_columns else ()
 
     def _memory_parts(self) -> dict[str, tuple[int, ...]]:
-        columns = zip(CATEGORIES, self.memory_columns[_PARTS:], strict=False)  # news follow
+        columns = zip(CATEGORIES, self.memory_columns[_PARTS:], strict=False)  # news are in later columns
         return {name: tuple(map(int, column)) for name, column in columns if any(column)}
 
     def has_finite_loss(self) -> bool:
-        """Whether the totals of all ranks are finite, and the penalty with its gradient."""
+        """Returns True if the totals of all ranks are finite, and the penalty with its gradient."""
         found = self.results() if self.results else Results(0.0)
         return found.loss is None and self.fault_of_penalty() is None
 
     def fault_of_penalty(self) -> str | None:
-        """Likewise, of the penalty alone: the same on all ranks, and known to each without the others."""
+        """Describes a penalty, or gradient of it, that is not finite; None if both are. Needs no other rank."""
         if self.penalty is _NONE:
             return None
         if not math.isfinite(self.penalty.value()):
@@ -241,12 +244,14 @@ class Step:
         return None
 
     def _whose(self, place: float) -> str:
-        """Of several, backward came to the last in the order of the model first."""
+        """Names the parameter. Of several, it is the last in model order, which the backward pass reached first."""
         return f": that of {self._names[int(place) - 1]}" if place and self._names else ""
 
     def check_finite(self) -> None:
-        """Raises:
-        DivergenceError: If something is not finite and the update was not left out.
+        """Checks the results of the step.
+
+        Raises:
+            DivergenceError: If a number is not finite and the update was not skipped.
         """
         fault = None if self.left_out else self.fault()
         if fault is not None:
@@ -276,7 +281,7 @@ class Step:
 
 
 def not_finite(what: str) -> str:
-    """What to say of numbers that are not finite."""
+    """Returns the error message for numbers that are not finite."""
     return (
         f"{what}; the run stops here, and nothing of this step is saved. Usual causes: a learning rate that is too "
         "high, a division by zero or logarithm of zero in the model, or broken input. Try a lower learning rate or "

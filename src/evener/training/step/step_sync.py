@@ -1,13 +1,13 @@
-"""What the ranks tell each other of every step, and when it is known.
+"""Exchanges numbers about every step between the ranks, and tells when they are known.
 
-Each step every rank posts one short row of numbers (:class:`~evener.training.step.step.Signal`) right after backward;
-it is read after the next forward pass, so that its travel costs no time. It brings the number of terms of the next
-batch, by which all have to divide, and the results of the step. Only a rank that has to know before it updates its
-weights, because its own numbers are not finite or some parameter got no gradient, waits for the row at once.
+In each step every rank posts one short row of numbers (:class:`~evener.training.step.step.RankStats`) right after
+backward. It is read after the next forward pass, so that sending it costs no time. It holds the number of terms of the
+next batch, by which all ranks have to divide, and the results of the step. A rank waits for the rows at once only if it
+must know them before the update: if its own numbers are not finite, or some parameter got no gradient.
 
-On a device that runs behind the host, a GPU, no number of a step is at hand when its row is posted, and to wait for one
-would stop the host in every step. There the loss travels from device to device, to be read when somebody asks for it,
-and the times of a step go with the row of the next::
+On a device that runs behind the host, such as a GPU, no result of a step is known when its row is posted, and waiting
+for one would stop the host in every step. There the loss is sent from device to device and read when somebody asks for
+it, and the times of a step are sent with the row of the next::
 
     CPU    step n: forward, backward ─ post n: count of n + 1, results of n     ─ update ─ tell of step n - 1
     GPU    step n: (queued)          ─ post n: count of n + 1, times of n - 1   ─ (queued) ─ tell of step n - 2
@@ -36,25 +36,25 @@ from evener.hardware.async_read import Readout, is_late, read
 from evener.hardware.memory.step_usage import NOTHING
 from evener.hardware.timers import waiting
 from evener.strategies.interfaces import StepOutcome
-from evener.training.step.exchange import ByRows, Exchange, Heard, Hearing, Telling
-from evener.training.step.step import RankTimes, Results, Signal, Step
+from evener.training.step.exchange import ByRows, Exchange, GatheredStep, Hearing, Telling
+from evener.training.step.step import RankStats, RankTimes, Results, Step
 
 Observe = Callable[[Step], None]
 
 
-class Ledger:
+class StepSync:
     """Posts and reads the rows of one run.
 
     Args:
-        control: Between all ranks.
-        mesh: Who contributes what.
-        device: On which this rank computes.
-        loss: Asked for the number of terms of a batch.
+        control: Exchanges numbers between all ranks.
+        mesh: Says which ranks contribute what.
+        device: Device of this rank.
+        loss: Gives the loss, which counts the terms of a batch.
         observe: Called with each step when the times of all ranks are known, in order and alike on every rank.
-        waits: Whether each row is waited for at once, and somebody else judges what it says.
-        graphs: What this rank has compiled, and found of it.
-        telling: How the ranks tell each other; by rows if None.
-        prompt: Whether a device that runs behind is waited for, because those of other ranks do not.
+        waits: Whether to wait for each row at once. Then the caller checks the results.
+        graphs: What this rank has compiled, and its findings.
+        telling: How the ranks exchange rows; ``ByRows`` if None.
+        prompt: Whether to wait for a device that runs behind, because those of other ranks do not.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class Ledger:
         self._before: Step | None = None
         self._waits, self._begun, self._graphs, self._made = waits, False, graphs or Graphs(), 0
         self.wish = 0.0
-        """What this rank tells the others with each step that it wants all to do."""
+        """This rank's request for what all ranks do, sent with each step."""
         self._wishes: dict[int, float] = {}
         self.buffers_changed = False
-        """Whether a forward pass of any rank was seen to write to buffers that nothing keeps equal."""
+        """True if a forward pass on any rank has changed buffers that nothing keeps equal."""
 
     @property
     def steps_late(self) -> int:
-        """How many steps after its own the times of a step are known."""
+        """Number of steps after which the times of a step are known."""
         return 2 if self._late else 1
 
     # Before backward
 
     def divisor(self, step: Step) -> float:
-        """What the sum of all terms is divided by, which all ranks must know before any goes backward."""
+        """Returns the divisor for the sum of all terms. All ranks need it before backward, and call this together."""
         with waiting():
             self.settle()
             place = (step.batch.epoch, step.batch.index)
@@ -105,7 +105,7 @@ class Ledger:
         return step.count or 1.0
 
     def count(self, batch: Batch | None) -> list[Readout]:
-        """Terms in each of this rank's micro-batches of the batch, counted on the host where it has the targets."""
+        """Returns the numbers of terms of this rank's micro-batches, counted on the host if the targets are there."""
         if batch is None:
             return []
         micros = (batch.on_host or batch).micro_batches
@@ -122,10 +122,10 @@ class Ledger:
         elapsed: Readout,
         input_seconds: float,
     ) -> Iterable[str]:
-        """Tells all ranks of the step; returns the parameters that have no gradient on any.
+        """Sends the numbers of the step to all ranks. Returns the parameters that have no gradient on any rank.
 
         Raises:
-            DivergenceError: If a number of this rank is not finite and it is known already.
+            DivergenceError: If a number is not finite, as far as that is known at once.
         """
         results = total, soundness, _ = (0.0, 0.0, 0.0)
         if self._late:
@@ -142,9 +142,9 @@ class Ledger:
         step.only_work, self._made = graphs == self._made and not outcome.retries, graphs
         counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
-        row = Signal(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
+        row = RankStats(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
         step.changes = outcome.changes
-        step.batch = step.batch.without_samples()  # the step is told when later ones are computed
+        step.batch = step.batch.without_samples()  # the step is reported while later ones are computed
         if measured is not None:
             measured.own_seconds = RankTimes(*times)
         self._in_flight = step, upcoming, self._telling.start(step.number, row, outcome.memory, measured)
@@ -154,14 +154,14 @@ class Ledger:
         return ()
 
     def _times(self) -> tuple[float, float]:
-        """Of work and of waiting, as far as they are measured."""
+        """Returns compute and wait seconds; NaN if they are not measured yet."""
         if self._unmeasured is None:
             return math.nan, math.nan
         compute, elapsed = self._unmeasured[0].value(), self._unmeasured[1].value()
         return compute, max(0.0, elapsed - compute)
 
     def _on_device(self, outcome: StepOutcome) -> Tensor:
-        """Total, soundness and place in one row on the device."""
+        """Returns total, soundness and parameter index in one tensor on the device."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         own = [self._each(numbers) for numbers in (outcome.totals, outcome.soundness, outcome.unsound)]
         added = [sum(numbers, start=zero) for numbers in own[:2]]
@@ -170,8 +170,8 @@ class Ledger:
     def _each(self, numbers: Iterable[Readout]) -> list[Tensor]:
         return [number.tensor.double().reshape(()).to(self._device, non_blocking=True) for number in numbers]
 
-    def _missing_everywhere(self, outcome: StepOutcome, heard: Heard | None) -> Iterable[str]:
-        """Among the ranks that hold the same parameters, for other samples."""
+    def _missing_everywhere(self, outcome: StepOutcome, heard: GatheredStep | None) -> Iterable[str]:
+        """Returns the parameters without a gradient on all ranks that hold them."""
         codes = set(heard.missing) if heard else {0.0}
         if 0.0 in codes:
             return ()
@@ -182,8 +182,8 @@ class Ledger:
 
     # Reading
 
-    def settle(self) -> Heard | None:
-        """Waits for what the ranks told with the last step; None if nothing is outstanding.
+    def settle(self) -> GatheredStep | None:
+        """Waits for the rows of the last step. Returns None if none are outstanding.
 
         Raises:
             DivergenceError: If the loss or a gradient of a rank was not finite, as far as that is known.
@@ -211,8 +211,8 @@ class Ledger:
         self._times_known(step, heard)
         return heard
 
-    def _check_divisions(self, heard: Heard, step: Step, upcoming: Batch | None) -> None:
-        """Where ranks divide in different ways some samples count twice and others never."""
+    def _check_divisions(self, heard: GatheredStep, step: Step, upcoming: Batch | None) -> None:
+        """Checks that all ranks divide batches alike. Otherwise some samples would count twice and others never."""
         if len(set(heard.divisions)) == 1:
             return
         own = [batch.shares for batch in (step.batch, upcoming) if batch is not None]
@@ -231,12 +231,12 @@ class Ledger:
             "random numbers of its own. Checkpoints are from before"
         )
 
-    def _take_findings(self, step: Step, heard: Heard) -> None:
+    def _take_findings(self, step: Step, heard: GatheredStep) -> None:
         if heard.differing:
             self._graphs.heard(step.number)
 
-    def _times_known(self, step: Step, heard: Heard) -> None:
-        """The row of a step brings its times, or on a late device those of the step before."""
+    def _times_known(self, step: Step, heard: GatheredStep) -> None:
+        """Processes the times in a row: those of its step, or on a late device those of the step before."""
         measured = self._before if self._late else step
         self._before = step
         if measured is not None:
@@ -245,14 +245,14 @@ class Ledger:
             self._measured.append(measured)
 
     def tell_times(self, step: Step, seconds: float) -> Step:
-        """Tells of a step that a loop of the user's own took, and returns it; a collective call that waits.
+        """Exchanges the times of a step that the user's own loop took, and returns it. A collective call that waits.
 
         Args:
             step: Gets the times of all ranks.
-            seconds: Of this rank's own work.
+            seconds: This rank's own work.
         """
         own = {"compute_seconds": seconds, "graphs": self._graphs.made, "differing": self._graphs.untold}
-        row = Signal(0.0, 0.0, 0.0, 0.0, division=_code_of(step.batch, None), **own)
+        row = RankStats(0.0, 0.0, 0.0, 0.0, division=_code_of(step.batch, None), **own)
         step.own_seconds = RankTimes(seconds)
         with waiting():
             heard = self._telling.start(step.number, row, NOTHING, step)()
@@ -263,14 +263,14 @@ class Ledger:
         return step
 
     def wished(self, number: int) -> float:
-        """The greatest wish that a rank told with step ``number``, one of the last two whose rows were read."""
+        """Returns the greatest request that a rank sent with step ``number``, one of the last two with known rows."""
         return self._wishes.get(number, 0.0)
 
     def check(self) -> None:
-        """Waits for the results of all steps so far, so that nothing is saved or reported that went wrong.
+        """Waits for the results of all steps so far, so that nothing wrong is saved or reported.
 
         Raises:
-            DivergenceError: If the loss or a gradient of a rank was not finite, in the first step where one was.
+            DivergenceError: If the loss or a gradient of a rank was not finite, in the first such step.
         """
         self.settle()
         for step in self._measured:
@@ -279,9 +279,9 @@ class Ledger:
             self._before.check_finite()
 
     def settle_before(self, step: int) -> None:
-        """Waits for the row of a step before ``step``, if one is outstanding; that of ``step`` itself is left.
+        """Waits for outstanding rows of a step before ``step``, but not for those of ``step`` itself.
 
-        A step that lacked only its end is told with the seconds until then.
+        A step that was not completed is reported with the seconds until then.
         """
         if self._in_flight is not None and self._in_flight[0].number < step:
             self.settle()
@@ -293,7 +293,7 @@ class Ledger:
                 )
 
     def lost_before(self, step: int) -> Step | None:
-        """The step before ``step`` whose row a rank has taken with it as it died: its loss will never be known."""
+        """Returns the step before ``step`` whose rows were lost when a rank died, or None. Its loss stays unknown."""
         lost = self._unread
         if lost is None or lost.number >= step:
             return None
@@ -302,24 +302,24 @@ class Ledger:
         return lost
 
     def finish(self) -> None:
-        """No step follows at once: also the times of the last one are told. A collective call."""
+        """Exchanges the times of the last step too, because no step follows at once. A collective call."""
         self.check()
         if self._late and self._before is not None:
             own = self._before.own_seconds = RankTimes(*self._times())
-            row = Signal(0.0, 0.0, 0.0, 0.0, compute_seconds=own.compute, wait_seconds=own.wait)
+            row = RankStats(0.0, 0.0, 0.0, 0.0, compute_seconds=own.compute, wait_seconds=own.wait)
             with waiting():
                 heard = self._telling.start(self._before.number + 1, row, NOTHING, self._before)()
             self._times_known(self._before, heard)
             self._before = self._unmeasured = None
 
     def forget(self) -> None:
-        """The steps that nobody has been told of were for nothing."""
+        """Drops steps that were not reported yet."""
         self._in_flight = self._unmeasured = self._before = None
         self._measured.clear()
         self._counts = {}
 
     def told(self) -> Iterator[Step]:
-        """Steps that are over and known and have not been handed out yet."""
+        """Yields steps that are complete and known, each once."""
         while self._measured and self._measured[0].seconds:
             step = self._measured.popleft()
             step.check_finite()
@@ -327,7 +327,7 @@ class Ledger:
 
 
 def _code_of(batch: Batch, upcoming: Batch | None, changes: tuple[str, ...] = ()) -> float:
-    """Of how they are divided, and what is trained."""
+    """Returns a code of the shares of the batches, and of changes of the trained parameters."""
     code = zlib.crc32("".join(changes).encode(), zlib.crc32(array("q", batch.shares).tobytes()))
     return float(code if upcoming is None else zlib.crc32(array("q", upcoming.shares).tobytes(), code))
 
@@ -336,8 +336,8 @@ def _sum(numbers: Iterable[Readout]) -> float:
     return sum([number.value() for number in numbers])
 
 
-def _take_rows(step: Step, heard: Heard) -> None:
-    """What each rank told of itself, where it did."""
+def _take_rows(step: Step, heard: GatheredStep) -> None:
+    """Stores each rank's own numbers in the step, if rows were exchanged."""
     if heard.rows is not None:
         step.input_seconds = heard.rows.input_seconds
         step.retries = tuple(map(int, heard.rows.retries))
@@ -345,12 +345,12 @@ def _take_rows(step: Step, heard: Heard) -> None:
         step.memory_columns = heard.memory
 
 
-def _take_times(step: Step, heard: Heard) -> None:
+def _take_times(step: Step, heard: GatheredStep) -> None:
     if heard.rows is not None:
         step.compute_seconds, step.wait_seconds = heard.rows.compute_seconds, heard.rows.wait_seconds
     step.speeds, step.lines = heard.speeds, heard.lines
 
 
 def _of_ranks(numbers: Iterable[float]) -> tuple[int, ...]:
-    """Empty if all are 0."""
+    """Returns integers, or an empty tuple if all are 0."""
     return tuple(map(int, numbers)) if any(numbers) else ()

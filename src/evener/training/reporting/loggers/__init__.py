@@ -1,4 +1,4 @@
-"""Observers that hand a run's numbers to other programs; each needs a library of its own, when it is made.
+"""Observers that pass a run's numbers to other programs. Each needs its own library when it is created.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A run's numbers as a table for any program that reads CSV."""
+"""Writes a run's numbers as a CSV table."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from evener.training.reporting.loggers import scalars as numbers
 
 
 class CsvFile(Observer):
-    """One number a line: ``steps,name,value``, where ``steps`` says after how many it was so.
+    """Writes one number per line: ``steps,name,value``. ``steps`` is the number of steps taken until then.
 
     Args:
-        path: The file; a run that goes on adds to it, and leaves out what it held of later steps.
+        path: The file. A resumed run appends to it, and removes its lines about later steps.
 
     Raises:
         StorageError: At the start, if it cannot be written.

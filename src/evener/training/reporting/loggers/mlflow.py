@@ -1,4 +1,4 @@
-"""A run's numbers for MLflow (``pip install mlflow``)."""
+"""Logs a run's numbers to MLflow (``pip install mlflow``)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepReco
 from evener.training.reporting.loggers import scalars as numbers
 
 _LONGEST = 500
-"""Letters of a parameter that every MLflow takes."""
+"""Maximum length of a parameter that every version of MLflow accepts."""
 
 
 class MLflow(Observer):
-    """Metrics by the number of steps after which they were so, and the settings as parameters.
+    """Logs metrics by the number of steps taken, and the settings as parameters.
 
     Args:
-        tracking_uri: A server or ``sqlite:///FILE``; None is MLflow's own choice.
-        options: For ``mlflow.start_run``, as ``run_name``, ``experiment_id`` or the ``run_id`` of a run to go on with.
+        tracking_uri: A server or ``sqlite:///FILE``. If None, MLflow's default.
+        options: For ``mlflow.start_run``, such as ``run_name``, ``experiment_id`` or the ``run_id`` of a run to resume.
 
     Raises:
         ConfigurationError: If mlflow is not installed.
@@ -34,7 +34,7 @@ class MLflow(Observer):
             library.set_tracking_uri(self._uri)
         library.start_run(**self._options)
         self._library = library
-        if "run_id" not in self._options:  # MLflow lets no parameter change
+        if "run_id" not in self._options:  # MLflow does not allow parameters to change
             settings = numbers.flat(run.settings)
             library.log_params({name: str(value)[:_LONGEST] for name, value in settings.items()})
 

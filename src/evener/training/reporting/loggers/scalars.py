@@ -1,4 +1,4 @@
-"""The numbers of a record by name, the same for every program that they are handed to."""
+"""The numbers of a record by name, the same for all loggers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from evener.errors import ConfigurationError
 
 
 def of_step(record: StepRecord) -> dict[str, float]:
-    """``train/loss`` and what goes with it; of a run of several ranks also each rank's share."""
+    """Returns ``train/loss``, learning rate and step time and, with several ranks, each rank's share."""
     shares = {f"share/rank_{rank}": share / sum(record.shares) for rank, share in enumerate(record.shares)}
     numbers = {"train/loss": record.loss, "train/lr": record.lr, "train/step_seconds": record.seconds}
     return numbers | (shares if len(shares) > 1 else {})
 
 
 def of_evaluation(record: EvaluationRecord) -> dict[str, float]:
-    """``evaluation/loss`` and each metric."""
+    """Returns ``evaluation/loss`` and each metric."""
     return {f"evaluation/{name}": value for name, value in record.metrics.items()}
 
 
 def flat(settings: dict[str, Any]) -> dict[str, str | float | int | bool]:
-    """Settings as programs take them that know no lists and no None: those are text."""
+    """Converts settings for programs that accept neither lists nor None: these become JSON text."""
     plain = (str, float, int, bool)
     return {
         name: value if isinstance(value, plain) else json.dumps(value, default=str)

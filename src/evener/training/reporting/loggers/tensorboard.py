@@ -1,4 +1,4 @@
-"""A run's numbers for TensorBoard (``pip install tensorboard``)."""
+"""Writes a run's numbers for TensorBoard (``pip install tensorboard``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from evener.training.reporting.loggers import scalars as numbers
 
 
 class TensorBoard(Observer):
-    """Scalars by the number of steps after which they were so; events as text.
+    """Writes scalars by the number of steps taken, and events as text.
 
     Args:
-        directory: Where TensorBoard looks for them. A run that goes on hides there what came after its checkpoint.
+        directory: Where TensorBoard looks for them. A resumed run hides what came after its checkpoint.
 
     Raises:
         ConfigurationError: If TensorBoard is not installed.

@@ -1,4 +1,4 @@
-"""A run's numbers for Weights & Biases (``pip install wandb``)."""
+"""Logs a run's numbers to Weights & Biases (``pip install wandb``)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from evener.training.reporting.loggers import scalars as numbers
 
 
 class WandB(Observer):
-    """Numbers by ``steps``, after how many they were so, and the settings as the run's config.
+    """Logs numbers by ``steps``, the number of steps taken, and the settings as the run's config.
 
     Args:
-        options: For ``wandb.init``, as ``project``, ``name`` or ``mode="offline"``.
+        options: For ``wandb.init``, such as ``project``, ``name`` or ``mode="offline"``.
 
     Raises:
         ConfigurationError: If wandb is not installed.

@@ -1,11 +1,20 @@
-"""torchrun's agent, told when its workers have started and failed: ``_start_workers``, ``_monitor_workers``,
-``_remaining_restarts``, ``_pcontext``, ``_failures``, ``_capture_process_failures`` and ``_running_local_ranks``.
+"""Names of torchrun's agent and rendezvous: its workers' processes, and what machines agree on.
 
-The agent is made to be derived from, but the context in which its processes live, with their ids and with those that
-have failed, has no public name. It ends all of them with the first that fails; a failure that is taken away from it
-before it is looked at, with a new process in the place of the old one, is none to it.
+- ``_start_workers``, ``_monitor_workers``, ``_remaining_restarts``, ``_pcontext``, ``_failures``,
+  ``_capture_process_failures`` and ``_running_local_ranks`` tell an agent when its workers have started and failed. The
+  agent is made to be derived from, but the context in which its processes live, with their ids and with those that
+  have failed, has no public name. It ends all of them with the first that fails; a failure that is taken away from it
+  before it is looked at, with a new process in the place of the old one, is none to it.
+- ``DynamicRendezvousHandler._state_holder`` knows how many machines have come to a c10d rendezvous, while it waits, and
+  tells nobody; who starts a run on several machines wants to know which one is missing.
 
 Tested with torch 2.11, 2.13, 2.15.
+
+- ``_RendezvousState`` and ``_NodeDesc`` are what machines agree on in a c10d rendezvous. torch hands it to a backend as
+  a pickle, and unpickles whatever the backend gives back. Evener's backend keeps it as JSON, for which the classes must
+  be known.
+
+Tested with torch 2.11, 2.13.
 """
 
 from __future__ import annotations
@@ -20,6 +29,12 @@ from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as NodeDesc
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState as RendezvousState
+
+__all__ = ["ElasticAgent", "NodeDesc", "RendezvousState", "failed", "participants", "running"]
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -38,12 +53,12 @@ class ElasticAgent(LocalElasticAgent):
 
     @property
     def restarts_done(self) -> int:
-        """How often workers have been started again."""
+        """Counts how often workers have been started again."""
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
     @property
     def is_alone(self) -> bool:
-        """Whether all workers of the run are this agent's."""
+        """Tells whether all workers of the run are this agent's."""
         return self._worker_group.group_world_size == 1
 
     @property
@@ -65,7 +80,7 @@ class ElasticAgent(LocalElasticAgent):
         borrowed: Any = context
         capture: Callable[[set[int]], None] = borrowed._capture_process_failures
 
-        def look(done: set[int]) -> None:
+        def replace_failed(done: set[int]) -> None:
             capture(done)
             failures = context._failures
             if failures and self._remaining_restarts and self.replaces(dict(failures)):
@@ -74,10 +89,10 @@ class ElasticAgent(LocalElasticAgent):
                     self._replace(context, local_rank)
                     done.discard(local_rank)
 
-        borrowed._capture_process_failures = look
+        borrowed._capture_process_failures = replace_failed
 
     def _replace(self, context: SubprocessContext, local_rank: int) -> None:
-        """A new process with the place, the arguments and the variables of one that has failed."""
+        """Starts a new process with the place, the arguments and the variables of one that has failed."""
         failure = context._failures.pop(local_rank)
         Path(failure.error_file).unlink(missing_ok=True)
         variables = context.envs[local_rank] | {"TORCHELASTIC_RESTART_COUNT": str(self.restarts_done)}
@@ -100,11 +115,18 @@ class ElasticAgent(LocalElasticAgent):
 
 
 def running(context: PContext) -> dict[int, int]:
-    """The ids of the processes that run, by local rank, as far as is known."""
+    """Returns the ids of the processes that run, by local rank, as far as is known."""
     known: set[int] = getattr(context, "_running_local_ranks", set()) - failed(context)
     return {rank: pid for rank, pid in context.pids().items() if rank in known}
 
 
 def failed(context: PContext) -> set[int]:
-    """The local ranks that have failed by themselves so far."""
+    """Returns the local ranks that have failed by themselves so far."""
     return set(getattr(context, "_failures", {}))
+
+
+def participants(handler: RendezvousHandler | None) -> int | None:
+    """Counts the machines that wait in the round that is open, this one among them; None where the backend does not."""
+    if isinstance(handler, DynamicRendezvousHandler):
+        return len(handler._state_holder.state.participants)
+    return None
