@@ -14,7 +14,7 @@
     ├── OutOfMemoryError        a rank whose memory does not hold its part of a step
     ├── RankError               a rank raised an exception, or its process died
     ├── RankTimeoutError        a wait for other ranks timed out; says which ranks, and where they are
-    └── InterruptedRunError     Ctrl-C or SIGTERM; says how far the run had come         (exit status 130 or 143)
+    └── InterruptedRunError     Ctrl-C, SIGTERM and the like; says how far the run was  (exit status 128 + signal)
 
 Each message states the offending values, the rank, and a remedy.
 """
@@ -75,7 +75,7 @@ class RankTimeoutError(EvenerError, TimeoutError):
 
 
 class InterruptedRunError(EvenerError):
-    """A signal (SIGINT or SIGTERM) stopped the run."""
+    """A signal, such as SIGINT or SIGTERM, stopped the run."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message, signal_number)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from evener.core import stacks
-from evener.core.stacks import listen, stack_of, stacks_of
+from evener.core.stacks import listen, stack_of, stacks_of, threads_of
+from evener.distributed.watchdog import heartbeat, watchdog
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="asks the kernel through /proc")
 
@@ -103,3 +104,16 @@ def test_a_worker_that_waits_for_work_is_idle() -> None:
     ]
     assert stacks._is_idle(waits)
     assert not stacks._is_idle(['File "/home/data.py", line 3 in __getitem__', *waits[2:]])
+
+
+def test_threads_of_evener_itself_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [*([watchdog.__file__, heartbeat.__file__] * 2), "/home/me/writer.py", "/home/me/train.py"]
+    asked = "\n\n".join(
+        f'Thread 0x{number} (most recent call first):\n  File "{file}", line 3 in work'
+        for number, file in enumerate(files)
+    )
+    monkeypatch.setattr("evener.core.stacks._asked", lambda pid: asked)
+    told = threads_of(4711)
+    assert "writer.py" in told
+    assert "train.py" in told
+    assert "watchdog.py" not in told

@@ -1,4 +1,4 @@
-"""``evener bench``: what the machine can do; so far its all-reduces."""
+"""``evener bench``: benchmarks of the machine; so far only its all-reduces."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fill(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Measures or simulates, and prints the table; 1 if a sum is wrong."""
+    """Measures or simulates all-reduces, and prints the table. Returns exit status 1 if a sum is wrong."""
     config = options.config_of(arguments)
     options.find_modules_here()
     from evener.collectives.tuning.bench import table

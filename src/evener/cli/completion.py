@@ -1,4 +1,4 @@
-"""``evener completion``: what a shell needs to complete commands and options."""
+"""``evener completion``: completion scripts for shells."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     whole: Parser = arguments.parser()
     for action in _files(whole):
-        action.complete = shtab.FILE  # type: ignore[attr-defined] # where shtab looks
+        action.complete = shtab.FILE  # type: ignore[attr-defined] # shtab reads this attribute
     print(shtab.complete(whole, arguments.shell), flush=True)
     return 0
 

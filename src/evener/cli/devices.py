@@ -1,4 +1,4 @@
-"""``evener devices``: what the machine is and does, and what is wrong with it."""
+"""``evener devices``: a survey of the machine, and a diagnosis of its problems."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fill(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Surveys or reads, and prints; 1 if something is wrong."""
+    """Surveys this machine or reads a saved survey, and prints it. Returns exit status 1 if something is wrong."""
     config = options.config_of(arguments)
     from evener.core.records import as_json
     from evener.files import write_json
@@ -86,7 +86,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
-    """What asks for something of this machine does not go with the survey of another."""
+    """Raises ConfigurationError for options that concern this machine, which do not apply to a saved survey."""
     asked = {
         "--save": arguments.save,
         **options.said(arguments, "processes", "device", "timeout_seconds"),
@@ -100,7 +100,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def text(survey: Survey, findings: Sequence[Finding]) -> str:
-    """A survey for people."""
+    """Formats a survey and its findings for people."""
     lines = [
         *_host(survey.host),
         *_software(survey.software),
@@ -168,5 +168,5 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _gib(nbytes: int) -> str:
-    """A size; of less than one GiB in MiB, which is what small limits are set in."""
+    """Formats a size in GiB; below one GiB in MiB, the usual unit of small limits."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"

@@ -44,7 +44,7 @@ def fill(parser: Parser) -> None:
 
 
 def add_run_options(parser: Parser) -> None:
-    """Whose weights."""
+    """Adds the arguments that select a run's weights."""
     named = "a run directory, or one of its checkpoints"
     parser.file("run", "RUN", named)
     parser.option(
@@ -53,7 +53,7 @@ def add_run_options(parser: Parser) -> None:
 
 
 def applied_of(arguments: argparse.Namespace) -> InferenceSetup:
-    """What the command names: the weights, the task, and how they are applied."""
+    """Returns the weights, task and settings that the command line selects."""
     options.find_modules_here()
     from evener.training.inference import InferenceSetup
     from evener.training.reporting.task_file import origin
@@ -65,7 +65,7 @@ def applied_of(arguments: argparse.Namespace) -> InferenceSetup:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Evaluates and prints."""
+    """Evaluates the model and prints the metrics."""
     applied = applied_of(arguments)
     import dataclasses
 

@@ -1,4 +1,4 @@
-"""``evener list``: the short names that there are, Evener's own and those of other packages."""
+"""``evener list``: all short names, Evener's own and those that other packages have registered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fill(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Prints one name a line."""
+    """Prints the names, one a line."""
     shown = [arguments.what] if arguments.what else list(KINDS)
     blocks = ["\n".join([f"{what} ({_OPTIONS[what]})", *_lines(what)]) for what in shown]
     print("\n\n".join(blocks), flush=True)

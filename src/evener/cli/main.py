@@ -1,6 +1,6 @@
-"""The command ``evener``: parse, call, print.
+"""The command ``evener``: parses the command line, runs a command, and prints errors.
 
-The libraries behind a command are imported when it is called, so that ``evener --help`` answers at once.
+A command imports its libraries when it runs, so that ``evener --help`` is fast.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMMANDS = (train, evaluate, predict, run, verify, plan, plot, devices, bench, e
 
 
 class Version(argparse.Action):
-    """Prints Evener's version, which is looked up only then, and ends."""
+    """Prints Evener's version and exits. The version is looked up only if it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from evener.version import evener_version
@@ -46,10 +46,10 @@ class Version(argparse.Action):
 
 
 def parser(only: str | None = None) -> Parser:
-    """The whole command line.
+    """Creates the parser of the whole command line.
 
     Args:
-        only: The one command that gets its options; None is all. A help that shows none needs none.
+        only: The only command whose options are added, which saves time; None for all commands.
     """
     top = Parser(
         prog="evener",
@@ -70,7 +70,7 @@ def parser(only: str | None = None) -> Parser:
 
 
 def _parse(given: Sequence[str], parsed: argparse.Namespace) -> None:
-    """With the settings that files and variables say."""
+    """Parses the command line into ``parsed``, and adds the settings from files and environment variables."""
     named = next((word for word in given if not word.startswith("-")), "")
     parser(named).parse_args(given, parsed)
     parsed.given = tuple(given)
@@ -89,11 +89,17 @@ def _executed(parsed: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | None = None) -> int:
-    """Runs the command; returns the exit status: 0, 1 (the answer is no, or the run failed), 2 (wrong command line).
+    """Runs the command, and returns its exit status.
+
+    The status is 0; 1 if the command's answer is no, or the run failed; 2 for wrong settings; or 128 plus the number of
+    a signal.
 
     Args:
-        arguments: The words of the command line; None is those of the process.
-        parsed: Gets what they say.
+        arguments: The words of the command line; None for those of the process.
+        parsed: The namespace that receives the parsed arguments.
+
+    Raises:
+        SystemExit: If the command line is wrong, or after printing help or the version.
     """
     open_missing()
     parsed = argparse.Namespace() if parsed is None else parsed
@@ -117,7 +123,7 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
 
 
 def _told_of(error: BaseException) -> int:
-    """An exception of the user's own in a run of one process, as a rank tells of one."""
+    """Prints an exception of user code in a run of one process in the same form as a rank's exception."""
     from evener.distributed.failure import failure_of
 
     failure = failure_of(error, 0)
@@ -130,12 +136,12 @@ def _told(text: str, status: int) -> int:
 
 
 def command() -> None:
-    """Runs the command and ends the process, also where a thread of the user's own would keep it."""
+    """Runs the command and ends the process, even if a thread of user code would keep it alive."""
     parsed = argparse.Namespace()
     try:
         status = main(parsed=parsed)
     finally:
-        if "torch" in sys.modules:  # else nothing of the user's has run
+        if "torch" in sys.modules:  # otherwise no user code has run
             from evener.distributed.launch.exit_watch import leaving
 
             leaving(_limit_seconds(parsed))
@@ -143,7 +149,9 @@ def command() -> None:
 
 
 def _limit_seconds(parsed: argparse.Namespace) -> float:
-    """How long the process may take to end: the time limit that was given, if it can be one."""
+    """Returns the time limit for the process to end, in seconds: ``--timeout-seconds`` if it is valid, else the
+    default.
+    """
     from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 
     given = getattr(parsed, "timeout_seconds", None)

@@ -1,4 +1,4 @@
-"""Checks short names on the command line before PyTorch is imported, which takes seconds."""
+"""Checks short names on the command line before PyTorch is imported, since importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from evener.errors import ConfigurationError, ShareError, TaskError
 
 
 def check_names(arguments: argparse.Namespace) -> None:
-    """Checks task, strategies, all-reduce, balancer and the axes of a mesh, as far as the command has them.
+    """Checks task, strategies, all-reduce, balancer and the axes of a mesh, as far as the command has these options.
 
     Raises:
-        ConfigurationError: For a short name that neither Evener nor an installed package has given.
+        ConfigurationError: If neither Evener nor an installed package defines a short name.
     """
     from evener.core.plugins import check_name
 
@@ -33,6 +33,6 @@ def check_names(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace, option: str) -> list[str]:
-    """The text that was given for the option, if there is one."""
+    """Returns the option's text in a list; empty if the option was not given or does not exist."""
     value = getattr(arguments, option, None)
     return [value] if isinstance(value, str) and value else []

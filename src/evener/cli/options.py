@@ -1,4 +1,4 @@
-"""Command-line options made from the fields of ``RunConfig``, so that no setting is described twice."""
+"""Creates command-line options from the fields of ``RunConfig``, so that each setting is described only once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RENDEZVOUS = {
 
 
 def add_config_options(parser: Parser, *names: str) -> None:
-    """Adds an option for each field of ``RunConfig`` that is named, or for all, and other places to say them."""
+    """Adds options for the named fields of ``RunConfig`` (default: all), and ``--config`` and ``--print-config``."""
     fields = {entry.name: entry for entry in dataclasses.fields(RunConfig)}
     unknown = set(names) - fields.keys()
     assert not unknown, unknown
@@ -91,7 +91,7 @@ def _add(parser: Parser, entry: dataclasses.Field[Any], kind: type) -> None:
 
 
 def _scalar(kind: Any) -> type:
-    """The type behind ``T | None``; ``tuple`` for what may be given several times."""
+    """Returns the type ``T`` of ``T | None``; ``tuple`` for a setting that may be given several times."""
     if typing.get_origin(kind) is tuple:
         return tuple
     parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
@@ -100,13 +100,13 @@ def _scalar(kind: Any) -> type:
 
 
 KINDS = {name: _scalar(kind) for name, kind in typing.get_type_hints(RunConfig).items()}
-"""What each setting is; ``tuple`` of texts for one that may be repeated."""
+"""Type of each setting. ``tuple``: the option may be repeated, and the setting is a tuple of strings."""
 FURTHER = {"task": str, "data_dir": Path} | {name: kind for name, (_, kind) in RENDEZVOUS.items()}
-"""What a file or a variable may say besides, and what it is."""
+"""Further names that a settings file or an environment variable may set, and their types."""
 
 
 def add_task_options(parser: Parser, *, positional: bool = True) -> None:
-    """The task and what its function takes."""
+    """Adds the options for the task and the arguments of its function."""
     names = "digits, mnist, shakespeare, or package.module:function"
     if positional:
         parser.add_argument("task", metavar="TASK", nargs="?", help=names)
@@ -145,7 +145,7 @@ def add_task_options(parser: Parser, *, positional: bool = True) -> None:
 
 
 def add_shares_option(parser: Parser) -> None:
-    """Fixed shares, as fractions or weights."""
+    """Adds the option for fixed shares, as fractions or weights."""
     parser.option(
         "shares of a batch",
         "--shares",
@@ -156,12 +156,12 @@ def add_shares_option(parser: Parser) -> None:
 
 
 def add_json_option(parser: Parser, what: str) -> None:
-    """A file for what the command also prints."""
+    """Adds the option that also writes the command's output to a JSON file."""
     parser.option("output", "--json", type=path, metavar="PATH", help=f"also write {what} to this file")
 
 
 def add_rendezvous_options(parser: Parser) -> None:
-    """How several machines meet."""
+    """Adds the rendezvous options for several machines."""
     for name, (text, kind) in RENDEZVOUS.items():
         option = f"--{name.replace('_', '-')}"
         metavar = "N" if kind is int else name.rpartition("_")[2].upper()
@@ -172,13 +172,13 @@ def add_rendezvous_options(parser: Parser) -> None:
 
 
 def config_of(arguments: argparse.Namespace, below: Mapping[str, Any] | None = None) -> RunConfig:
-    """The settings that were given.
+    """Creates the run's configuration from the parsed arguments.
 
     Args:
-        below: Settings that hold where nothing else was given.
+        below: Settings to use where the arguments have none.
 
     Raises:
-        ConfigurationError: For values that cannot work; says where they were given, if not on the command line.
+        ConfigurationError: If a value is invalid. The message names its source if that is not the command line.
     """
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
@@ -192,13 +192,15 @@ def config_of(arguments: argparse.Namespace, below: Mapping[str, Any] | None = N
 
 
 def _with_sources(message: str, sources: Mapping[str, str]) -> str:
-    """What is wrong, behind the places that have said it."""
+    """Prepends the sources of the settings that the message mentions."""
     named = [sources[name] for name in sources if re.search(rf"\b{name}\b", message)]
     return ": ".join((*dict.fromkeys(named), message))
 
 
 def said(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """By option what was given on the command line itself, and not by a file or a variable; None of what was not."""
+    """Returns, by option, the values given on the command line itself. An option that was not given there is None, even
+    if a file or an environment variable sets it.
+    """
     elsewhere = getattr(arguments, "sources", {})
     return {
         f"--{name.replace('_', '-')}": None if name in elsewhere else getattr(arguments, name)
@@ -207,20 +209,20 @@ def said(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def find_modules_here() -> None:
-    """Makes modules of the working directory importable, as ``python -m`` does: a task of the user's own is there."""
+    """Makes modules in the working directory importable, as ``python -m`` does: user-defined tasks are often there."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
 
 
 def task_options_of(arguments: argparse.Namespace, *, data_dir: bool = True) -> dict[str, Any]:
-    """Keyword arguments for the task's function.
+    """Returns the keyword arguments for the task's function.
 
     Args:
-        data_dir: Whether the place of its data is among them.
+        data_dir: Whether to include ``--data-dir``.
 
     Raises:
-        ConfigurationError: For an option that is not ``KEY=VALUE``.
+        ConfigurationError: If an ``--option`` does not have the form ``KEY=VALUE``.
     """
     options: dict[str, Any] = dict(getattr(arguments, "options_below", {}))
     for text in arguments.option:
@@ -234,10 +236,10 @@ def task_options_of(arguments: argparse.Namespace, *, data_dir: bool = True) -> 
 
 
 def rendezvous_of(arguments: argparse.Namespace) -> Rendezvous | None:
-    """The rendezvous options that were given; None for one machine.
+    """Returns the given rendezvous options. Returns None for a single machine, if no such option was given.
 
     Raises:
-        ConfigurationError: For values that do not go together.
+        ConfigurationError: If the options contradict each other.
     """
     from evener.distributed.launch.rendezvous import Rendezvous
 

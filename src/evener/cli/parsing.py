@@ -1,4 +1,4 @@
-"""The parser of a command line: short usage, help of one line an option, and errors that name what was meant."""
+"""The command-line parser: short usage, one line of help for each option, and suggestions for misspelt options."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from typing import Any, NoReturn
 
 WIDTH = 100
 _COLUMN = 36
-"""Where the explanation of an option begins."""
+"""Column at which the explanation of an option begins."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a command is called, and what its help says."""
+    """Name and help texts of a command."""
 
     name: str
     help: str
     """One line, for the list of commands."""
     description: str
     usage: str
-    """What follows the name, as ``TASK [OPTIONS]``."""
+    """Usage after the command's name, such as ``TASK [OPTIONS]``."""
     examples: tuple[str, ...]
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their whole names only, and explains its errors with its own usage."""
+    """An argument parser that accepts only full option names, and prints its usage with each error."""
 
     def __init__(self, **known: Any) -> None:
         self.options: list[str] = []
         self.explained: list[tuple[argparse.Action, str]] = []
-        """Options that have more to say than one line, and what."""
+        """Options with a longer text for ``--help-full``, and the text."""
         self.files: list[argparse.Action] = []
-        """Those that take the name of a file or a directory."""
+        """Arguments that take the name of a file or a directory."""
         self.inner: list[Parser] = []
-        """Of its commands."""
+        """Parsers of the commands."""
         self.rest = ""
-        """By which name the words behind ``--`` are known, of a command that hands them on; empty where none does."""
+        """Attribute that receives the words after ``--``, for a command that passes them on; empty for others."""
         self._titled: dict[str, Any] = {}
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **known)
 
     def command(self, commands: Any, words: Words) -> Parser:
-        """Adds a command, without its options, to what ``add_subparsers`` gave."""
+        """Adds a command without options to ``commands``, the object that ``add_subparsers`` returned."""
         examples = "\n".join(f"  {line}" for line in words.examples)
         parser: Parser = commands.add_parser(
             words.name,
@@ -63,11 +63,11 @@ class Parser(argparse.ArgumentParser):
         self.files.append(self.add_argument(name, type=path, metavar=metavar, help=help))
 
     def option(self, group: str, *names: str, help: str, full: str = "", **known: Any) -> None:
-        """Adds an option to the group of that title.
+        """Adds an option to the group with the title ``group``.
 
         Args:
-            help: One line.
-            full: What ``--help-full`` says; the line if it is empty.
+            help: One line of help.
+            full: The text for ``--help-full``; if empty, ``help``.
         """
         if group not in self._titled:
             self._titled[group] = self.add_argument_group(group)
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             self.explained.append((action, full.replace("%", "%%")))
 
     def hidden(self, name: str, **known: Any) -> None:
-        """Adds another spelling of an option, of which help says nothing."""
+        """Adds another spelling of an option, which is hidden in the help."""
         self.add_argument(name, help=argparse.SUPPRESS, **known)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -111,10 +111,10 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def path(text: str) -> Path:
-    """The path that is named; an empty name would be the working directory.
+    """Converts text to a path. An empty text is refused, since it would mean the working directory.
 
     Raises:
-        argparse.ArgumentTypeError: If it is empty.
+        argparse.ArgumentTypeError: If ``text`` is empty.
     """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
@@ -122,7 +122,7 @@ def path(text: str) -> Path:
 
 
 class HelpFull(argparse.Action):
-    """Shows the help with all that there is to say of each option, and ends."""
+    """Prints the help with the full text of each option, and exits."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
         for action, full in parser.explained:

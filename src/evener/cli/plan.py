@@ -1,4 +1,4 @@
-"""``evener plan``: the memory that a run would take, known before it."""
+"""``evener plan``: estimates the memory that a run would use, without running it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fill(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Prints the plan; 1 if a rank would need more than its limit."""
+    """Prints the estimate. Returns exit status 1 if a rank would need more than its memory limit."""
     config = options.config_of(arguments)
     options.find_modules_here()
     from evener.files import write_json

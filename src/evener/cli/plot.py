@@ -1,4 +1,4 @@
-"""``evener plot``: what balancing did in a run, as a drawing."""
+"""``evener plot``: plots a run's shares, times and speed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fill(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Writes the drawing and prints its title."""
+    """Writes the plot and prints its title."""
     from evener.core.os_errors import in_words
     from evener.core.text import printable
     from evener.training.reporting.plot import RunSteps, drawn, title

@@ -1,4 +1,4 @@
-"""``evener predict``: the outputs of a run's model for a dataset, in a file."""
+"""``evener predict``: writes the outputs of a run's model for a dataset to a file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fill(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Predicts, writes the file, and prints what it holds."""
+    """Predicts, writes the file, and prints the shapes of its content."""
     from evener.training.prediction_files import check_out, shapes, write_outputs
 
     if arguments.inputs_alone and arguments.data in ("train", "evaluate"):

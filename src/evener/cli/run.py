@@ -1,4 +1,4 @@
-"""``evener run``: any torchrun-style script, unchanged, on all local devices."""
+"""``evener run``: runs a torchrun-style script, unchanged, on all local devices."""
 
 from __future__ import annotations
 

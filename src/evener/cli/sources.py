@@ -1,13 +1,13 @@
-"""Settings from a file of TOML and from variables of the environment, for what the command line leaves open.
+"""Reads settings that the command line does not give from environment variables and a TOML file.
 
 ::
 
     command line  >  EVENER_BATCH_SIZE=32  >  batch_size = 32 in --config run.toml  >  defaults
 
-All settings are known by their names in Python; ``task``, ``data_dir`` and torchrun's options may be said in the same
-way, and arguments of the task's function in a table ``[option]``. One file may serve several commands, each of which
-takes what it has an option for. A name that no command knows is refused, and so is a value of a wrong kind, each with
-the place that said it.
+All settings have their Python names; ``task``, ``data_dir`` and torchrun's options can be set in the same way, and
+arguments of the task's function in a table ``[option]``. One file may serve several commands: each uses the settings
+for which it has an option. A name that no command knows, or a value of the wrong type, is an error that names its
+source.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from evener.errors import ConfigurationError
 
 PREFIX = "EVENER_"
 OWN = "EVENER__"
-"""Of variables by which Evener's processes tell each other things; they are no settings."""
+"""Prefix of variables that Evener sets for its own processes. They are not settings."""
 OPTIONS = "option"
-"""The table of arguments of the task's function."""
+"""Name of the table that holds arguments of the task's function."""
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _EXPECTED = {
     int: "a whole number",
@@ -47,13 +47,13 @@ _HINTS: dict[str, Any] = typing.get_type_hints(RunConfig)
 
 
 def complete(arguments: argparse.Namespace, variables: Mapping[str, str] | None = None) -> None:
-    """Fills in what the command line left open; ``arguments.sources`` says then where each value is from.
+    """Adds settings that the command line did not give, and records the source of each in ``arguments.sources``.
 
     Args:
-        variables: The environment; that of the process if None.
+        variables: The environment variables; None for those of the process.
 
     Raises:
-        ConfigurationError: For a file that cannot be read, unknown names, and values of a wrong kind.
+        ConfigurationError: If the file cannot be read, a name is unknown, or a value has the wrong type.
     """
     if not hasattr(arguments, "config"):
         return
@@ -70,7 +70,7 @@ def complete(arguments: argparse.Namespace, variables: Mapping[str, str] | None 
 
 
 Found = tuple[dict[str, Any], Callable[[str], str]]
-"""Values by name, and what errors call the place that said one."""
+"""Values by name, and a function that returns the source of a value for messages."""
 
 
 def _of_variables(variables: Mapping[str, str]) -> Found:
@@ -113,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"the settings cannot be read: {words(error)}") from error
-    except ValueError as error:  # of TOML, or no UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise ConfigurationError(f"{path} is no TOML: {error}") from error
 
 
@@ -128,7 +128,7 @@ def _check_names(found: Mapping[str, Any], known: Any, said: Callable[[str], str
 
 
 def _from_text(name: str, text: str) -> Any:
-    """The value that a variable says; lists are of words, as a shell has them."""
+    """Converts the text of an environment variable. Lists are split into words as by a shell."""
     kind, said = _KINDS[name], f"{_variable(name)} = {text!r}"
     try:
         if kind is bool:
@@ -173,14 +173,14 @@ def _wrong(said: str, kind: type) -> ConfigurationError:
     return ConfigurationError(f"{said}: it must be {_EXPECTED[kind]}")
 
 
-# Out
+# Output
 
 
 def as_toml(arguments: argparse.Namespace) -> str:
-    """All settings that the command has an option for, as a file that says the same.
+    """Returns all settings for which the command has an option, as a TOML file for ``--config``.
 
     Raises:
-        ConfigurationError: For settings that cannot work, or arguments that TOML has no word for.
+        ConfigurationError: If settings are invalid, or an argument cannot be written as TOML.
     """
     config, sources = config_of(arguments), arguments.sources
     lines = []

@@ -1,4 +1,4 @@
-"""``evener train``: the main job."""
+"""``evener train``: trains a task."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = Words(
     ),
 )
 _PLACES = ("--run-dir", "--resume", "--weights")
-"""Options with a value that a run has no more when it goes on: where from, and with which weights it began."""
+"""Options that are removed from the command line that continues a run; each has a value."""
 _REPLACING = ("--overwrite", "--no-overwrite")
 
 
@@ -73,10 +73,13 @@ def execute(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
-    """A run that was stopped says the command that goes on from where it was saved.
+    """If the run is interrupted and was saved, adds the command that continues it to the error's message.
 
     Args:
         given: The words of the command line.
+
+    Raises:
+        InterruptedRunError: If the block raises it.
     """
     try:
         yield
@@ -89,9 +92,9 @@ def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
 
 
 def command_that_continues(given: Sequence[str], directory: str) -> str:
-    """The same command line, quoted for a shell, but from the state in ``directory``.
+    """Returns the command line that resumes from ``directory``, quoted for a shell.
 
-    What a file or a variable says is said again by these.
+    It does not contain settings from a file or environment variables, which will be read again.
     """
     kept, words = ["evener"], iter(given)
     for word in words:
@@ -105,13 +108,13 @@ def command_that_continues(given: Sequence[str], directory: str) -> str:
 
 
 def speaks(variables: Mapping[str, str]) -> bool:
-    """Whether this process is no rank but the first, by what torchrun and SLURM tell it."""
+    """Returns True unless torchrun's or SLURM's variables give this process a rank other than 0."""
     rank = variables.get("RANK", variables.get("SLURM_PROCID", "0"))
     return rank in ("", "0")
 
 
 def first_words(task: str, config: RunConfig) -> str:
-    """What is known before PyTorch is there, which takes seconds to come."""
+    """Returns the first line of output, printed before PyTorch is imported, which takes seconds."""
     from evener.version import evener_version
 
     ranks = f" on {config.processes} processes" if config.processes not in (None, 1, "1") else ""
@@ -120,6 +123,6 @@ def first_words(task: str, config: RunConfig) -> str:
 
 
 def _resumed(config: RunConfig) -> Path | None:
-    """The run directory that is gone on with; None for a checkpoint that lies by itself."""
+    """Returns the run directory to resume. Returns None without ``--resume``, or if that names a single checkpoint."""
     resume = config.resume
     return resume if resume is not None and (resume / "checkpoints").is_dir() else None

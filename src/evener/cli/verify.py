@@ -1,4 +1,4 @@
-"""``evener verify``: proves that a division of the work trains the same weights as one device."""
+"""``evener verify``: checks that divided training gives the same weights as training on one device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OF_SCRIPTS = {
     *("processes", "balance", "caps", "quantum", "steps", "batch_norm", "seed", "allreduce", "compress"),
     *("bucket_mb", "device", "timeout_seconds"),
 }
-"""The settings that go with a script, which has a task and a batch size of its own."""
+"""Settings that apply to a script. A script has its own task and batch size."""
 SHOWN_STEPS = 20
 
 
@@ -91,7 +91,7 @@ def fill(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Compares and prints; 1 if the weights differ."""
+    """Compares both trainings and prints the result. Returns exit status 1 if the weights differ."""
     if arguments.task.endswith(".py"):
         return execute_script(arguments)
     if arguments.script_arguments:
@@ -119,7 +119,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def execute_script(arguments: argparse.Namespace) -> int:
-    """Compares a script's training and prints; 1 if it is not that of one device."""
+    """Compares a script's training with one device, and prints the result. Returns exit status 1 if they differ."""
     _check_options_of_scripts(arguments)
     config = options.config_of(arguments)
     import dataclasses
@@ -136,7 +136,7 @@ def execute_script(arguments: argparse.Namespace) -> int:
 
 def _check_options_of_scripts(arguments: argparse.Namespace) -> None:
     """Raises:
-    ConfigurationError: If an option goes with a task alone.
+    ConfigurationError: If an option applies to tasks only, not to scripts.
     """
     names = [name for name in (*SETTINGS, "tolerance", "data_dir") if name not in OF_SCRIPTS]
     strange = [option for option, value in options.said(arguments, *names).items() if value is not None]
@@ -148,7 +148,7 @@ def _check_options_of_scripts(arguments: argparse.Namespace) -> None:
 
 
 def text_of_script(result: ScriptVerification) -> str:
-    """The result for people, which begins with the verdict."""
+    """Formats the comparison of a script, beginning with the verdict."""
     ended = f"the first {result.steps}" if result.ended_by_limit else "all"
     where = f"{result.processes} ranks with shares {result.shares}"
     if result.passed:
@@ -177,7 +177,7 @@ def _unseen(result: ScriptVerification) -> str:
 
 
 def text(result: Verification) -> str:
-    """The result for people: the verdict, then the losses and what was compared."""
+    """Formats the comparison of a task: the verdict, the losses, and what was compared."""
     lines = [_verdict(result), "", "step   one device          divided             difference"]
     pairs = list(enumerate(zip(result.reference_losses, result.losses, strict=False)))
     every = max(1, len(pairs) // SHOWN_STEPS)

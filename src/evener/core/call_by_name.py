@@ -1,7 +1,7 @@
 """Calls user-defined components with only the keyword arguments that their signature names, as pytest does.
 
-A simple balancer or all-reduce can have a simple constructor; one that needs more names more arguments. If Evener later
-offers further arguments, existing components keep working.
+A simple balancer or all-reduce can have a simple constructor; one that needs more information adds arguments to it. If
+Evener later offers further arguments, existing components keep working.
 """
 
 from __future__ import annotations

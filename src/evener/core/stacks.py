@@ -25,6 +25,8 @@ from typing import BinaryIO
 
 import psutil
 
+from evener.files import PACKAGE
+
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 11
 _NAME = "evener-stacks"
 _ANSWER_SECONDS = 2.0
@@ -33,7 +35,7 @@ _QUIET_SECONDS = 0.03
 _SHOWN_FRAMES = 12
 _SHOWN_WORKERS = 3
 _SHOWN_THREADS = 3
-_OWN = f"{os.sep}evener{os.sep}runtime{os.sep}"
+_OWN = str(PACKAGE / "distributed") + os.sep
 _WAITING_FOR_WORKER = os.path.join("torch", "utils", "data", "dataloader.py")
 _WORKER_LOOP = " in _worker_loop"
 _WAITING_FOR_WORK = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}selectors.py")
@@ -86,7 +88,9 @@ def threads_of(pid: int) -> str:
 
 
 def _asked(pid: int) -> str:
-    """Sends the signal and returns the process's answer; empty if it has ended or belongs to another user."""
+    """Sends the signal and returns the process's answer; empty if it does not answer, has ended, or belongs to another
+    user.
+    """
     try:
         place = _file_of(pid)
         if place is None or not _listens(pid):
@@ -160,7 +164,7 @@ def _lines(frames: Sequence[str], indent: str) -> str:
 
 def _file_of(pid: int) -> Path | None:
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             if os.readlink(entry).startswith(f"/memfd:{_NAME}"):
                 return entry
     return None

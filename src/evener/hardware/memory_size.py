@@ -12,7 +12,7 @@ from evener.hardware.cgroups import memory_limit
 
 
 def memory_nbytes(device: torch.device, ranks: int) -> int:
-    """Returns the memory for each rank in bytes. On a CPU, the host's ``ranks`` share its memory; a GPU has one rank."""
+    """Returns the memory for each rank in bytes. A GPU has one rank; the host's memory is shared by its ``ranks``."""
     own = _own_memory(device)
     if own is not None:
         return own[1]

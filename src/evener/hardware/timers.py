@@ -1,18 +1,18 @@
-"""How long a rank works, without its waiting for others.
+"""Measures the compute time of a rank, without the time that it waits for others.
 
-A balancer that took waiting for work would find all ranks equal, since in a synchronous step all end together. So
-whatever waits inside forward and backward (exact BatchNorm, the number of terms, the exchange of a bucket) does so in a
-block ``with waiting():``, and the stopwatch that runs in this process stands still meanwhile::
+All ranks finish a synchronous step together, so a balancer that counted waiting as work would find them equally fast.
+Code that waits within forward and backward (exact BatchNorm, the number of terms, the exchange of a bucket) does so in
+a block ``with waiting():``, which pauses the running stopwatch of the process::
 
     with stopwatch:       started ─ forward ─ [waiting] ─ forward ─ backward ─ mark ─ backward ─ mark ─ ...
     stopwatch.seconds()            ├─────────┤         ├──────────────────────────────────────────┤
 
-On a GPU the host runs ahead of the work that it queues, and only events between that work tell its time. What counts is
-elapsed time and not the processor's: on cores that others use too a rank is slower, and its user waits for that.
+On a GPU the host runs ahead of the work that it queues, so that only events between that work can time it. The time is
+elapsed time, not CPU time: a rank on cores that others also use is slower, and the balancer must take account of that.
 
-The running stopwatch is a plain global of the process, not a ``ContextVar`` and not thread-local: autograd runs
-backward on threads of its own, which inherit neither. Stopwatches may end in another order than they began: that of a
-loop that an error ended lives on as long as the error is kept.
+The running stopwatch is a global variable, not a ``ContextVar`` and not thread-local: autograd runs backward in threads
+of its own, which inherit neither. Stopwatches may end in a different order than they started: if an error ended a loop,
+its stopwatch may remain open as long as the exception is referenced.
 """
 
 from __future__ import annotations
@@ -30,52 +30,53 @@ from evener.hardware.async_read import DeferredValue, Readout, ReadyValue
 
 _open: list[Stopwatch] = []
 _running: Stopwatch | None = None
-"""The last of those that are open."""
+"""The last of the open stopwatches."""
 
 
 def running() -> Stopwatch | None:
-    """The stopwatch that runs in this process."""
+    """Returns the stopwatch that runs in this process. Returns None if there is none."""
     return _running
 
 
 class Stopwatch(ABC):
-    """Entered where work begins, marked where it may have ended; of nested ones the inner runs.
+    """Measures compute time: a context manager that starts the clock; `mark` sets the end of the measured time.
 
-    To end one that has ended changes nothing.
+    Of nested stopwatches only the innermost is running. Exiting one that has already ended has no effect.
     """
 
     _waits = 0
-    """Blocks of ``waiting()`` that are open, each within the one before."""
+    """Number of open, nested ``waiting()`` blocks."""
 
     @abstractmethod
     def start(self) -> None:
-        """Work begins; what was measured before is forgotten."""
+        """Starts the clock, and discards earlier measurements."""
 
     @abstractmethod
     def mark(self) -> None:
-        """Work has come this far: ``seconds`` ends at the last mark."""
+        """Sets the end of the measured time to now. May be called repeatedly; the last call counts."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Waiting begins."""
+        """Stops the clock while the rank waits."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Waiting has ended."""
+        """Resumes the clock after a wait."""
 
     @abstractmethod
     def taken(self) -> Readout:
-        """Time from start to the last mark without the pauses between, in seconds; 0 before the first mark.
+        """Returns the time from start to the last mark without pauses, in seconds; 0 before the first mark.
 
-        It stays what it is when the stopwatch starts anew, and can be read then without waiting for a device.
+        The readout does not change when the stopwatch is restarted. It can be read later, when the device has passed
+        the mark, without waiting for it.
         """
 
     @abstractmethod
     def whole(self) -> Readout:
-        """Time from start to now, pauses included, in seconds; to be read as ``taken``."""
+        """Returns the time from start to now, including pauses, in seconds, as a readout like that of `taken`."""
 
     def seconds(self) -> float:
-        """``taken()``, read at once."""
+        """Returns the value of `taken` at once, which may wait for the device."""
         return self.taken().value()
 
     def __enter__(self) -> Self:
@@ -93,10 +94,10 @@ class Stopwatch(ABC):
 
 
 class HostStopwatch(Stopwatch):
-    """For devices that have done their work when a call returns, as CPUs have.
+    """Measures with the host's clock, for devices that work synchronously, such as CPUs.
 
     Args:
-        clock: Seconds that only go forward.
+        clock: A monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -124,7 +125,7 @@ class HostStopwatch(Stopwatch):
 
 
 class EventStopwatch(Stopwatch):
-    """Events in the device's current stream, read when the device has passed them."""
+    """Measures with events in the device's current stream, for devices that work asynchronously."""
 
     def __init__(self) -> None:
         self.start()
@@ -145,7 +146,7 @@ class EventStopwatch(Stopwatch):
         self._pauses.append((self._paused, _event()))
 
     def taken(self) -> Readout:
-        """As above; reading it waits until the device has passed the last mark."""
+        """Returns the time without pauses. Reading the value waits until the device has passed the last mark."""
         if self._marked is None:
             return ReadyValue(0.0)
         return DeferredValue(
@@ -153,7 +154,7 @@ class EventStopwatch(Stopwatch):
         )
 
     def whole(self) -> Readout:
-        """As above; the device comes to the end of it after it has waited for what other ranks send."""
+        """Returns the time including pauses. Reading the value waits for the device, which may wait for other ranks."""
         return DeferredValue(partial(_elapsed_seconds, self._began, _event(), []))
 
 
@@ -173,18 +174,18 @@ def _event() -> torch.Event:
 
 
 STOPWATCHES: dict[str, Callable[[], Stopwatch]] = dict.fromkeys(WITH_STREAMS, EventStopwatch)
-"""By type of device; for any other the host measures."""
+"""Stopwatch class by device type. Other types use `HostStopwatch`."""
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """The stopwatch for a kind of device."""
+    """Creates the stopwatch for a device."""
     return STOPWATCHES.get(device.type, HostStopwatch)()
 
 
-class waiting:  # noqa: N801 # a block of every step, for which a generator's would be dear
-    """The stopwatch that runs in this process, if any, stands still while the block waits for other ranks.
+class waiting:  # noqa: N801 # used in every step, where a generator-based context manager is slow
+    """Pauses the running stopwatch of this process, if any, while the block waits for other ranks.
 
-    A block inside of another changes nothing: the wait is that of the outer one.
+    A nested block has no effect: the wait is counted by the outer one.
     """
 
     __slots__ = ("_watch",)

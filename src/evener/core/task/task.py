@@ -1,7 +1,7 @@
 """Tasks: a definition of what to train, independent of devices and strategies.
 
-Every rank builds the task anew by calling a function, so that no object that belongs to one device or process has to be
-sent to another. The function is passed directly, or by the name ``package.module:function``.
+Every rank builds its own copy of the task by calling a function, so that no object that belongs to one device or
+process has to be sent to another. The function is passed directly, or by the name ``package.module:function``.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ class Laps:
         return now._replace(peak=peak)
 
     def kept(self) -> int:
-        """See :class:`Gauge`."""
+        """Returns the bytes that were freed but still count as held."""
         return self._inner.kept()
 
     def empty(self) -> None:
-        """See :class:`Gauge`."""
+        """Releases the allocator's cache to the device."""
         self._inner.empty()

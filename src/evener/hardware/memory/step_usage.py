@@ -1,8 +1,7 @@
 """Computes a step's memory by category, from the gauge's readings and the known sizes of permanent tensors.
 
 A usual run does not count single tensors. The sizes of tensors that the rank holds permanently are known. Activations
-are what was allocated in forward and backward and freed again: the difference between the peak and the bytes held
-after::
+are allocated in forward and freed again in backward: their size is the peak less the bytes held at the end::
 
     bytes      ╭─╮             peak ┐
          ╭─────╯ ╰──╮               ├ activations
@@ -64,7 +63,7 @@ class MemoryUse(NamedTuple):
     peak: int
     """Maximum bytes in use."""
     reserved: int = 0
-    """See :class:`Lap`."""
+    """Bytes that a GPU's allocator has reserved; 0 for a CPU."""
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
     """Parts of the peak in the order of ``CATEGORIES``. Their sum is the peak."""
     news: News = News()

@@ -90,7 +90,7 @@ class MemoryTracker(DispatchMode):
         self._fake: Any = None
         self._undo = ExitStack()
 
-    # What was counted
+    # Counts
 
     @property
     def held(self) -> int:
@@ -131,7 +131,7 @@ class MemoryTracker(DispatchMode):
                 if held is not None:
                     held.category = category
 
-    # The mode
+    # The dispatch mode
 
     def __enter__(self) -> Self:
         self._fake = active_fake_mode()

@@ -1,4 +1,4 @@
-"""What this torch was built for and can use now, and which libraries it has loaded."""
+"""Reads what torch was built for, the accelerators that it can use, and the libraries that it has loaded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from evener.hardware.survey.kernel import bare_uuid
 
 
 def read_software(evener: str, *, libraries: bool = True, accelerators: bool = True) -> Software:
-    """Versions, and the accelerator that torch finds.
+    """Reads the software versions, and the type of accelerator that torch finds.
 
     Args:
         evener: The version of Evener.
-        libraries: Whether to load cuDNN and NCCL to ask for their versions.
-        accelerators: Whether to look for any, which starts up their driver.
+        libraries: Whether to load cuDNN and NCCL to read their versions.
+        accelerators: Whether to look for accelerators, which initializes their driver.
     """
     accelerator, refusal = _accelerator() if accelerators else (None, "")
     return Software(
@@ -38,7 +38,9 @@ def read_software(evener: str, *, libraries: bool = True, accelerators: bool = T
 
 
 def _accelerator() -> tuple[str | None, str]:
-    """The kind of device that torch can use, and what it said if it was built for one and finds none."""
+    """Returns the device type of the accelerators, or None; and torch's message if it was built for one but finds
+    none.
+    """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -54,7 +56,7 @@ def _accelerator() -> tuple[str | None, str]:
 
 
 def _libraries() -> tuple[Library, ...]:
-    """The libraries that torch loads for the cards of one maker, which have one name in torch."""
+    """Returns the libraries that torch loads for NVIDIA or AMD cards. torch has the same functions for both."""
     if torch.version.hip:
         return _library("MIOpen", "", lambda: str(_cudnn() or "")), _library("RCCL", "", _nccl)
     if torch.version.cuda:
@@ -74,7 +76,10 @@ def _nccl() -> str:
 
 
 def _library(name: str, package: str, loaded: Callable[[], str]) -> Library:
-    """What torch loads, and the version that pip installed beside a torch for CUDA, which is in its package's name."""
+    """Returns a library's loaded version, and the version of its pip package.
+
+    The name of the package ends with the major version of CUDA.
+    """
     packaged, major = "", (torch.version.cuda or "").partition(".")[0]
     with suppress(PackageNotFoundError):
         packaged = version(f"{package}-cu{major}") if package else ""
@@ -85,7 +90,7 @@ def _library(name: str, package: str, loaded: Callable[[], str]) -> Library:
 
 
 def cudnn_text(number: int | None) -> str:
-    """``91002`` is 9.10.2, ``8902`` was 8.9.2."""
+    """Formats cuDNN's version number: ``91002`` as 9.10.2, ``8902`` as 8.9.2."""
     if not number:
         return ""
     major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
@@ -93,14 +98,14 @@ def cudnn_text(number: int | None) -> str:
 
 
 def seen_cards(kind: str | None) -> tuple[Card, ...]:
-    """The cards that torch sees, in its order; none on the CPU alone."""
+    """Returns the cards that torch sees, in torch's order; empty if ``kind`` is None."""
     if kind is None:
         return ()
     return tuple(_seen_card(torch.device(kind, n)) for n in range(torch.accelerator.device_count()))
 
 
 def _seen_card(device: torch.device) -> Card:
-    """Kinds of devices differ in what they tell of themselves."""
+    """Describes a card by the properties that torch has for its device type; not all types have all of them."""
     module = torch.get_device_module(device)
     told = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     return Card(
@@ -114,7 +119,7 @@ def _seen_card(device: torch.device) -> Card:
 
 
 def _architecture(told: object) -> str:
-    """``gfx90a`` of ``gfx90a:sramecc+:xnack-``, or ``sm_86``."""
+    """Returns the architecture: ``gfx90a`` from ``gfx90a:sramecc+:xnack-``, or ``sm_86``; empty if not known."""
     if torch.version.hip:
         return str(getattr(told, "gcnArchName", "")).partition(":")[0]
     return f"sm_{told.major}{told.minor}" if hasattr(told, "major") and hasattr(told, "minor") else ""

@@ -1,7 +1,7 @@
-"""What there is to know of a machine before training on it, as plain data.
+"""Survey of a machine before training on it, as plain data.
 
-A survey is taken on one machine and may be judged on another: it is JSON, holds no opinion, and what could not be found
-out is None or empty. What is wrong with a machine is told by :mod:`evener.hardware.diagnosis`, of a survey alone.
+A survey is taken on one machine and may be diagnosed on another: it is stored as JSON, and contains no judgement.
+Unknown values are None or empty. :mod:`evener.hardware.diagnosis` finds problems from a survey only.
 """
 
 from __future__ import annotations
@@ -10,44 +10,44 @@ import math
 from dataclasses import dataclass, field
 
 FORMAT = "evener-survey-2"
-"""What a file of a survey says that it is."""
+"""Value of ``format`` in a survey file."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The machine, and what this process may have of it."""
+    """The host's hardware, and the limits of this process."""
 
     name: str
     system: str
-    """Kernel and its release."""
+    """Kernel name and release."""
     machine: str
-    """``x86_64``, ``aarch64``."""
+    """Architecture, such as ``x86_64`` or ``aarch64``."""
     processor: str
     cores: int
-    """Logical ones of the machine."""
+    """Number of logical cores of the machine."""
     allowed_cores: int
-    """Those that this process may run on."""
+    """Number of cores that this process may run on."""
     memory_nbytes: int
     available_nbytes: int
-    """Of the memory, what is not in use."""
+    """Memory that is not in use."""
     cpu_quota: float | None = None
-    """Cores' worth of time that the container may use; None if it is not limited."""
+    """CPU time limit of the container, in cores; None if it is not limited."""
     memory_limit_nbytes: int | None = None
-    """What the container may use; None if it is not limited."""
+    """Memory limit of the container; None if it is not limited."""
     shm_nbytes: int | None = None
-    """Size of ``/dev/shm``; None where there is none."""
+    """Size of ``/dev/shm``; None if it does not exist."""
     vectors: str = ""
-    """The instructions that torch computes with on this CPU, such as ``AVX512``."""
+    """Vector instructions that torch uses on this CPU, such as ``AVX512``."""
 
     @property
     def usable_cores(self) -> int:
-        """As many threads can run at a time."""
+        """Number of threads that can run at a time, at least 1."""
         quota = self.allowed_cores if self.cpu_quota is None else math.ceil(self.cpu_quota)
         return max(1, min(self.allowed_cores, quota))
 
     @property
     def usable_nbytes(self) -> int:
-        """Memory of the machine or of the container, whichever is less."""
+        """Memory of the machine, or the container's limit if it is less."""
         return min(self.memory_nbytes, self.memory_limit_nbytes or self.memory_nbytes)
 
 
@@ -56,44 +56,44 @@ class Library:
     """A library that torch has loaded."""
 
     name: str
-    """``cuDNN`` and ``NCCL``, or ``MIOpen`` and ``RCCL`` of ROCm."""
+    """``cuDNN`` and ``NCCL``, or for ROCm ``MIOpen`` and ``RCCL``."""
     loaded: str
-    """Its version; empty if it could not be loaded."""
+    """Version of the loaded library; empty if it could not be loaded."""
     packaged: str = ""
-    """The version that was installed with torch, from the package index; empty if none was."""
+    """Version of the pip package that was installed with torch; empty if there is none."""
     error: str = ""
-    """What torch says of it, if it refuses it."""
+    """torch's error message if it does not accept the library."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """Versions, and what torch says that it can use."""
+    """Software versions, and the devices that torch supports."""
 
     evener: str
     python: str
     torch: str
     cuda: str | None = None
-    """The CUDA that torch was built with."""
+    """CUDA version that torch was built with; None if it was built without."""
     hip: str | None = None
-    """The ROCm that torch was built with."""
+    """ROCm version that torch was built with; None if it was built without."""
     xpu: str | None = None
     architectures: tuple[str, ...] = ()
-    """For which torch holds code: ``sm_90``, ``compute_120`` (PTX), ``gfx90a``."""
+    """Architectures that torch has code for, such as ``sm_90``, ``compute_120`` (PTX) or ``gfx90a``."""
     accelerator: str | None = None
-    """The kind of device that torch can use now, such as ``cuda``, which ROCm's are too; None for the CPU alone."""
+    """Device type that torch can use now, such as ``cuda`` (also for ROCm); None if there is only the CPU."""
     refusal: str = ""
-    """What torch said when it was asked for accelerators and found none."""
+    """torch's message if it found no accelerators."""
     libraries: tuple[Library, ...] = ()
     nvidia_driver: str | None = None
     driver_cuda: str | None = None
-    """The newest CUDA that the driver knows."""
+    """Newest CUDA version that the driver supports."""
     nvml: str = ""
-    """Why NVIDIA's management library could not be asked; empty if it was, or there was no reason to."""
+    """Why NVIDIA's management library (NVML) could not be read; empty if it was read, or was not needed."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Another process that has memory of a card."""
+    """Another process that uses memory of a card."""
 
     pid: int
     nbytes: int
@@ -105,58 +105,61 @@ class Card:
 
     name: str
     kind: str
-    """``nvidia``, ``amd``, or what torch calls the kind of device."""
+    """``nvidia``, ``amd``, or torch's name of the device type."""
     device: str | None = None
-    """The name that torch has for it, such as ``cuda:0``; None if torch does not see it."""
+    """torch's name of the device, such as ``cuda:0``; None if torch does not see it."""
     uuid: str = ""
     architecture: str = ""
-    """``sm_86``, ``gfx90a``."""
+    """Architecture, such as ``sm_86`` or ``gfx90a``."""
     memory_nbytes: int | None = None
     free_nbytes: int | None = None
     pci: str = ""
-    """Where it is, as ``0000:3b:00.0``."""
+    """PCI address, such as ``0000:3b:00.0``."""
     pcie_generation: int | None = None
     pcie_width: int | None = None
+    """Number of PCIe lanes in use."""
     pcie_widest: int | None = None
-    """Lanes that card and slot could have."""
+    """Number of PCIe lanes that card and slot support."""
     temperature: int | None = None
-    """In degrees Celsius."""
+    """Temperature in degrees Celsius."""
     brakes: tuple[str, ...] = ()
-    """Why its clocks are low: ``heat`` or ``power``."""
+    """Reasons for which the card has lowered its clocks: ``heat``, ``power`` or ``heat or power``."""
     power_limit_watts: float | None = None
     power_default_watts: float | None = None
     compute_mode: str = ""
     """``default``, ``exclusive`` or ``prohibited``."""
     mig: bool = False
     memory_errors: int = 0
-    """Errors since the driver was loaded that could not be corrected, and repairs that wait for a reset."""
+    """Uncorrectable memory errors since the driver was loaded, plus 1 if repairs wait for a reset, and 1 if a repair
+    failed."""
     tenants: tuple[Tenant, ...] = ()
 
     def __str__(self) -> str:
-        """Names the card as torch does, or else by its place."""
+        """Returns torch's name of the card, or else its PCI address, with the product name."""
         return f"{self.device or self.pci or 'a card'} ({self.name})"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does, as measured."""
+    """Measured speed of a device."""
 
     device: str
-    """As torch calls it."""
+    """torch's name of the device."""
     products: dict[str, float] = field(default_factory=dict)
-    """Of matrices: floating-point operations a second, by type of the numbers."""
+    """Floating-point operations per second of matrix products, by data type."""
     copy: float | None = None
-    """Bytes a second, read and written both counted, from a place in its memory to another."""
+    """Bytes per second of a copy within the device's memory; bytes read and bytes written both count."""
     from_host: float | None = None
-    """Bytes a second, from pinned memory."""
+    """Bytes per second of a copy from pinned host memory to the device."""
     to_host: float | None = None
+    """Bytes per second of a copy from the device to pinned host memory."""
     error: str = ""
-    """Why it could not be measured to the end."""
+    """The error that ended the measurement; empty if there was none."""
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A message between two ranks, as measured."""
+    """Measured latency and bandwidth of messages between the ranks ``a`` and ``b``."""
 
     a: int
     b: int
@@ -166,34 +169,34 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is to train on the machine."""
+    """Planned use of the machine for training."""
 
     ranks: int
-    """On this machine."""
+    """Number of ranks on this machine."""
     threads: int
-    """Of each rank."""
+    """Number of threads of each rank."""
     device: str
-    """``cpu`` or ``cuda``."""
+    """Device type of the ranks, such as ``cpu`` or ``cuda``."""
     workers: int | None = None
-    """Processes of each rank that load data; None if that is not known."""
+    """Number of data loading processes of each rank; None if it is not known."""
     balanced: bool = False
-    """Whether what devices get goes by what they can."""
+    """True if the work is balanced by the devices' speed."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A machine."""
+    """Everything known about a machine: hardware, software, planned use and measurements."""
 
     host: Host
     software: Software
     plan: Plan
     variables: dict[str, str] = field(default_factory=dict)
-    """Of the environment, those that decide what torch sees, and how it and NCCL work."""
+    """Environment variables that affect which devices torch sees, and how torch and NCCL work."""
     cards: tuple[Card, ...] = ()
     speeds: tuple[Speed, ...] = ()
     links: tuple[MeasuredLink, ...] = ()
     links_error: str = ""
-    """Why ranks could not talk to each other."""
+    """Error that ended the measurement of links between ranks; empty if there was none."""
 
     @property
     def seen(self) -> tuple[Card, ...]:
@@ -202,7 +205,7 @@ class Survey:
 
     @property
     def used(self) -> tuple[Card, ...]:
-        """The cards that ranks take: one each, in torch's order."""
+        """The cards that the ranks use: one each, in torch's order."""
         return self.seen[: self.plan.ranks] if self.trains_on_cards else ()
 
     @property

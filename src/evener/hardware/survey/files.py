@@ -1,7 +1,7 @@
-"""A survey as a file of JSON, and back, with every value looked at.
+"""Writes surveys to JSON files, reads them, and validates every value.
 
-The file comes from another machine, perhaps by hand and from another version of Evener: what does not fit is named by
-its place, as ``cards[1].memory_nbytes``.
+A file may come from another machine or another version of Evener, or may be edited by hand. Errors name the place of
+an invalid value, such as ``cards[1].memory_nbytes``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from evener.hardware.survey.facts import FORMAT, Survey
 
 
 def save(survey: Survey, path: pathlib.Path) -> None:
-    """Writes the file whole or not at all."""
+    """Writes a survey to a file atomically."""
     write_json(path, as_json(survey))
 
 
 def load(path: pathlib.Path) -> Survey:
-    """What :func:`save` wrote.
+    """Reads a survey that :func:`save` wrote.
 
     Raises:
-        ConfigurationError: If it is no survey; says what of it is not.
+        ConfigurationError: If there is no such file, or it is not a valid survey. The message names the invalid value.
     """
     try:
         return from_json(read_json(path))
@@ -43,10 +43,10 @@ def as_json(survey: Survey) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> Survey:
-    """The survey that :func:`as_json` made this of.
+    """Restores a survey from what :func:`as_json` returned.
 
     Raises:
-        ValueError: Names the place of what does not fit, and what belongs there.
+        ValueError: If a value is invalid. The message names its place, and the expected type.
     """
     if not isinstance(value, dict) or "format" not in value:
         raise ValueError(f"it has no format, which would be {FORMAT!r}")
@@ -64,16 +64,16 @@ _WORDS: dict[Any, str] = {
     list: "a list",
     dict: "an object",
 }
-"""Kinds of values in JSON."""
+"""Names of JSON types, for messages."""
 
 
 def _read(value: Any, kind: Any, place: str) -> Any:
-    """``value`` as one of ``kind``, an annotation of the classes of a survey."""
+    """Converts a JSON value to the type ``kind``, an annotation of the survey's dataclasses."""
     origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _read(value, parts[0], place)
     wanted = dict if dataclasses.is_dataclass(kind) else list if origin is tuple else origin
-    # A bool is an int to Python, and none here; a whole number is a float.
+    # In Python a bool is an int, which is rejected here; an int is accepted as a float.
     right = isinstance(value, int | float if wanted is float else wanted)
     if not right or (isinstance(value, bool) and wanted is not bool):
         raise ValueError(f"{place or 'the whole'} is {value!r:.60}, not {_WORDS[wanted]}")

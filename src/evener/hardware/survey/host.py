@@ -1,4 +1,4 @@
-"""The machine itself: cores, memory, and what the container leaves of them."""
+"""Reads the host's cores, memory and container limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def read_host() -> Host:
-    """The machine that this process runs on."""
+    """Describes the host that this process runs on."""
     memory = psutil.virtual_memory()
     return Host(
         name=platform.node(),
@@ -37,19 +37,19 @@ def read_host() -> Host:
 
 
 def allowed_cores() -> int:
-    """Number of cores that this process may run on; under SLURM or taskset fewer than the machine has."""
+    """Returns the number of cores that this process may run on; under SLURM or taskset fewer than the machine has."""
     return len(cores_allowed())
 
 
 def cores_allowed() -> frozenset[int]:
-    """Which cores these are."""
+    """Returns the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def processor_name() -> str:
-    """The name of the processor; Python knows it on few systems."""
+    """Returns the name of the processor, from ``/proc/cpuinfo`` or else from Python, which knows it on few systems."""
     names = (
         line.partition(":")[2] for line in text_of(_CPUINFO).splitlines() if line.startswith("model name")
     )

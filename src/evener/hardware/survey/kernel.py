@@ -1,7 +1,7 @@
-"""NVIDIA's cards and driver as the kernel tells of them, whether torch can use them or not.
+"""Reads NVIDIA cards and their driver from the kernel, whether torch can use them or not.
 
-The driver keeps ``/proc/driver/nvidia``, which its container toolkit shows in containers too: also with a CPU build of
-torch, and without any library of NVIDIA's.
+The driver provides ``/proc/driver/nvidia``. NVIDIA's container toolkit makes it visible in containers. It works with a
+CPU build of torch too, and without any of NVIDIA's libraries.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ PROC = Path("/proc/driver/nvidia")
 
 
 def nvidia_driver(proc: Path = PROC) -> str | None:
-    """The version of NVIDIA's kernel module; None if it is not loaded."""
+    """Returns the version of NVIDIA's kernel module. Returns None if it is not loaded."""
     first = (text_of(proc / "version").splitlines() or [""])[0]
     found = re.search(r"\b\d{3,}(\.\d+)+\b", first)
     return found[0] if found else None
 
 
 def nvidia_cards(proc: Path = PROC) -> tuple[Card, ...]:
-    """In the order of their places on the bus."""
+    """Returns the NVIDIA cards, in the order of their PCI addresses."""
     return tuple(_nvidia_card(place) for place in sorted(proc.glob("gpus/*")))
 
 
@@ -39,5 +39,5 @@ def _nvidia_card(place: Path) -> Card:
 
 
 def bare_uuid(text: str) -> str:
-    """``GPU-8f...`` of the driver is ``8f...`` of torch."""
+    """Converts the driver's form of a UUID to torch's form: ``GPU-8f...`` to ``8f...``."""
     return text.lower().removeprefix("gpu-")

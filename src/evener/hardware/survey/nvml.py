@@ -1,7 +1,8 @@
-"""Cards as NVIDIA's management library tells of them: what torch cannot know, such as heat and other processes.
+"""Reads what torch does not know about NVIDIA cards, such as temperature and other processes, from NVIDIA's management
+library (NVML).
 
-``nvidia-ml-py`` is asked where it is installed (``pip install nvidia-ml-py``), and never needed. A card answers some
-questions and not others, by its kind, the driver and the rights of the user: what is not answered is left open.
+The package ``nvidia-ml-py`` is optional (``pip install nvidia-ml-py``). Which queries work depends on the card, the
+driver and the user's permissions; values without an answer are None or empty.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from evener.hardware.survey.kernel import bare_uuid
 
 @dataclass(frozen=True)
 class Answers:
-    """What the library said of a machine."""
+    """NVML's answers about a machine."""
 
     driver: str | None = None
     cuda: str | None = None
     cards: tuple[Card, ...] = ()
     refusal: str = ""
-    """Why it said nothing."""
+    """Error message if NVML could not be used; otherwise empty."""
 
 
 def find_nvml() -> Any:
-    """The module of ``nvidia-ml-py``; None if it is not installed."""
+    """Imports the module of ``nvidia-ml-py``. Returns None if it is not installed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an older package of the same name warns of itself
+        warnings.simplefilter("ignore")  # an older package of the same name warns when it is imported
         try:
             return importlib.import_module("pynvml")
         except ImportError:
@@ -40,10 +41,10 @@ def find_nvml() -> Any:
 
 
 def ask_nvml(nvml: Any) -> Answers:
-    """All that the library says of the driver and the cards.
+    """Reads everything that NVML reports about the driver and the cards.
 
     Args:
-        nvml: The module ``pynvml``, or what stands in for it.
+        nvml: The module ``pynvml``, or a replacement.
     """
     try:
         with opened(nvml):
@@ -59,7 +60,7 @@ def ask_nvml(nvml: Any) -> Answers:
 
 
 def ask_brakes(nvml: Any) -> dict[str, tuple[str, ...]]:
-    """Of each card, by its uuid, why its clocks are low now; empty where nobody answers."""
+    """Returns, by card UUID, the reasons for which cards have lowered their clocks now; empty if NVML fails."""
     try:
         with opened(nvml):
             ask = Questions(nvml)
@@ -70,7 +71,7 @@ def ask_brakes(nvml: Any) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def opened(nvml: Any) -> Iterator[None]:
-    """The library may be asked in the block."""
+    """Initializes NVML, and shuts it down after the block."""
     nvml.nvmlInit()
     try:
         yield
@@ -79,7 +80,7 @@ def opened(nvml: Any) -> Iterator[None]:
 
 
 class Questions:
-    """Calls functions of the library by name; what one cannot answer, or the module does not know, is None."""
+    """Calls NVML functions by name. Returns None if a function fails, or if the module does not have it."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
@@ -93,11 +94,11 @@ class Questions:
         return found.decode() if isinstance(found, bytes) else found
 
     def handles(self) -> list[Any]:
-        """One for each card of the machine, in the library's order."""
+        """Returns a handle for each card of the machine, in NVML's order."""
         return [self.nvml.nvmlDeviceGetHandleByIndex(n) for n in range(self.nvml.nvmlDeviceGetCount())]
 
     def uuid(self, handle: Any) -> str:
-        """The name of a card as torch has it; empty if the library does not say."""
+        """Returns the UUID of a card in torch's form; empty if NVML does not report it."""
         return bare_uuid(self("nvmlDeviceGetUUID", handle) or "")
 
 
@@ -131,17 +132,17 @@ def _card(ask: Questions, handle: Any) -> Card:
 
 
 def _pci(ask: Questions, handle: Any) -> str:
-    """The library has eight digits for the domain, the kernel four."""
+    """Returns the PCI address in the kernel's form: NVML writes the domain with eight digits, the kernel with four."""
     found = ask("nvmlDeviceGetPciInfo", handle)
     text = found.busId if found is not None else ""
     return (text.decode() if isinstance(text, bytes) else text).lower()[-12:]
 
 
 def _brakes(ask: Questions, handle: Any) -> tuple[str, ...]:
-    """Why the clocks are low. The cap that software sets on power is the usual end of a card under load, and no reason.
+    """Returns the reasons for which a card has lowered its clocks.
 
-    Some cards do not tell heat from power, and set the bit for both alone. "Throttle" is the name that all versions of
-    the module have.
+    Ignores the software power cap, at which a card under load usually runs. Some cards do not distinguish heat and
+    power, and set only a common bit. All versions of the module know the functions by names with "Throttle".
     """
     nvml, reasons = ask.nvml, ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
     heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
@@ -151,14 +152,14 @@ def _brakes(ask: Questions, handle: Any) -> tuple[str, ...]:
 
 
 def _memory_errors(ask: Questions, handle: Any) -> int:
-    """Errors that could not be corrected, one more for a repair that waits for a reset, and one for a failed repair."""
+    """Counts the uncorrectable memory errors, plus 1 if repairs wait for a reset, and 1 if a repair failed."""
     which = (ask.nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, ask.nvml.NVML_VOLATILE_ECC)
     _, _, pending, failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
     return int(ask("nvmlDeviceGetTotalEccErrors", handle, *which) or 0) + bool(pending) + bool(failed)
 
 
 def tenants(ask: Questions, handle: Any) -> tuple[Tenant, ...]:
-    """Other processes that have memory of a card; those that a container cannot see are not told of."""
+    """Returns the other processes that use memory of a card, except those that a container cannot see."""
     found = ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
     others = [each for each in found if each.pid != os.getpid()]
     return tuple(Tenant(each.pid, each.usedGpuMemory or 0) for each in others)

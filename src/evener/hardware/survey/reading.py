@@ -1,4 +1,4 @@
-"""A survey of this machine, without measuring: what torch, the kernel and NVIDIA's library say, as one."""
+"""Surveys this machine without measurements, by combining information of torch, the kernel and NVML."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 
 
 def read_survey(plan: Plan, evener: str, nvml: Any = None) -> Survey:
-    """All there is to know without measuring; some seconds where there are cards.
+    """Reads everything that is known without measurements. Takes some seconds if there are cards.
 
     Args:
-        plan: Who is to train here.
+        plan: The planned use of the machine.
         evener: The version of Evener.
-        nvml: The module ``pynvml``, or what stands in for it; what is installed if None.
+        nvml: The module ``pynvml``, or a replacement; None for the installed module.
     """
     software, of_kernel = read_software(evener), kernel.nvidia_cards()
     module, seen = find_nvml() if nvml is None else nvml, seen_cards(software.accelerator)
     answers = Answers(refusal="nvidia-ml-py is not installed") if module is None else ask_nvml(module)
     if not any(card.kind == "nvidia" for card in (*of_kernel, *answers.cards, *seen)):
-        answers = Answers()  # nobody expects the library without a card
+        answers = Answers()  # without a card, a missing library is no problem
     cards = joined(answers.cards or of_kernel, seen)
     return _survey(plan, software, answers, [_with_free_memory(card) for card in cards])
 
 
 def glance(plan: Plan, evener: str, *, accelerators: bool = True) -> Survey:
-    """What costs next to nothing: no library is loaded for it, and no card woken that a rank does not use.
+    """Takes a quick survey: loads no libraries, and initializes no card that the ranks do not use.
 
     Args:
-        accelerators: Whether to look for any; not for a run that is told to keep away from them.
+        accelerators: Whether to look for accelerators. False for a run that must not use them.
     """
     software = read_software(evener, libraries=False, accelerators=accelerators)
     of_kernel = kernel.nvidia_cards() if accelerators else ()
@@ -66,7 +66,7 @@ def _survey(plan: Plan, software: Software, answers: Answers, cards: Sequence[Ca
 
 
 def variables_of_interest() -> dict[str, str]:
-    """Of the environment of this process; a survey is sent to others, and holds nothing that is secret."""
+    """Returns the relevant environment variables of this process. Leaves out secrets, since surveys may be shared."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -75,10 +75,11 @@ def variables_of_interest() -> dict[str, str]:
 
 
 def joined(there: Sequence[Card], seen: Sequence[Card]) -> tuple[Card, ...]:
-    """The cards that are there, each with what torch calls it and knows of it; those that only torch knows follow.
+    """Merges the cards that the driver reports (``there``) with those that torch sees. Cards that only torch sees come
+    last.
 
-    A card is known by its uuid. If the driver or torch does not tell it of some, they are matched by their order where
-    all of them are visible; else none can be told from the others.
+    Cards are matched by UUID. If the driver or torch does not report some UUIDs, the remaining cards are matched by
+    their order, provided that there are as many in both lists. Otherwise they cannot be matched.
     """
     by_uuid = {card.uuid: card for card in seen if card.uuid}
     found = [_as_seen(card, by_uuid.get(card.uuid)) for card in there]
@@ -106,11 +107,11 @@ def _as_seen(card: Card, seen: Card | None) -> Card:
 
 
 def _with_free_memory(card: Card) -> Card:
-    """As torch tells it, for cards that NVIDIA's library does not know; this wakes the card."""
+    """Adds the free memory that torch reports, if NVML did not report it. This initializes the card."""
     if card.device is None or card.free_nbytes is not None:
         return card
     try:
         free, total = torch.accelerator.get_memory_info(card.device)
-    except RuntimeError:  # of a kind, or in a state, that does not tell
+    except RuntimeError:  # a device type, or a state of the device, without this information
         return card
     return replace(card, free_nbytes=free, memory_nbytes=card.memory_nbytes or total)

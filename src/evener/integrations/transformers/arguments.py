@@ -21,6 +21,7 @@ _HONOURED = {
         "disable_tqdm",
         "remove_unused_columns",
     ),
+    "length_column_name",
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "max_grad_norm"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "dataloader_num_workers"),
@@ -43,10 +44,10 @@ _CHANGE_NOTHING = {
     *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
     *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-    *("ddp_backend", "ddp_timeout", "average_tokens_across_devices", "length_column_name"),
+    *("ddp_backend", "ddp_timeout", "average_tokens_across_devices"),
     *("save_safetensors", "overwrite_output_dir"),
 }
-"""Further accepted arguments. All but ``length_column_name`` are ignored, since they do not change the training."""
+"""Further accepted arguments, which are ignored, since they do not change the training."""
 _INSTEAD = {
     "accelerator_config": "Evener reads, divides and accumulates batches itself",
     "auto_find_batch_size": "settings={'micro_batch': 'auto'} finds room for a batch",
@@ -136,7 +137,7 @@ def _check_fsdp(args: TrainingArguments) -> None:
         words = ", ".join(strange) or f"reshard_after_forward={said['reshard_after_forward']!r}"
         raise ConfigurationError(
             f"fsdp_config with {words} is not honoured by Evener's Trainer; leave it out, or give settings={{'mesh': "
-            "'data=2,sharded=4'} for a hybrid of both"
+            "'data=2,shard=4'} for a hybrid of both"
         )
 
 
