@@ -154,7 +154,7 @@ def kinds_of_peers() -> list[str]:
 
 
 def test_ranks_of_one_host_share_memory_and_others_send_messages(ranks: Any) -> None:
-    assert ranks(2).run(kinds_of_peers) == [["Neighbors", "Ranks"]] * 2
+    assert ranks(2).run(kinds_of_peers) == [["Neighbors", "PeerRanks"]] * 2
 
 
 def bits_of_three_ways(shares: list[int]) -> list[Tensor]:

@@ -116,7 +116,7 @@ class Others:
     def __init__(self, *tenants: Tenant, free: int = 20 * GIB) -> None:
         self.use, self.asked = CardUse(free, 24 * GIB, tenants), 0
 
-    def look(self) -> CardUse:
+    def read_usage(self) -> CardUse:
         self.asked += 1
         return self.use
 

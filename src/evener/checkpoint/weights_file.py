@@ -1,17 +1,16 @@
-"""Plain weights out of a run and into one: a file of tensors by the names of the plain model, and nothing else.
+"""Exports weights from a checkpoint and loads weights into a model: tensors by the names of the plain model.
 
-Out goes a file of safetensors, which PyTorch loads without Evener. It is written tensor by tensor as they come from the
-checkpoint, so that no more than one of them is in memory; the library itself writes only what it is given whole::
+The export is a safetensors file, which other programs load without Evener. It is written tensor by tensor, so only one
+tensor is in memory at a time. The safetensors library itself needs all tensors at once::
 
     8 bytes   length of the header
     header    JSON: {"__metadata__": {...}, NAME: {"dtype", "shape", "data_offsets"}, ...}, padded to 8 bytes
     data      the tensors, one behind the other, little-endian
 
-Weights that are tied stand there under each of their names, as ``load_state_dict`` wants them; a reader that knows one
-name of them alone is not made.
+Tied weights are stored under each of their names, as ``load_state_dict`` expects.
 
-In come safetensors or what ``torch.save`` wrote of a ``state_dict``. Rank 0 reads them into its model before the first
-weights are shared, which every strategy does in the same way.
+Weights are loaded from safetensors, from a ``state_dict`` written by ``torch.save``, or from a checkpoint. Rank 0 reads
+them into its model before the strategy gives rank 0's initial weights to all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from evener.nn.fqn import clean_name
 
 _PREFIX = "model/"
 _ABOUT = "__metadata__"
-"""In a file of safetensors, the name of what is no tensor."""
+"""The key of the metadata in the header of a safetensors file. A tensor cannot have this name."""
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -61,20 +60,20 @@ _TYPES = {
 }
 
 
-# Out
+# Export
 
 
 def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Path:
-    """Writes the weights of a checkpoint as safetensors; returns the file.
+    """Writes the weights of a checkpoint as safetensors and returns the path of the file.
 
     Args:
-        run: A run directory, of which the latest checkpoint is taken, or a checkpoint.
-        to: The file; None is ``step-N.safetensors`` in the run directory.
-        overwrite: Whether a file that is there is replaced.
+        run: A checkpoint, or a run directory, whose latest checkpoint is used.
+        to: The path of the file; None for ``step-N.safetensors`` in the run directory.
+        overwrite: If True, replaces an existing file.
 
     Raises:
-        ConfigurationError: If there is no checkpoint, or the file is there already.
-        DataError: If the checkpoint cannot be read, or holds something that is no dense tensor.
+        ConfigurationError: If there is no checkpoint, or the file exists and ``overwrite`` is False.
+        DataError: If the checkpoint cannot be read, or the model's state in it is not all dense tensors.
         StorageError: If the file cannot be written.
     """
     found = checkpoint.find(run)
@@ -100,7 +99,11 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Pat
 
 
 def _entries(found: checkpoint.StoredCheckpoint) -> dict[str, TensorStorageMetadata]:
-    """What the checkpoint holds of the model, by name."""
+    """Returns the metadata of the model's tensors in the checkpoint, by name.
+
+    Raises:
+        DataError: If the model has state that safetensors cannot store.
+    """
     entries = {
         key.removeprefix(_PREFIX): entry
         for key, entry in sorted(found.stored().items())
@@ -132,20 +135,25 @@ def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, st
 
 
 def _read(found: checkpoint.StoredCheckpoint, name: str, entry: TensorStorageMetadata) -> Tensor:
-    tensor = torch.zeros(entry.size, dtype=entry.properties.dtype)  # and never what lay in memory before
+    tensor = torch.zeros(
+        entry.size, dtype=entry.properties.dtype
+    )  # zeros: never exports uninitialised memory
     found.fill({_PREFIX + name: tensor})
     return tensor
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The memory of a tensor; of an empty one, which cannot be seen as bytes, nothing."""
+    """Returns the memory of a tensor as bytes; ``b""`` for an empty tensor, which has no such view."""
     assert sys.byteorder == "little"
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there when all of it is on disk, or not at all."""
+    """Opens a temporary file for writing, and renames it to ``path`` when all of it is on disk.
+
+    If the block raises, the temporary file is deleted and ``path`` does not change.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -160,13 +168,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-# In
+# Load
 
 
 def filler(config: RunConfig) -> Callable[[nn.Module], None]:
-    """What fills a model with the weights that the settings name; with none it leaves it as it is.
+    """Returns a function that loads the weights of ``config.weights`` into a model, or does nothing if that is None.
 
-    Weights of float64 are not rounded to float32 on their way into a model that is about to be of float64.
+    With ``dtype`` float64 the function converts the model first, so that float64 weights are not rounded to float32.
     """
     path = config.weights
 
@@ -182,11 +190,13 @@ def filler(config: RunConfig) -> Callable[[nn.Module], None]:
 
 
 def read_weights(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file or a checkpoint by name, each read from disk when it is asked for.
+    """Returns the tensors of a file or a checkpoint by name.
+
+    Tensors of safetensors and checkpoints are read from disk when they are used; a ``state_dict`` is read at once.
 
     Raises:
-        ConfigurationError: If there is no such file.
-        DataError: If it is neither safetensors nor a plain ``state_dict``, or holds more than tensors.
+        ConfigurationError: If there is no such file or checkpoint.
+        DataError: If the file is neither safetensors nor a plain ``state_dict``, or holds more than tensors.
     """
     if path.is_dir():
         return _stored(checkpoint.find(path))
@@ -206,7 +216,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each of which is read when it is asked for."""
+    """A mapping from names to tensors that reads each tensor when it is accessed."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
         self._names, self._read = dict.fromkeys(names), read
@@ -258,7 +268,7 @@ def _state_dict(path: Path) -> Mapping[str, Tensor]:
 
 
 def _no_tensors(state: Any) -> str:
-    """What is wrong with ``state`` as tensors by name; nothing if it is that."""
+    """Returns what is wrong with ``state`` as a mapping from names to tensors; empty if nothing is."""
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
     for name, value in state.items():
@@ -273,16 +283,16 @@ def _no_tensors(state: Any) -> str:
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copies plain weights into a model that is whole; nothing changes where they are refused.
+    """Copies plain weights into a model that is not divided. If it raises, the model is unchanged.
 
-    Names may be those of the model in DDP or ``torch.compile``. Of tied weights one name is enough.
+    The names may contain the prefixes of DDP or ``torch.compile``. One name of tied weights is enough.
 
     Args:
-        source: What errors call the weights.
+        source: The name of the weights in error messages.
 
     Raises:
-        ConfigurationError: If names or shapes are not those of the model.
-        DataError: If a weight is not finite.
+        ConfigurationError: If names, shapes or kinds of dtype are not those of the model.
+        DataError: If a parameter is not finite, or a buffer has NaN.
     """
     given = {_plain(name, weights): name for name in weights}
     own = {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
@@ -304,7 +314,7 @@ def _each(
 
 
 def _plain(name: str, names: Mapping[str, Any]) -> str:
-    """Without what wrappers put into it; ``module.`` is DDP's where all names begin so."""
+    """Removes the prefixes of wrappers from ``name``. Removes DDP's ``module.`` only if all names begin with it."""
     wrapped = all(other.startswith("module.") for other in names)
     return clean_name(name.removeprefix("module.") if wrapped else name)
 

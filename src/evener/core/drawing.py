@@ -1,4 +1,4 @@
-"""A page of SVG, on which charts and schedules are drawn, and words on it."""
+"""Builds SVG files, for charts and drawings of schedules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from html import escape
 from evener.core.text import printable
 
 WHITE = '<rect width="100%" height="100%" fill="white"/>'
-"""The first shape of a page that is white wherever it is shown."""
+"""A shape that fills the page with white. Put it first: some viewers show SVG on a dark background."""
 
 
 def svg_page(width: float, height: float, shapes: Iterable[str], attributes: str = 'font-size="12"') -> str:
-    """Returns a file of SVG.
+    """Returns the text of an SVG file.
 
     Args:
-        attributes: Those of the page, as SVG has them, beyond its size and the family of its font.
+        width: The width in pixels.
+        height: The height in pixels.
+        shapes: The SVG elements on the page.
+        attributes: Further attributes of the ``svg`` element, such as the font size.
     """
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -25,5 +28,5 @@ def svg_page(width: float, height: float, shapes: Iterable[str], attributes: str
 
 
 def svg_text(text: str) -> str:
-    """Returns the text for a shape: no character of it is taken for SVG or obeyed by who shows it."""
+    """Returns ``text`` escaped for SVG, with control characters escaped."""
     return escape(printable(text))

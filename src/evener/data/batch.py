@@ -1,9 +1,9 @@
-"""A rank's part of one global batch, as it travels from the loader to the training step.
+"""A rank's part of one global batch: the data class that the loader gives to the training step.
 
-A rank may have nothing to compute in a micro-batch: its share is zero, or the last batch is smaller than the
-number of ranks. It must still run every module, because normalisation and the exchange of gradients wait for
-it. So it receives a *placeholder*, one real sample of weight 0, and nothing downstream has a special case:
-sums are multiplied by the weight.
+A rank may have no sample in a micro-batch: its share is zero, or the last batch is smaller than the number of
+ranks. The rank must still run every module, because normalisation and gradient synchronization wait for it. So it
+receives a *placeholder*: one real sample of weight 0. The training step multiplies its sums by the weight and needs
+no special case.
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes between two normalisations."""
+    """One rank's samples of a micro-batch, for one forward and backward pass."""
 
     inputs: Any
-    """A tensor, or tensors nested in tuples, lists, dicts or dataclasses; the samples along dimension 0."""
+    """A tensor, or tensors nested in tuples, lists, dicts or dataclasses. Dimension 0 counts the samples."""
     targets: Any
-    """Nested in the same ways."""
+    """A tensor or nested tensors, like ``inputs``."""
     samples: Tensor
     """int64 ``(n,)``: ids of the samples in the data set, always on the CPU."""
     weight: int = 1
-    """0 for a placeholder, which counts for nothing; else 1."""
+    """0 for a placeholder, which must not affect the result; else 1."""
     sequence: Any = None
-    """An :class:`evener.nn.sequence_layout.DividedSequence` where other ranks have other positions of the same
-    samples."""
+    """An :class:`evener.nn.sequence_layout.DividedSequence` if the sequences are divided over ranks, else None."""
 
     @property
     def size(self) -> int:
-        """How many samples count."""
+        """The number of samples; 0 for a placeholder."""
         return self.weight * len(self.samples)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """The same with inputs and targets on ``device``."""
+        """Returns a copy with inputs and targets on ``device``."""
         return self.map(lambda leaf: move(leaf, device, non_blocking))
 
     def rows(self, start: int, stop: int) -> MicroBatch:
-        """The samples from ``start`` to ``stop``, which share its memory; every tensor has them along dimension 0."""
+        """Returns the samples ``[start, stop)`` as views: every tensor is sliced along dimension 0."""
         part = self.map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf)
         return dataclasses.replace(part, samples=self.samples[start:stop])
 
     def map(self, function: Callable[[Any], Any]) -> MicroBatch:
-        """The same with ``function`` applied to every leaf of inputs and targets."""
+        """Returns a copy with ``function`` applied to every leaf of inputs and targets."""
         return dataclasses.replace(
             self, inputs=map_leaves(function, self.inputs), targets=map_leaves(function, self.targets)
         )
@@ -56,67 +55,67 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample that could not be read, and counts for nothing."""
+    """A sample that could not be read and is left out of the batch."""
 
     sample: int
     words: str
-    """Which it is, and why."""
+    """A message that names the sample and the error."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's part of a global batch, and what all ranks know of the whole."""
+    """A rank's part of a global batch, with the position and size of the global batch."""
 
     epoch: int
-    """From 0."""
+    """The epoch, counted from 0."""
     index: int
-    """Which global batch of the epoch."""
+    """The number of the global batch in its epoch, from 0."""
     position: int
-    """Samples of the epoch that came before it, over all ranks."""
+    """The number of samples of the epoch before this batch, over all ranks."""
     size: int
-    """Samples over all ranks."""
+    """The number of samples over all ranks."""
     shares: tuple[int, ...]
-    """Samples of each rank; they add up to ``size``."""
+    """The number of samples of each rank. They add up to ``size``."""
     micro_batches: list[MicroBatch]
-    """At least one, and as many on every rank."""
+    """This rank's micro-batches: at least one, and the same number on every rank."""
     last: bool
-    """Whether it is the last of its epoch."""
+    """True for the last batch of its epoch."""
     skipped: tuple[Skipped, ...] = ()
-    """Samples of this rank's share that are not in its micro-batches."""
+    """Samples of this rank's share that could not be read and are in none of its micro-batches."""
     on_host: Batch | None = None
-    """The same in the host's memory, where it was copied from there to a device."""
+    """The batch in host memory that this one was copied from; None if it was not copied."""
 
     @property
     def first_part(self) -> int:
-        """The first part that has samples."""
+        """The index in ``shares`` of the first rank that has samples."""
         return next(part for part, share in enumerate(self.shares) if share)
 
     def without_samples(self) -> Batch:
-        """What is known of it, when it has been computed: nobody keeps its samples alive."""
+        """Returns the batch without its micro-batches, for use after the step: the samples can be freed."""
         place = (self.epoch, self.index, self.position, self.size, self.shares)
         return Batch(*place, [], self.last, self.skipped)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same with every micro-batch on ``device``."""
+        """Returns a copy with every micro-batch on ``device``; ``on_host`` of the copy is this batch."""
         moved = self.map(lambda leaf: move(leaf, device, non_blocking))
         return dataclasses.replace(moved, on_host=self)
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
-        """The same with ``function`` applied to every leaf of all micro-batches."""
+        """Returns a copy with ``function`` applied to every leaf of all micro-batches."""
         return dataclasses.replace(self, micro_batches=[part.map(function) for part in self.micro_batches])
 
 
 def move(leaf: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
-    """``leaf`` on ``device`` if it is a tensor or an object with a ``to(device)`` of its own, else as is."""
+    """Moves ``leaf`` to ``device`` if it is a tensor or has a method ``to(device)``; else returns it unchanged."""
     if isinstance(leaf, Tensor):
         return leaf.to(device, non_blocking=non_blocking)
     return leaf.to(device) if hasattr(leaf, "to") else leaf
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree``, its types kept, with ``function`` applied to all that is not a tuple, list, mapping or dataclass.
+    """Applies ``function`` to every leaf of nested tuples, lists, mappings and dataclasses, and keeps their types.
 
-    An object with a ``to`` of its own is a leaf, whatever else it is.
+    A tensor or an object with a method ``to`` is a leaf, even if it is one of these containers.
     """
     if isinstance(tree, Tensor) or hasattr(tree, "to"):
         return function(tree)
@@ -133,13 +132,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def like_sequence(original: Any, values: list[Any]) -> Any:
-    """``values`` in a sequence of the type of ``original``, a tuple, named tuple or list."""
+    """Returns ``values`` as a sequence of the type of ``original``: a tuple, named tuple or list."""
     kind = type(original)
     return kind(*values) if hasattr(original, "_fields") else kind(values)
 
 
 def _like_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
-    """``mapped`` as the type of ``original``, or as a dict where that cannot be built from one."""
+    """Returns ``mapped`` in the type of ``original``, or as a dict if that type cannot be built from a dict."""
     try:
         return type(original)(mapped)
     except TypeError:

@@ -1,7 +1,7 @@
-"""What each rank reads for each global batch, decided before anything is read.
+"""Batch plans: which samples each rank reads for each global batch, decided before anything is read.
 
-Plans are drawn lazily and in order, so that the shares of a batch are asked for at the last moment, once.
-They are the same on every rank but for the samples, and no rank needs a message to draw them.
+Plans are made lazily and in order, so the load balancer is asked for the shares of a batch once, as late as possible.
+Every rank makes the same plans, except for its own sample ids, and needs no communication to do so.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from evener.data.sampler import Ids, Order
 from evener.errors import ConfigurationError
 
 Shares = Callable[[int, int], Sequence[int]]
-"""``shares(step, size)``: how many of the ``size`` samples of global batch ``step`` each rank takes."""
+"""``shares(step, size)`` returns the number of samples each rank takes of global batch ``step`` with ``size`` samples.
+"""
 
 
 @dataclass(frozen=True)
 class BatchPlanner:
-    """How every global batch is cut, and which part is this rank's."""
+    """Divides each global batch over the ranks and micro-batches. ``rank`` is this process's rank."""
 
     batch_size: int
     shares: Shares
     rank: int = 0
     world_size: int = 1
     micro_batch: int | None = None
-    """Samples over all ranks in one micro-batch; ``None`` for the whole batch at once."""
+    """Samples over all ranks in one micro-batch; ``None`` makes the whole batch one micro-batch."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -43,14 +44,15 @@ class BatchPlanner:
             raise ConfigurationError(f"rank {self.rank} is not one of {self.world_size} ranks")
 
     def draw(self, step: int, size: int) -> tuple[int, ...]:
-        """The shares of global batch ``step``.
+        """Returns the shares of global batch ``step``.
 
         Raises:
-            ShareError: If they are not one integer of at least 0 for each rank, adding up to ``size``.
+            ShareError: If the shares are not one integer of at least 0 for each rank, or do not add up to ``size``.
         """
         return _checked(tuple(self.shares(step, size)), size, self.world_size)
 
     def table(self, size: int, shares: Sequence[int]) -> Table:
+        """Returns the positions that each rank takes of each micro-batch; see :func:`evener.data.division.divide`."""
         return _divided(size, tuple(shares), self.micro_batch)
 
 
@@ -67,7 +69,7 @@ def _divided(size: int, shares: tuple[int, ...], micro_batch: int | None) -> Tab
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One global batch as this rank sees it; the fields are those of ``Batch``."""
+    """The plan of one global batch for this rank. The first six fields are those of :class:`Batch`."""
 
     epoch: int
     index: int
@@ -76,12 +78,12 @@ class BatchPlan:
     shares: tuple[int, ...]
     last: bool
     reads: list[tuple[Ids, int]]
-    """For each micro-batch the sample ids to read, and their weight."""
+    """For each micro-batch the sample ids to read, and its weight (0 for a placeholder)."""
     offset: int = 0
-    """What is added to the ids that were read, so that samples of different parts differ."""
+    """The number added to the sample ids, so that samples of different ranks' own data sets have different ids."""
 
     def batch(self, values: list[Fetched]) -> Batch:
-        """The batch of what was read for ``reads``."""
+        """Builds the batch from the values that were read for ``reads``, one for each micro-batch."""
         pairs = list(zip(values, self.reads, strict=True))
         micro_batches = [self._micro_batch(value, ids, weight) for value, (ids, weight) in pairs]
         skipped = self._skipped(pairs) if any(value.skipped for value in values) else ()
@@ -107,9 +109,11 @@ class BatchPlan:
 def plans(
     order: Order, cut: BatchPlanner, epochs: int, start: tuple[int, int] = (0, 0), first_step: int = 0
 ) -> Iterator[BatchPlan]:
-    """The plan of every global batch from ``start``, an epoch and a position in it, to the end of the last epoch.
+    """Yields the plan of every global batch from ``start`` to the end of the last epoch.
 
-    The index of a batch that starts between the positions where batches usually start is rounded down.
+    Args:
+        start: An epoch and a position in it. The position need not be a multiple of the batch size; the index of the
+            batch is then rounded down.
     """
     step = first_step
     for epoch in range(start[0], epochs):
@@ -122,7 +126,7 @@ def plans(
 
 
 def equal_shares(world_size: int) -> Shares:
-    """Shares that differ by at most one, the larger on the lower ranks."""
+    """Returns a function that gives equal shares. They differ by at most one; lower ranks get the larger ones."""
 
     @lru_cache(maxsize=16)
     def divided(size: int) -> list[int]:
@@ -132,7 +136,10 @@ def equal_shares(world_size: int) -> Shares:
 
 
 def _reads(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
-    """This rank's slice of each micro-batch; the first sample of all stands in for an empty one."""
+    """Returns this rank's slice of each micro-batch and its weight.
+
+    If the slice is empty, the first sample of the micro-batch is the placeholder.
+    """
     reads = []
     for row in table:
         mine = row[rank]

@@ -1,9 +1,9 @@
-"""Many items of a data set made one pair ``(inputs, targets)``, or an error that a person can act upon.
+"""Collates items of a data set into one pair ``(inputs, targets)``, with errors that say what to change.
 
-PyTorch's own ``default_collate`` does the work. Two of its habits are changed: a tuple stays a tuple (it
-would become a list, and a model's positional arguments could no longer be told from a list that is one
-argument), and ``None`` stays ``None``. An item is a pair, or a dict with ``labels``. A collate
-function of the user replaces it and receives the list of items, whatever they are.
+PyTorch's ``default_collate`` does the work, with two changes. A tuple stays a tuple: ``default_collate`` makes it a
+list, and then a model's positional arguments could not be told from one argument that is a list. ``None`` stays
+``None``. An item is a pair, or a dict with ``labels``. A collate function of the user replaces all of this; it
+receives the list of items as the data set returned them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _SEQUENCES = (tuple, list)
 
 
 def collate_pairs(items: list[Any], samples: Sequence[int], name: str) -> tuple[Any, Any]:
-    """Stack items that are pairs ``(inputs, targets)``, the samples along a new dimension 0.
+    """Stacks items that are pairs ``(inputs, targets)`` along a new dimension 0.
 
-    An item that is a mapping with ``labels`` or ``label``, as Hugging Face's are, is the pair of what else it holds and
-    these.
+    An item may also be a mapping with ``labels`` or ``label``, as in Hugging Face data sets. These are its targets, and
+    its other entries are its inputs.
 
     Args:
-        items: What the data set gave, ``n`` items.
-        samples: Their ids, for the error.
-        name: What the data set is called in the error, as "training set".
+        items: ``n`` items of the data set.
+        samples: Their sample ids, for the error message.
+        name: The name of the data set in the error message, such as "training set".
 
     Raises:
         DataError: If an item is not a pair, or the items do not stack.
@@ -55,10 +55,10 @@ def collate_pairs(items: list[Any], samples: Sequence[int], name: str) -> tuple[
 
 
 def collate_with(function: Collate, items: list[Any], samples: Sequence[int], name: str) -> tuple[Any, Any]:
-    """What the user's ``function`` makes of ``items``.
+    """Collates ``items`` with the user's ``function``.
 
     Raises:
-        DataError: If that is not a pair.
+        DataError: If the result is neither a pair nor a mapping with labels.
     """
     result = function(items)
     pair = pair_of(result)
@@ -71,9 +71,9 @@ def collate_with(function: Collate, items: list[Any], samples: Sequence[int], na
 
 
 def pair_of(item: Any) -> tuple[Any, Any] | None:
-    """``(inputs, targets)``; None if it is no such pair.
+    """Returns ``item`` as ``(inputs, targets)``. Returns None if it is neither a pair nor a mapping with labels.
 
-    A mapping with ``labels`` or ``label`` is one: the rest of it, as a dict, are the inputs.
+    The targets of a mapping are its entry ``labels`` or ``label``; the inputs are a dict of its other entries.
     """
     if isinstance(item, _SEQUENCES) and len(item) == 2:
         return item[0], item[1]
@@ -84,14 +84,17 @@ def pair_of(item: Any) -> tuple[Any, Any] | None:
 
 
 def labels_key(item: Any) -> str | None:
-    """Under what a mapping holds its targets, besides other things; None if it does not, or is no mapping."""
+    """Returns the key of the targets in a mapping: ``labels`` or ``label``.
+
+    Returns None if ``item`` is no mapping, has no such key, or has no other entry.
+    """
     if not isinstance(item, Mapping) or len(item) < 2:
         return None
     return next((key for key in ("labels", "label") if key in item), None)
 
 
 def describe(item: Any) -> str:
-    """The type of ``item``, with an article and what tells it from a pair."""
+    """Returns the type of ``item`` with an article, and its length or keys, for an error message."""
     kind = type(item).__name__
     if isinstance(item, Mapping):
         return f"a {kind} with {', '.join(map(str, list(item)[:8])) or 'nothing'}"
@@ -101,7 +104,7 @@ def describe(item: Any) -> str:
 
 
 def preview(samples: Sequence[int]) -> str:
-    """The first few ids, for an error message."""
+    """Returns the first four ids as text, for an error message."""
     shown = ", ".join(str(sample) for sample in samples[:4])
     return shown if len(samples) <= 4 else f"{shown}, ... ({len(samples)} in all)"
 

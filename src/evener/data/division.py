@@ -1,8 +1,8 @@
-"""How a global batch is cut into micro-batches and each of those into slices of the ranks, by integers alone.
+"""Divides a global batch into micro-batches and each micro-batch into one slice for each rank, in integer arithmetic.
 
-What is normalised together (BatchNorm) must not depend on the ranks, so a micro-batch is a *global* thing: a
-run of ``micro_batch`` consecutive positions, of which each rank takes a slice. Two sums are then given, the
-shares of the ranks (columns) and the sizes of the micro-batches (rows)::
+The samples that BatchNorm normalises together must not depend on the ranks. So a micro-batch is *global*: it is
+``micro_batch`` consecutive positions, and each rank takes a slice of them. The division is a table. The sums of its
+columns are given, the shares of the ranks, and so are the sums of its rows, the sizes of the micro-batches::
 
     size 10, shares [5, 3, 2], micro_batch 4        rank 0   rank 1   rank 2
                                     micro-batch 0   0 1      2        3           4
@@ -10,9 +10,10 @@ shares of the ranks (columns) and the sizes of the micro-batches (rows)::
                                     micro-batch 2   8        -        9           2
                                                     5        3        2
 
-The table is filled by dealing the slots of the batch to the ranks so that each has, after every slot, what it
-is due at its share, rounded up or down. Such a deal always exists, and serving the rank whose turn would end
-first finds it (Steiner and Yeomans, "Level schedules for mixed-model, just-in-time processes", 1993).
+To fill the table, the positions of the batch are given to the ranks one by one. After every position each rank has its
+exact proportion, rounded up or down. Such a sequence always exists. It is found by always choosing, of the ranks whose
+next turn has begun, the one whose turn ends first (Steiner and Yeomans, "Level schedules for mixed-model, just-in-time
+processes", 1993).
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ Table = tuple[tuple[range, ...], ...]
 
 
 def divide(size: int, shares: Sequence[int], micro_batch: int | None = None) -> Table:
-    """Positions, relative to the start of the batch, that each rank takes of each micro-batch.
+    """Returns the positions that each rank takes of each micro-batch, relative to the start of the batch.
 
     Args:
         size: Samples in the global batch.
-        shares: Samples of it that each rank takes; they add up to ``size``.
-        micro_batch: Samples over all ranks in one micro-batch; ``None`` for the whole batch at once.
+        shares: Samples that each rank takes of the batch; they add up to ``size``.
+        micro_batch: Samples over all ranks in one micro-batch; ``None`` makes the whole batch one micro-batch.
 
     Returns:
-        ``table[k][rank]``: a range, empty where the rank has nothing in micro-batch ``k``. Ranks are in order
-        and without gaps, micro-batches too. Over any number of leading micro-batches together, a rank's
-        samples differ by less than one from its exact proportion.
+        ``table[k][rank]``: a range, empty if the rank has no sample in micro-batch ``k``. The ranges follow each
+        other without gaps, in the order of micro-batches and then of ranks. In the first ``k`` micro-batches
+        together, for any ``k``, the samples of a rank differ by less than one from its exact proportion.
 
     Raises:
-        ShareError: If the shares are negative or do not add up.
+        ShareError: If the shares are negative, not integers, or do not add up to ``size``.
         ValueError: If ``micro_batch`` is below 1.
     """
     if micro_batch is not None and micro_batch < 1:
@@ -53,7 +54,7 @@ def divide(size: int, shares: Sequence[int], micro_batch: int | None = None) -> 
 
 
 def by_weights(size: int, weights: Sequence[float]) -> list[int]:
-    """``size`` as integers in proportion to ``weights``: largest remainder, ties to the lower rank.
+    """Divides ``size`` into integers in proportion to ``weights``, by largest remainder; lower ranks win ties.
 
     Raises:
         ShareError: If a weight is negative or not finite, or all are zero.
@@ -73,7 +74,7 @@ def by_weights(size: int, weights: Sequence[float]) -> list[int]:
 
 
 def check_shares(shares: Sequence[int], size: int, world_size: int) -> None:
-    """Raise ``ShareError`` unless there are ``world_size`` integers of at least 0 that add up to ``size``."""
+    """Raises ``ShareError`` unless ``shares`` are ``world_size`` integers of at least 0 that add up to ``size``."""
     if len(shares) != world_size:
         problem = f"are {len(shares)} for {world_size} ranks: give one for each rank"
     elif any(share != int(share) for share in shares):
@@ -110,7 +111,7 @@ def _row(start: int, counts: Sequence[int]) -> tuple[range, ...]:
 
 
 def _deal(size: int, shares: Sequence[int]) -> list[int]:
-    """The rank that each slot goes to; turn ``n`` of a rank lies in slots ``[n, n + 1) * size / share``."""
+    """Returns the rank of each position (slot). Turn ``n`` of a rank lies in slots ``[n, n + 1) * size / share``."""
     turns = [0] * len(shares)
     waiting = [(0, rank) for rank, share in enumerate(shares) if share]  # (first slot of the turn, rank)
     heapify(waiting)

@@ -1,9 +1,9 @@
-"""A slice of the feature axis: every sample, but only some of its columns.
+"""Slices a data set along its feature axis: each rank gets every sample, but only some of its columns.
 
-Where the features are too many for one device (one-hot codes, n-grams, clicks), each rank reads the columns that its
-slice of the first layer needs, and no other. A data set that can do so by itself, because its columns lie in files of
-their own or in a memory map, offers ``columns(start, stop)``: the data set of these columns alone. Of others, items
-are read whole and cut.
+If there are too many features for one device (one-hot codes, n-grams, clicks), each rank reads only the columns that
+its shard of the first layer needs. A data set that can read columns by itself, from separate files or a memory map, has
+a method ``columns(start, stop)`` that returns the data set of these columns. Items of other data sets are read whole
+and then sliced.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from evener.errors import ConfigurationError, DataError
 
 
 def divide_columns(width: int, weights: Sequence[float]) -> list[range]:
-    """Consecutive columns for each rank, in proportion to ``weights``, none empty.
+    """Returns consecutive columns for each rank, in proportion to ``weights``. No rank's range is empty.
 
     Raises:
-        ConfigurationError: If a rank would be left without a column.
+        ConfigurationError: If a rank would get no column.
         ShareError: If a weight is negative or not finite, or all are zero.
     """
     widths = by_weights(width, weights)
@@ -42,12 +42,13 @@ def divide_columns(width: int, weights: Sequence[float]) -> list[range]:
 
 
 def columns_of(dataset: Any, columns: range, width: int) -> Any:
-    """``dataset`` with no more than ``columns`` of every input of ``width`` features along its last dimension.
+    """Returns ``dataset`` with only ``columns`` of every input tensor whose last dimension has ``width`` features.
 
     Args:
-        dataset: Of pairs ``(inputs, targets)``. If it has a method ``columns(start, stop)``, that decides.
-        columns: Without gaps.
-        width: Of the whole feature axis.
+        dataset: A data set of pairs ``(inputs, targets)``. If it has a method ``columns(start, stop)``, the result of
+            that method is returned.
+        columns: Consecutive columns.
+        width: The number of features of the whole axis.
     """
     if hasattr(dataset, "columns"):
         return dataset.columns(columns.start, columns.stop)
@@ -60,17 +61,17 @@ def columns_of(dataset: Any, columns: range, width: int) -> Any:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What is left of an item, or of a batch of them."""
+    """Slices the inputs of an item or a batch to the columns ``[start, stop)`` of ``width``."""
 
     start: int
     stop: int
     width: int
 
     def inputs(self, tree: Any) -> Any:
-        """``tree`` with all tensors of ``width`` features cut.
+        """Slices all tensors in ``tree`` whose last dimension has ``width`` features.
 
         Raises:
-            DataError: If there is none.
+            DataError: If there is no such tensor.
         """
         found: list[Any] = []
         result = map_leaves(partial(self._leaf, found), tree)
@@ -83,9 +84,9 @@ class _Cut:
         return result
 
     def item(self, item: Any) -> Any:
-        """The item with its inputs cut: a pair, or the dict with labels that a collate function of the user's expects.
+        """Slices the inputs of an item that is a pair or a dict with labels, and keeps its form.
 
-        What is neither is left to the collate function to refuse.
+        Returns any other item unchanged; the collate function refuses it.
         """
         pair = pair_of(item)
         if pair is None:
@@ -102,7 +103,7 @@ class _Cut:
 
 
 class _Columns(Dataset[Any]):
-    """A map-style data set; faster ways to many items stay."""
+    """Slices a map-style data set. Keeps its ``gather_batch`` and ``__getitems__``, which read many items at once."""
 
     def __init__(self, dataset: Any, cut: _Cut) -> None:
         self._dataset, self._cut = dataset, cut
@@ -123,7 +124,7 @@ class _Columns(Dataset[Any]):
 
 
 class _Stream(IterableDataset[Any]):
-    """An iterable data set, which every rank reads whole."""
+    """Slices an iterable data set."""
 
     def __init__(self, dataset: Any, cut: _Cut) -> None:
         self._dataset, self._cut = dataset, cut
@@ -142,7 +143,7 @@ def _gather(gather: Gather, cut: _Cut, samples: Tensor) -> tuple[Any, Any]:
 
 
 def _shapes(tree: Any) -> str:
-    """What the leaves are, for an error message."""
+    """Returns the shapes of the leaves as text, for an error message."""
     shapes: list[str] = []
     map_leaves(lambda leaf: shapes.append(_shape(leaf)), tree)
     return "of shapes " + ", ".join(shapes) if shapes else "of which there are none"

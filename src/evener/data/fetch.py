@@ -1,8 +1,8 @@
-"""From sample ids to ``(inputs, targets)``, in the main process or in a worker of PyTorch's DataLoader.
+"""Reads ``(inputs, targets)`` for sample ids, in the main process or in a worker process of PyTorch's DataLoader.
 
-An exception that crosses a process border loses its type or its message on the way. A failure therefore
-travels as a value, ``ReadFailure``, with all that a person needs in its message, and becomes a ``DataError`` on
-the other side.
+An exception that is sent from a worker process to the main process loses its type or its message. So the worker returns
+a failure as a value, ``ReadFailure``, whose message holds everything the user needs. The main process raises it as a
+``DataError``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from evener.data.sampler import Ids
 from evener.errors import DataError, InterruptedRunError
 
 _SPARE = 64
-"""Samples that are tried to stand in where none of a micro-batch can be read."""
+"""The number of samples to try as a placeholder if no sample of a micro-batch can be read."""
 Gather = Callable[[Tensor], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a micro-batch holds; pinned as a whole, because the DataLoader would turn tuples into lists."""
+    """The data of a micro-batch. It pins its own memory, because the DataLoader would turn tuples into lists."""
 
     inputs: Any
     targets: Any
     samples: Ids | None = None
-    """The samples that were read, where these are not those that were asked for."""
+    """The ids of the samples that were read, if they differ from the requested ones; else None."""
     stands_in: bool = False
-    """Whether none of those was read, so that what there is counts for nothing."""
+    """True if no requested sample could be read and another sample is the placeholder, of weight 0."""
     skipped: tuple[Skipped, ...] = ()
 
     def pin_memory(self) -> Fetched:
@@ -48,20 +48,20 @@ class Fetched:
 
 @dataclass(frozen=True)
 class ReadFailure:
-    """Why there is no micro-batch."""
+    """The error message of a micro-batch that could not be read."""
 
     message: str
 
 
 class Fetch(Dataset[Any]):
-    """``fetch[ids]`` for a map-style data set.
+    """Reads the samples of a map-style data set: ``fetch[ids]`` returns a micro-batch.
 
-    A data set that knows a faster way than item by item offers ``gather_batch(samples)``: of an int64 tensor
-    ``(n,)`` it makes the pair that collating these items would give. Without it, and where the user collates,
-    items are read by ``__getitems__`` if there is one, else one by one.
+    A data set that can read many items at once has a method ``gather_batch(samples)``. It takes an int64 tensor
+    ``(n,)`` and returns the pair that collating these items would give. If the data set has no such method, or the
+    user has a collate function, items are read by ``__getitems__`` if there is one, else one by one.
 
-    Where reading fails, the samples are read again one by one, to name the one that cannot be read. With ``skips`` it
-    is left out, and what is left is the micro-batch.
+    If reading fails, the samples are read again one by one, to name the one that cannot be read. With ``skips``, such
+    samples are left out and the others are the micro-batch.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, name: str, skips: bool = False) -> None:
@@ -76,11 +76,14 @@ class Fetch(Dataset[Any]):
         except InterruptedRunError:
             raise
         except Exception as caught:
-            error = caught  # told of outside of here, where what is raised next would have it as its context
+            error = caught  # handled after this block: else it would be the __context__ of later exceptions
         return self._faulty(samples, error)
 
     def _faulty(self, samples: Ids, error: Exception) -> Fetched | ReadFailure:
-        """What is left of samples that cannot be read together, or why nothing is."""
+        """Reads again, one by one, samples that could not be read together.
+
+        Returns the readable ones if ``skips`` is set, else the failure.
+        """
         faults = {sample: fault for sample in samples.tolist() if (fault := self._fault(sample))}
         if not faults:
             return failure(error, f"reading samples {preview(samples.tolist())} of the {self._name}")
@@ -99,7 +102,7 @@ class Fetch(Dataset[Any]):
             return told
 
     def _fault(self, sample: int) -> Exception | None:
-        """Why a sample cannot be read, if it cannot."""
+        """Returns the error that reading ``sample`` raises. Returns None if the sample can be read."""
         try:
             if self._gather is not None:
                 self._gather(torch.tensor([sample]))
@@ -115,7 +118,8 @@ class Fetch(Dataset[Any]):
         return f"{called(self._dataset, sample)} of the {self._name}: {type(fault).__name__}: {said(fault)}"
 
     def _spare(self, sample: int) -> Ids:
-        """A sample that can be read, to run the model on: other ranks wait for it."""
+        """Returns the id of a readable sample after ``sample``, as a placeholder: other ranks wait for this rank's
+        step."""
         others = ((sample + step) % len(self._dataset) for step in range(1, _SPARE + 1))
         return np.array([next(other for other in others if not self._fault(other))], dtype=np.int64)
 
@@ -132,17 +136,17 @@ class Fetch(Dataset[Any]):
 
 
 def join(items: list[Any], ids: list[int], collate: Collate | None, name: str) -> Fetched:
-    """``items`` collated by the user's function, or by the default one if there is none."""
+    """Collates ``items`` with the user's function, or with the default one if ``collate`` is None."""
     if collate is None:
         return Fetched(*collate_pairs(items, ids, name))
     return Fetched(*collate_with(collate, items, ids, name))
 
 
 def failure(error: Exception, doing: str) -> ReadFailure:
-    """``error`` as a value: of a ``DataError`` the message, of others also the traceback.
+    """Converts ``error`` to a value: the message of a ``DataError``; of other errors also the traceback.
 
     Raises:
-        InterruptedRunError: If that is the error: a signal that came while data were read is no fault of theirs.
+        InterruptedRunError: If ``error`` is one: it comes from a signal and not from the data.
     """
     if isinstance(error, InterruptedRunError):
         raise error
@@ -156,7 +160,10 @@ def failure(error: Exception, doing: str) -> ReadFailure:
 
 
 def gatherer(dataset: Any) -> Gather | None:
-    """The data set's faster way to a whole batch, if it has one; indexing for two plain tensors."""
+    """Returns a function that reads many samples at once. Returns None if the data set has none.
+
+    It is ``gather_batch`` of the data set, or tensor indexing for a ``TensorDataset`` of two tensors.
+    """
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return partial(_select if all(map(_is_plain, dataset.tensors)) else _index, *dataset.tensors)
     gather: Gather | None = getattr(dataset, "gather_batch", None)
@@ -168,7 +175,7 @@ def _index(inputs: Tensor, targets: Tensor, samples: Tensor) -> tuple[Tensor, Te
 
 
 def _select(inputs: Tensor, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of rows that lie one after the other, in a third of the time where they are few."""
+    """Does the same as ``_index`` for plain CPU tensors; takes a third of the time for few samples."""
     return inputs.index_select(0, samples), targets.index_select(0, samples)
 
 

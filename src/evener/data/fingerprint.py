@@ -1,7 +1,7 @@
-"""Whether two datasets of one length hold the same samples, as far as a few of them tell.
+"""Fingerprints of datasets: digests of a few samples, which show if a run resumes with another dataset.
 
-A checkpoint names samples by number. If another dataset is behind the numbers, some samples are trained on twice and
-others never, and nothing else would say so.
+A checkpoint refers to samples by index. If the run resumes with another dataset of the same length, it trains on some
+samples twice and on others never, and nothing else would detect this.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from torch.utils.data import IterableDataset
 from evener.data.batch import map_leaves
 
 LOOKS = 8
-"""Samples that are looked at, the first and the last among them."""
+"""The number of samples that are read. The first and the last are among them."""
 
 Fingerprint = Mapping[int, str]
-"""A digest of some samples, by index; without those that are not the same whenever they are read."""
+"""The digests of some samples, by index. Samples that differ each time they are read are left out."""
 
 
 def fingerprint(dataset: Any) -> dict[int, str]:
-    """Of a few samples, each read twice: one that is augmented at random is left out. Random generators stay as they
-    are. Empty for a dataset that has no numbers or no length."""
+    """Returns the digests of at most ``LOOKS`` samples by index. Restores the state of the random generators.
+
+    Each sample is read twice, and is left out if the two differ, as with random augmentation. Returns an empty dict for
+    a dataset without indices or length.
+    """
     indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not (indexed and hasattr(dataset, "__len__") and len(dataset)):
         return {}
@@ -41,13 +44,13 @@ def fingerprint(dataset: Any) -> dict[int, str]:
 
 
 def difference(saved: Fingerprint, here: Fingerprint) -> str:
-    """In words, the first sample that is another one; empty if there is none."""
+    """Returns a message that names the first sample that differs; empty if none does."""
     other = [index for index, digest in saved.items() if here.get(index, digest) != digest]
     return f"sample {other[0]} is not the same" if other else ""
 
 
 def _read(dataset: Any, index: int) -> str:
-    """Empty for a sample that cannot be read or has no digest: training will tell of the one."""
+    """Returns the digest of a sample; empty if reading it fails (training reports that) or it cannot be pickled."""
     try:
         return digest_of(dataset[index])
     except Exception:
@@ -55,7 +58,8 @@ def _read(dataset: Any, index: int) -> str:
 
 
 def digest_of(item: Any) -> str:
-    """Of a sample: types, shapes and bytes of its tensors, and whatever else there is as it would be pickled."""
+    """Returns the SHA-256 digest of a sample: of the types, shapes and bytes of its tensors, and other leaves
+    pickled."""
     digest = hashlib.sha256()
     map_leaves(lambda leaf: digest.update(_bytes(leaf)), item)
     return digest.hexdigest()
@@ -72,7 +76,7 @@ def _bytes(leaf: Any) -> bytes:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leaves the generators of torch, NumPy and Python, from which a dataset may draw, as they were."""
+    """Restores the random states of torch (on the CPU), NumPy and Python after the block."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,19 +1,19 @@
-"""Iterable data sets: no positions, no lengths, yet the exact sum.
+"""Batches of iterable data sets, which have no positions and no length.
 
-A stream has no global order: what a rank holds, it got from its own shard. What is left of the promise is
-that each sample counts once and that all ranks agree on the size of every batch. Because no rank knows how
-much the others have left, they tell each other before each batch, one integer each (``agree``); that is the
-only message of the loader.
+An iterable data set has no global order: each rank reads its own part. The loader guarantees that each sample is used
+once and that all ranks use the same size for every batch. No rank knows how many samples the others have left. So
+before each batch every rank tells the others how many samples it has for it (``agree``, one integer for each rank).
+This is the only communication of the loader.
 
-Limits, beside the missing order:
+Limits, besides the missing order:
 
-- A data set with a method ``shard(index, count)`` is asked for its part, and may use any number of workers. Of others,
-  rank ``r`` keeps items ``r, r + world_size, ...`` and skips the rest; they are read by at most one worker,
-  since a data set that divides itself among workers cannot be told from one that does not.
-- A rank that runs dry gets placeholders until all are dry. The epoch ends with the first batch for which no rank has a
-  sample; a rank whose share is zero then keeps what it has left.
-- A resume skips: each rank drops an equal share of the samples that came before.
-- Workers are started anew in every epoch, and collating is done in the main process.
+- If a data set has a method ``shard(index, count)``, that method gives the rank its part, and any number of workers
+  may read it. Of other data sets, rank ``r`` uses items ``r, r + world_size, ...`` and skips the rest. At most one
+  worker reads them, because the loader cannot know whether the data set divides itself among workers.
+- A rank without further samples gets placeholders until all ranks are at their end. The epoch ends at the first batch
+  for which no rank has a sample. A rank whose share is zero then may have unused samples left.
+- On resume, each rank reads and drops an equal share of the samples before the position.
+- Workers are started again in every epoch, and the main process collates.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from evener.data.workers import Workers
 from evener.errors import DataError
 
 Agree = Callable[[int], Sequence[int]]
-"""``agree(local_size)``: the ``local_size`` that each rank gave, in order of rank, the same on all."""
+"""``agree(local_size)`` returns the ``local_size`` of every rank, by rank. All ranks must call it together."""
 
 _CHUNK = 16  # items that a worker sends at once
 _NOTHING_AT_ALL = -1
 
 
 class Shard(IterableDataset[Any]):
-    """One rank's part of an iterable data set, in lists of up to ``chunk`` items."""
+    """One rank's part of an iterable data set, in lists of up to ``chunk`` items. Yields a failure as a value."""
 
     def __init__(self, dataset: Any, rank: int, world_size: int, chunk: int, name: str) -> None:
         self._dataset = dataset
@@ -71,7 +71,7 @@ class Shard(IterableDataset[Any]):
 
 
 class Items:
-    """Numbered items that are taken in order; the last one taken stays at hand."""
+    """Numbers items and returns them in order. Keeps the last one, which may be needed as a placeholder."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = enumerate(items)
@@ -79,14 +79,14 @@ class Items:
         self._last: tuple[int, Any] | None = None
 
     def take_items(self, count: int) -> list[tuple[int, Any]]:
-        """The next ``count`` items with their numbers, or as many as there are."""
+        """Returns the next ``count`` items with their numbers, or fewer at the end."""
         taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         taken += islice(self._items, count - len(taken))
         self._last = taken[-1] if taken else self._last
         return taken
 
     def any(self) -> tuple[int, Any] | None:
-        """The last item taken, else the next one, else ``None``: there never was one."""
+        """Returns the last item taken, or the next one if none was taken. Returns None if there is no item at all."""
         if self._last is None and not self._waiting:
             self._waiting += islice(self._items, 1)
         return self._last or next(iter(self._waiting), None)
@@ -94,7 +94,7 @@ class Items:
 
 @dataclass(frozen=True)
 class StreamBatches:
-    """The batches of an iterable data set, as ``plan.plans`` and ``Fetch`` make those of others."""
+    """Makes the batches of an iterable data set, as ``batch_plan.plans`` and ``Fetch`` do for map-style ones."""
 
     dataset: Any
     cut: BatchPlanner
@@ -104,7 +104,10 @@ class StreamBatches:
     name: str
 
     def batches(self, epochs: int, start: tuple[int, int], first_step: int) -> Generator[Batch, None, None]:
-        """All batches from ``start`` on. One is read ahead, to know which is the last of its epoch."""
+        """Yields all batches from ``start`` on. Reads one batch ahead, to know the last one of each epoch.
+
+        All ranks must call this together, because they agree on the size of each batch.
+        """
         step = first_step
         for epoch in range(start[0], epochs):
             position = start[1] if epoch == start[0] else 0
@@ -139,7 +142,11 @@ class StreamBatches:
         return replace(self.workers, count=count, pin_memory=False).read(shard)
 
     def _agreed(self, local_size: int) -> tuple[int, ...]:
-        """How many samples each rank has for the next batch."""
+        """Gathers the number of samples that each rank has for the next batch. All ranks must call this together.
+
+        Raises:
+            DataError: If a rank never had any sample.
+        """
         sizes = tuple(int(size) for size in self.agree(local_size))
         empty = [rank for rank, size in enumerate(sizes) if size == _NOTHING_AT_ALL]
         if empty:
@@ -166,7 +173,8 @@ class StreamBatches:
         return BatchPlan(epoch, index, position, sum(sizes), sizes, False, reads).batch(values)
 
     def _ids(self, part: list[tuple[int, Any]]) -> Any:
-        """The place of each item in the whole data set, if its shards alternate."""
+        """Returns the index of each item in the whole data set, under the assumption that the ranks' items
+        alternate."""
         numbers = np.array([number for number, _ in part], dtype=np.int64)
         return numbers * self.cut.world_size + self.cut.rank
 

@@ -1,14 +1,13 @@
-"""All batches of a training on one rank, from any position to the end of the last epoch.
+"""The data loader: all batches of a training on one rank, from any position to the end of the last epoch.
 
 ::
 
     plans ──▶ requests ──▶ Workers (PyTorch's DataLoader) ──▶ Batch ──▶ Delivery ──▶ training step
       ▲ shares(step, size)      read ahead, across epochs              to the device
 
-One DataLoader serves all epochs, so that workers live on and read ahead past the end of an epoch. The shares
-of a batch are fixed when its plan is drawn, which is before it is handed out; ``lookahead`` says by how many
-batches at most, the same on every rank. New shares may take effect at ``step + lookahead + 1``, a batch that
-no rank has drawn.
+One DataLoader serves all epochs, so workers stay alive and read ahead past the end of an epoch. The shares of a batch
+are fixed when its plan is drawn, at most ``lookahead`` batches before the batch is returned. ``lookahead`` is the same
+on every rank. New shares may take effect at ``step + lookahead + 1``, a batch that no rank has drawn yet.
 """
 
 from __future__ import annotations
@@ -38,37 +37,37 @@ from evener.hardware.accelerators import WITH_STREAMS
 
 
 class Loader(Iterator[Batch]):
-    """An iterator over this rank's part of every global batch. Read it once; close it, or use it in a ``with``.
+    """Iterates over this rank's part of every global batch, once. Close it, or use it in a ``with`` statement.
 
-    Evaluation is the same with an unshuffled order and one epoch: each sample is handed to one rank, once.
+    For evaluation, use an unshuffled order and one epoch: exactly one rank gets each sample.
 
     Args:
         dataset: Map-style, or a ``torch.utils.data.IterableDataset`` (limits in ``evener.data.iterable``).
-        order: The order of a map-style data set; ``None`` for as it stands. Iterable ones have none.
+        order: The order of a map-style data set; ``None`` for unshuffled. Iterable data sets have no order.
         batch_size: Samples over all ranks in one step.
-        rank: Of ``world_size``.
-        shares: ``shares(step, size)``, called once for each global batch, in order, when it is drawn. Must give the
-            same on every rank. Equal ones if ``None``.
-        micro_batch: Samples over all ranks in one micro-batch; ``None`` for the whole batch at once.
-        collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for PyTorch's default.
-        workers: Processes that read; 0 reads in this one.
-        device: Where inputs and targets go. For CUDA they are pinned, and copied one batch ahead.
-        epochs: The epoch after the last one.
-        start: Epoch, and the position in it, of the first batch.
-        first_step: The number that ``shares`` is given for the first batch.
-        parts: Where each rank owns a part of the samples: ``dataset`` and ``order`` are then those of this rank's
-            part, the parts decide the shares, and ``shares`` is not asked.
-        seed: Of random numbers in the workers, which also depend on the rank and the worker.
-        agree: For iterable data sets on several ranks: gathers an integer from every rank.
-        name: What errors call the data set.
+        rank: This rank, from 0 to ``world_size - 1``.
+        shares: ``shares(step, size)`` is called once for each global batch, in order, when the batch is drawn. It must
+            return the same on every rank. ``None`` for equal shares.
+        micro_batch: Samples over all ranks in one micro-batch; ``None`` makes the whole batch one micro-batch.
+        collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for the default in ``evener.data.collate``.
+        workers: Processes that read; 0 to read in this process.
+        device: The device of inputs and targets. For CUDA they are pinned, and copied one batch ahead.
+        epochs: The end of training: epochs ``start[0]`` to ``epochs - 1`` are read.
+        start: The epoch of the first batch, and the position in that epoch.
+        first_step: The step that ``shares`` gets for the first batch.
+        parts: Set if each rank owns a part of the samples. Then ``dataset`` and ``order`` are those of this rank's
+            part, the sizes of the parts give the shares, and ``shares`` is not called.
+        seed: Seed of random numbers in the workers. They also depend on the rank and the worker.
+        agree: Gathers an integer from every rank; needed for iterable data sets on several ranks.
+        name: The name of the data set in error messages.
         prefetch_factor: Micro-batches that each worker reads ahead.
-        start_method: Of the workers; ``None`` for Python's default.
+        start_method: The start method of the workers; ``None`` for Python's default.
         timeout_seconds: The longest wait for a worker.
-        skips: Whether samples that cannot be read are left out, and told of in ``Batch.skipped``.
+        skips: If True, samples that cannot be read are left out and listed in ``Batch.skipped``.
 
     Raises:
-        ConfigurationError: If the data set is empty or not of the order's size, or a size makes no sense.
-        ShareError: While iterating, if shares do not divide a batch.
+        ConfigurationError: If the data set is empty, its size differs from the order's, or an argument is invalid.
+        ShareError: While iterating, if shares do not add up to the batch.
         DataError: While iterating, if the data set or the collate function fails.
     """
 
@@ -105,9 +104,9 @@ class Loader(Iterator[Batch]):
         )
         delivery = delivery_to(device)
         self.steps: int | None
-        """Global batches from the start to the end of the last epoch; ``None`` if that cannot be known."""
+        """Global batches from the start to the end of the last epoch; None for an iterable data set."""
         self.lookahead: int
-        """The most global batches that can have been drawn beyond the one handed out."""
+        """The largest number of global batches that can have been drawn after the last one returned."""
         if isinstance(dataset, IterableDataset):
             if skips:
                 raise ConfigurationError(
@@ -134,7 +133,7 @@ class Loader(Iterator[Batch]):
         return next(self._batches)
 
     def close(self) -> None:
-        """End the workers; there are no more batches then."""
+        """Ends the workers. The loader then yields no more batches."""
         self._batches.close()
 
     def __enter__(self) -> Loader:
@@ -150,7 +149,7 @@ class Loader(Iterator[Batch]):
 
 
 def _read(drawn: Iterator[BatchPlan], fetch: Fetch, workers: Workers) -> Batches:
-    """Read what the plans ask for; each micro-batch is one request."""
+    """Reads the batches of the plans. Each micro-batch is one request to the workers."""
     pending: deque[BatchPlan] = deque()
 
     def requests() -> Iterator[Ids]:
@@ -165,7 +164,11 @@ def _read(drawn: Iterator[BatchPlan], fetch: Fetch, workers: Workers) -> Batches
 
 
 def _checked(order: Order | None, dataset: Any, name: str) -> Order:
-    """The order, if it is that of ``dataset``."""
+    """Returns ``order``, or an unshuffled order if it is None.
+
+    Raises:
+        ConfigurationError: If the data set is empty, or its size differs from the order's.
+    """
     size = len(dataset) if hasattr(dataset, "__len__") or order is None else order.size
     if size == 0:
         raise ConfigurationError(f"the {name} is empty: give at least one sample")
@@ -181,7 +184,7 @@ def _check_position(position: int, size: int, name: str) -> None:
 
 
 def _steps(order: Order, batch_size: int, epochs: int, start: tuple[int, int]) -> int:
-    """Batches from ``start`` to the end of the last epoch."""
+    """Returns the number of batches from ``start`` to the end of the last epoch."""
     left = epochs - start[0]
     if left <= 0:
         return 0
@@ -197,5 +200,5 @@ def _agreement(agree: Agree | None, world_size: int) -> Agree:
 
 
 def _seed_of(seed: int, rank: int) -> int:
-    """A seed of 63 bits, different for every pair."""
+    """Returns a seed of 63 bits for the workers of ``rank``, derived by NumPy's ``SeedSequence``."""
     return int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0] >> 1)

@@ -1,17 +1,17 @@
-"""Data that is divided before the training begins: each rank owns a part, as when hosts hold different files.
+"""Local data shards: each rank owns a part of the data set, for example because hosts hold different files.
 
-Then *who* holds a sample decides who computes it, and the order has to bring all parts to their end together, however
-unequal they are. Each part deals its samples evenly over the epoch, sample ``k`` of ``n`` at time ``(k + 1/2) / n``,
-and the epoch is what comes of merging them, ties to the lower rank::
+Each rank computes the samples that it owns. The order must bring all parts to their end together, even if their sizes
+differ. So each part spreads its samples evenly over the epoch, sample ``k`` of ``n`` at time ``(k + 1/2) / n``. The
+epoch merges the parts by time; at equal times the lower rank comes first::
 
     time       0        1/4       1/2       3/4        1
     part of 4  |    0         1         2         3    |      position   0 1 2 3 4 5
     part of 2  |         0                   1         |      rank       0 1 0 0 1 0
 
-So after any number of samples all parts are used up to about the same fraction. A rank's number of samples before a
-position is thus its number of seats in a parliament of that size by the method of Webster and Sainte-Laguë (Balinski
-and Young, "Fair Representation", 1982): it never falls as the parliament grows, ends at the size of the part, and can
-be computed at any position without those before it, so that a run may resume in mid-epoch.
+So at any position about the same fraction of every part has been used. The number of samples of a rank before a
+position is the number of seats that the method of Webster and Sainte-Laguë gives a party in a parliament of that size
+(Balinski and Young, "Fair Representation", 1982). It never falls as the position grows, and it ends at the size of the
+part. It can be computed for any position without the earlier ones, so a run may resume in mid-epoch.
 """
 
 from __future__ import annotations
@@ -32,59 +32,62 @@ from evener.data.sampler import Ids, Order
 from evener.errors import ConfigurationError
 
 Gather = Callable[[Any], list[Any]]
-"""``gather(value)``: the value that each rank gave, in order of rank, the same on all."""
+"""``gather(value)`` returns the values of all ranks, by rank. All ranks must call it together."""
 
 
 @dataclass(frozen=True)
 class LocalShards:
-    """The parts of a data set that the ranks own.
+    """The sizes of the parts of a data set that the ranks own.
 
-    A sample's id in the whole is its id in its part, behind those of the parts of lower ranks.
+    The global id of a sample is its id in its part plus ``offset``, the sizes of the parts of lower ranks.
     """
 
     sizes: tuple[int, ...]
-    """Samples of each rank; some may be 0."""
+    """Samples that each rank owns; some may be 0."""
     rank: int
 
     @property
     def size(self) -> int:
-        """Samples of all ranks together."""
+        """The number of samples of all ranks together."""
         return sum(self.sizes)
 
     @property
     def offset(self) -> int:
-        """The id in the whole of this rank's first sample."""
+        """The global id of this rank's first sample."""
         return sum(self.sizes[: self.rank])
 
     @property
     def whole(self) -> Order:
-        """The positions of an epoch; it knows nothing of their samples."""
+        """An order over the positions of an epoch of all ranks. Its sample ids have no meaning."""
         return Order(self.size, shuffle=False)
 
     def order(self, seed: int) -> Order:
-        """The shuffled order of this rank's own part; equal parts of two ranks are shuffled differently."""
+        """Returns the shuffled order of this rank's part. Ranks get different seeds."""
         return Order(max(1, self.sizes[self.rank]), seed + (self.rank << 32))
 
     def before(self, position: int) -> tuple[int, ...]:
-        """How many samples of each part stand before ``position`` of an epoch; they add up to it."""
+        """Returns the number of samples of each part before ``position`` of an epoch. They add up to ``position``."""
         return _seats(self.sizes, position)
 
     def shares(self, start: int, stop: int) -> tuple[int, ...]:
-        """How many samples of each part stand at the positions ``[start, stop)``."""
+        """Returns the number of samples of each part at the positions ``[start, stop)``."""
         return tuple(b - a for a, b in zip(self.before(start), self.before(stop), strict=True))
 
 
 def gather_parts(dataset: Any, rank: int, gather: Gather, name: str) -> tuple[Any, LocalShards]:
-    """The parts of all ranks, and what this rank reads: its part, or if that is empty a sample of another rank.
+    """Gathers the sizes of all parts. Returns the data set that this rank reads, and the sizes.
+
+    If this rank's part is empty, it reads one sample of another rank, as a placeholder. All ranks must call this
+    together.
 
     Args:
         dataset: This rank's part.
         rank: This rank.
-        gather: Called alike on all ranks.
-        name: What errors call the data set.
+        gather: Gathers a value of every rank.
+        name: The name of the data set in error messages.
 
     Raises:
-        ConfigurationError: If the parts are all empty, or have no length.
+        ConfigurationError: If all parts are empty, or one is iterable and has no length.
     """
     sizes = gather(None if isinstance(dataset, IterableDataset) else len(dataset))
     if None in sizes:
@@ -104,7 +107,7 @@ def gather_parts(dataset: Any, rank: int, gather: Gather, name: str) -> tuple[An
 
 
 class _Lent(Dataset[Any]):
-    """One sample of another rank, for placeholders of a rank that owns none."""
+    """A data set of one sample of another rank, the placeholder of a rank that owns no sample."""
 
     def __init__(self, item: Any) -> None:
         self._item = item
@@ -123,7 +126,8 @@ def _first(dataset: Any) -> Any:
 def part_plans(
     parts: LocalShards, order: Order, cut: BatchPlanner, epochs: int, start: tuple[int, int] = (0, 0)
 ) -> Iterator[BatchPlan]:
-    """As :func:`evener.data.batch_plan.plans`, with the shares that the parts have and ids of this rank's own part."""
+    """Yields plans like :func:`evener.data.batch_plan.plans`. ``parts`` give the shares; ids are those of this rank's
+    part."""
     for epoch in range(start[0], epochs):
         position = start[1] if epoch == start[0] else 0
         for begin, end in parts.whole.batches(cut.batch_size, position):
@@ -136,7 +140,10 @@ def part_plans(
 
 
 def _slices(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
-    """``ids`` cut as the micro-batches are; the first sample of the part stands in for none."""
+    """Cuts ``ids`` into this rank's slice of each micro-batch, with its weight.
+
+    If a slice is empty, the first sample of the part is the placeholder.
+    """
     own, taken = [], 0
     for row in table:
         count = len(row[rank])
@@ -147,10 +154,11 @@ def _slices(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
 
 @lru_cache(maxsize=64)
 def _seats(sizes: Sequence[int], position: int) -> tuple[int, ...]:
-    """How many of the first ``position`` samples each part has.
+    """Returns the number of samples of each part among the first ``position`` samples.
 
-    At time ``t`` a part has dealt ``n t`` samples rounded, all together at most ``world_size / 2`` more than
-    ``size t``; so at ``t = (position - world_size / 2) / size`` none too many, and at most ``world_size`` are missing.
+    At time ``t`` a part of ``n`` samples has used ``n t`` of them, rounded. All parts together have used at most
+    ``world_size / 2`` more or less than ``size t``. So at ``t = (position - world_size / 2) / size`` no part has used
+    too many, and at most ``world_size`` samples are missing. These are added one by one.
     """
     size, ranks = sum(sizes), len(sizes)
     dealt = [max(0, (n * (2 * position - ranks) + size) // (2 * size)) for n in sizes]
@@ -164,5 +172,8 @@ def _seats(sizes: Sequence[int], position: int) -> tuple[int, ...]:
 
 
 def _time(size: int, sample: int) -> Fraction:
-    """Twice the time at which a part deals a sample; beyond its end the times go on, and are never reached."""
+    """Returns twice the time of a sample of a part of ``size`` samples.
+
+    Also defined for samples after the end of the part, whose times are never reached.
+    """
     return Fraction(2 * sample + 1, size)

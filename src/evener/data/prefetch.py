@@ -1,8 +1,8 @@
-"""How a batch reaches the device: as it is, by a copy, or by a copy that runs beside the previous step.
+"""Moves batches to the device: not at all, by a copy, or by a copy that overlaps with the previous step.
 
-Chosen once by ``delivery_to``, so that nobody downstream asks whether there is a CUDA device. Each is a
-function from an iterator of batches on the host to one of batches on the device, and says how many batches it
-holds back.
+``delivery_to`` chooses the way once, so no later code needs to check for a CUDA device. Each way is a function from an
+iterator of batches in host memory to an iterator of batches on the device. Its ``ahead`` is the number of batches that
+it reads ahead.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Batches = Generator[Batch, None, None]
 
 
 class Delivery(Protocol):
-    """From batches on the host to the same batches on the device."""
+    """Turns an iterator of batches in host memory into an iterator of the same batches on the device."""
 
     ahead: int
-    """Batches that it draws beyond the one handed out."""
+    """The number of batches read after the last one returned."""
 
     def __call__(self, batches: Batches) -> Batches: ...
 
 
 class NoTransfer:
-    """The stand-in for devices that read the host's memory."""
+    """Leaves batches in host memory, for the CPU."""
 
     ahead = 0
 
@@ -40,7 +40,7 @@ class NoTransfer:
 
 
 class Copy:
-    """Copies when the batch is asked for."""
+    """Copies each batch to the device when it is requested."""
 
     ahead = 0
 
@@ -53,7 +53,7 @@ class Copy:
 
 
 class CopyOnSideStream:
-    """Copies batch ``g + 1`` from pinned memory on a stream of its own while step ``g`` computes."""
+    """Copies batch ``g + 1`` from pinned memory on a separate stream while step ``g`` computes."""
 
     ahead = 1
 
@@ -73,7 +73,7 @@ class CopyOnSideStream:
                 yield batch
 
     def _start(self, batch: Batch | None) -> tuple[Batch, torch.Event] | None:
-        """Queue the copy of ``batch``; the event is recorded after it."""
+        """Queues the copy of ``batch``. Returns the copy and an event that is recorded after it; None for None."""
         if batch is None:
             return None
         with self._stream:
@@ -85,11 +85,11 @@ DELIVERIES: dict[str, Callable[[torch.device], Delivery]] = {
     "cpu": lambda device: NoTransfer(),
     **dict.fromkeys(WITH_STREAMS, CopyOnSideStream),
 }
-"""By type of device; to any other batches are copied when they are asked for."""
+"""The delivery for each type of device. :class:`Copy` serves all other types."""
 
 
 def delivery_to(device: torch.device) -> Delivery:
-    """The delivery that suits ``device``."""
+    """Returns the delivery for ``device``."""
     return DELIVERIES.get(device.type, Copy)(device)
 
 
@@ -98,7 +98,7 @@ def _pinned(leaf: Any) -> Any:
 
 
 def _record(stream: torch.Stream, leaf: Any) -> Any:
-    """Keep the allocator from reusing the memory of ``leaf`` before ``stream`` is done with it."""
+    """Keeps the allocator from reusing the memory of ``leaf`` before ``stream`` is done with it."""
     if hasattr(leaf, "record_stream"):
         leaf.record_stream(stream)
     return leaf

@@ -1,4 +1,4 @@
-"""What a sample is called for people: its index, and the file that it comes from where the data set knows it."""
+"""Names of samples for messages: the index, and the file of the sample if the data set knows it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Subset
 
 _LISTS = ("samples", "imgs", "images", "paths", "files", "image_paths", "filenames", "file_names")
-"""Attributes under which data sets keep a list of files, or of tuples that begin with one, a sample each."""
+"""Attributes of data sets that may hold a list with one file, or one tuple that begins with a file, for each sample."""
 _DEPTH = 16
 
 
 def called(dataset: Any, index: int) -> str:
-    """``sample 17``, or ``sample 17 (pictures/17.png)``."""
+    """Returns the name of a sample: ``sample 17``, or ``sample 17 (pictures/17.png)``."""
     try:
         place = _place(dataset, index)
-    except Exception:  # of the user's own; the error that is being told of is the one that counts
+    except Exception:  # raised by the user's code; the error that is being reported is more important
         place = ""
     return f"sample {index} ({place})" if place else f"sample {index}"
 

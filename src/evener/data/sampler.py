@@ -1,16 +1,15 @@
-"""Which samples a global batch holds: a pure function of ``(seed, epoch, position)`` that knows no ranks.
+"""The order of samples: a pure function of ``(seed, epoch, position)``, independent of the ranks.
 
-Because any rank can ask for any position at any time, the division of a batch may change at every step, a run
-may resume in mid-epoch on another number of ranks, and no rank keeps a list of the data set. Shuffling is
-therefore not a stored permutation but a keyed one that is evaluated at a position::
+Any rank can compute the sample at any position. So the shares may change at every step, a run may resume in mid-epoch
+on another number of ranks, and no rank stores a list of all samples. Shuffling uses no stored permutation, but a keyed
+one that is evaluated at a position::
 
     position ──▶ (left, right) ──▶ 8 Feistel rounds ──▶ id   if id < size, else once more (cycle walking)
                   h bits  h bits    left ^= f(right, key); swap
 
-A Feistel network is a bijection of ``[0, 4**h)`` whatever ``f`` is (Luby and Rackoff, 1988), and walking
-along its cycles until a value below ``size`` comes up makes it a bijection of ``[0, size)`` (Black and
-Rogaway, "Ciphers with arbitrary finite domains", 2002). The domain is less than four times the size, so that
-few steps are needed.
+A Feistel network is a bijection of ``[0, 4**h)`` for any ``f`` (Luby and Rackoff, 1988). Applying it again until the
+value is below ``size`` (cycle walking) gives a bijection of ``[0, size)`` (Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002). For more than one sample the domain is less than four times the size, so few steps are needed.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _Words = NDArray[np.uint64]
 _ROUNDS = 8
 _BLOCK = (
     1 << 14
-)  # positions evaluated at once, so that the fixed cost of small arrays is paid once per 16,384 samples
+)  # positions evaluated at once, to spread the fixed cost of array operations over 16,384 samples
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)  # the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a data set of ``size`` samples in every epoch; shuffled anew in each if ``shuffle``.
+    """The order of ``size`` samples in every epoch. With ``shuffle``, each epoch has a new random order.
 
     Raises:
         ConfigurationError: If ``size`` is below 1 or ``seed`` is negative.
@@ -55,13 +54,13 @@ class Order:
             raise ConfigurationError(f"the seed of an order must not be negative, as {self.seed} is")
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
-        """Sample ids at positions ``[start, stop)`` of ``epoch``, in a new array ``(stop - start,)``."""
+        """Returns the sample ids at positions ``[start, stop)`` of ``epoch``, in a new array ``(stop - start,)``."""
         if not 0 <= start <= stop <= self.size:
             raise ValueError(f"positions [{start}, {stop}) are not within [0, {self.size})")
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         blocks = range(start // _BLOCK, -(-stop // _BLOCK))
-        if len(blocks) == 1:  # as of nearly all batches
+        if len(blocks) == 1:  # true for nearly all batches
             within = slice(start - blocks[0] * _BLOCK, stop - blocks[0] * _BLOCK)
             return _block(self, epoch, blocks[0])[within].copy()
         parts = [
@@ -71,24 +70,25 @@ class Order:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def ids_at(self, epoch: int, positions: ArrayLike) -> Ids:
-        """Sample ids at any ``positions`` of ``epoch``; the same shape."""
+        """Returns the sample ids at any ``positions`` of ``epoch``, in the shape of ``positions``."""
         return self._walk(positions, _Feistel.keyed(self.size, self.seed, epoch).forward)
 
     def position(self, epoch: int, ids: ArrayLike) -> Ids:
-        """Where in ``epoch`` the samples ``ids`` stand: the inverse of ``ids_at``; the same shape."""
+        """Returns the positions of the samples ``ids`` in ``epoch``, in the shape of ``ids``: the inverse of
+        ``ids_at``."""
         return self._walk(ids, _Feistel.keyed(self.size, self.seed, epoch).backward)
 
     def number_of_batches(self, batch_size: int, position: int = 0) -> int:
-        """How many global batches there are from ``position`` to the end of an epoch."""
+        """Returns the number of global batches from ``position`` to the end of an epoch."""
         return -(-(self.size - position) // batch_size)
 
     def batches(self, batch_size: int, position: int = 0) -> Iterator[tuple[int, int]]:
-        """Bounds ``(start, stop)`` of each global batch from ``position`` on; the last one may be short."""
+        """Yields the bounds ``(start, stop)`` of each global batch from ``position`` on. The last one may be short."""
         for start in range(position, self.size, batch_size):
             yield start, min(start + batch_size, self.size)
 
     def _walk(self, values: ArrayLike, step: Callable[[_Words], _Words]) -> Ids:
-        """Apply ``step`` until every value is below ``size``."""
+        """Applies ``step`` to each value again and again until it is below ``size``."""
         result = np.array(values, dtype=np.int64)
         if result.size and not 0 <= result.min() <= result.max() < self.size:
             raise ValueError(f"values {result.min()} to {result.max()} are not within [0, {self.size})")
@@ -104,7 +104,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Feistel:
-    """A bijection of ``[0, 4**half_bits)``."""
+    """A Feistel network: a bijection of ``[0, 4**half_bits)`` that depends on the keys."""
 
     half_bits: int
     keys: _Words  # (_ROUNDS,)
@@ -128,7 +128,7 @@ class _Feistel:
         return self._join(left, right)
 
     def _mix(self, half: _Words, key: np.uint64) -> _Words:
-        """``half_bits`` well-mixed bits of ``half`` and ``key``."""
+        """Returns a hash of ``half`` and ``key`` of ``half_bits`` bits."""
         words = (half ^ key) * _MULTIPLIER_1
         words ^= words >> np.uint64(31)
         words *= _MULTIPLIER_2
@@ -145,16 +145,16 @@ class _Feistel:
 
 @dataclass(frozen=True)
 class ListedOrder(Order):
-    """An order that a function lists for each epoch: by length, with weights, of a part of the data set.
+    """An order given by a function of the user: sorted by length, weighted, or a part of the data set, for example.
 
     Args:
         size: Samples of an epoch, the same number in each.
-        listed: From the number of an epoch to the numbers of its samples, ``(size,)``. It must be the same function on
-            all ranks, and depend on nothing but the epoch: a run may resume in any of them.
+        listed: Takes the number of an epoch and returns its sample ids, ``(size,)``. It must be the same function on
+            all ranks, and depend only on the epoch, because a run may resume in any epoch.
         samples: Samples of the data set.
 
     Raises:
-        ConfigurationError: When an epoch is listed with another number of samples, or with samples that there are not.
+        ConfigurationError: When an epoch is read whose list has another number of samples, or an invalid sample id.
     """
 
     listed: Callable[[int], ArrayLike] = range
@@ -162,7 +162,7 @@ class ListedOrder(Order):
 
     @classmethod
     def of_task(cls, listed: Callable[[int], ArrayLike], samples: int) -> ListedOrder:
-        """The order that a task gives for a data set of so many samples."""
+        """Creates the order from ``Task.order``, for a data set of ``samples`` samples. Epoch 0 gives the size."""
         return cls(len(_numbers(listed, 0, samples)), listed=listed, samples=samples)
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
@@ -175,13 +175,13 @@ class ListedOrder(Order):
         return found
 
     def position(self, epoch: int, ids: ArrayLike) -> Ids:
-        """Where each of ``ids`` stands first."""
+        """Returns the first position of each of ``ids`` in ``epoch``."""
         listed = self._epoch(epoch)
         order = np.argsort(listed, kind="stable")
         return order[np.searchsorted(listed, ids, sorter=order)].astype(np.int64)
 
     def checksum(self) -> int:
-        """Of the first epoch: tells orders from each other."""
+        """Returns the CRC-32 of the first epoch's sample ids, to recognise the order when a run resumes."""
         return zlib.crc32(self._epoch(0).tobytes())
 
     def _epoch(self, epoch: int) -> Ids:

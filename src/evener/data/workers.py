@@ -1,7 +1,7 @@
-"""PyTorch's DataLoader as Evener uses it: a reader that turns requests into values, in order, ahead of time.
+"""Worker processes that read data: PyTorch's DataLoader, which turns requests into values, in order, ahead of time.
 
-What a batch holds is decided by the requests, which the DataLoader draws one by one in the main process. So
-it is only asked to read: no sampler of its own, no batching, no collating.
+The requests decide which samples a batch holds. The DataLoader draws them one by one in the main process, in place of
+its sampler. It does no batching and no collating.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from evener.errors import ConfigurationError, DataError
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that read."""
+    """The settings of the worker processes that read data."""
 
     count: int = 0
-    """0 reads in the main process, when the value is asked for."""
+    """The number of workers; 0 to read in the main process, when a value is requested."""
     prefetch_factor: int = 2
-    """Requests that each worker holds."""
+    """The number of requests that each worker reads ahead."""
     start_method: str | None = None
-    """``fork``, ``spawn`` or ``forkserver``; ``None`` for the default of Python."""
+    """``fork``, ``spawn`` or ``forkserver``; ``None`` for Python's default."""
     timeout_seconds: float = 600
     """The longest wait for a value of a worker."""
     seed: int = 0
-    """Of torch, random and NumPy in the workers, each worker's different. The main process keeps its own."""
+    """The seed of torch, random and NumPy in the workers, different in each worker. The main process is not seeded."""
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -43,21 +43,21 @@ class Workers:
 
     @property
     def ahead(self) -> int:
-        """The most requests drawn beyond those whose values were handed out."""
+        """The largest number of requests drawn whose values were not yet returned."""
         return self.count * self.prefetch_factor
 
     def read(
         self, dataset: Dataset[Any], requests: Iterable[Any] | None = None
     ) -> Generator[Any, None, None]:
-        """``dataset[request]`` for each request, or the items of an iterable data set.
+        """Yields ``dataset[request]`` for each request, or the items of an iterable data set.
 
-        The workers end when the generator does: at its last value, an error, or when it is closed.
+        The workers end when the generator ends: after its last value, with an error, or when it is closed.
 
         Raises:
             DataError: If reading failed, took longer than the timeout, or a worker died.
         """
         alone = requests is not None and not self.count and not self.pin_memory
-        # The DataLoader would do the same, and take longer for it than a small batch takes to be read.
+        # The DataLoader would do the same, but its overhead is larger than the time to read a small batch.
         values = map(dataset.__getitem__, requests or ()) if alone else iter(self._loader(dataset, requests))
         try:
             while (value := next(values, _END)) is not _END:
@@ -69,7 +69,7 @@ class Workers:
                 raise self._lost(error) from error
             raise
         finally:
-            del values  # else a traceback that is kept would keep the workers
+            del values  # otherwise a traceback that somebody keeps would keep the workers alive
 
     def _loader(self, dataset: Dataset[Any], requests: Iterable[Any] | None) -> DataLoader[Any]:
         return DataLoader(
@@ -83,11 +83,12 @@ class Workers:
             multiprocessing_context=self.start_method if self.count else None,
             generator=torch.Generator().manual_seed(self.seed),
             pin_memory=self.pin_memory,
-            worker_init_fn=listen if self.count else None,  # one that is not forked does not inherit it
+            worker_init_fn=listen if self.count else None,  # spawned workers do not inherit the listener
         )
 
     def _lost(self, error: RuntimeError) -> DataError:
-        """What the DataLoader says of a worker that died or is late, where the others are, and the way out."""
+        """Builds the error for a worker that died or timed out: PyTorch's message, the stacks of the workers, a
+        remedy."""
         signal = f" ({str(error.__cause__).strip()})" if "killed by signal" in str(error.__cause__) else ""
         return DataError(
             f"{error}{signal}; a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "

@@ -1,9 +1,9 @@
 """The division of a sequence's positions over the ranks of a group.
 
-Under a causal mask a position attends to the positions before it, so later positions cost more work. In zigzag order a
-sequence is cut into twice as many chunks as there are ranks. Each rank has one chunk from the beginning and one from
-the end, so that all ranks have equal work (as in Brandon et al., "Striped Attention", 2023, and in the ring attention
-of Llama 3)::
+Under a causal mask a position attends to the positions before it, so later positions cost more work. In the order
+``zigzag`` a sequence is cut into twice as many chunks as there are ranks. Each rank has one chunk from the beginning
+and one from the end, so that all ranks have equal work (as in Brandon et al., "Striped Attention", 2023, and in the
+ring attention of Llama 3)::
 
     positions      0 1 2   3 4 5   6 7 8   9 10 11        two ranks
     zigzag         rank 0  rank 1  rank 1  rank 0         3 + 12 = 6 + 9 chunks' worth of work

@@ -1,7 +1,7 @@
-"""Names that torch and Python keep to themselves and Evener cannot do without, one area a file.
+"""Private names of torch, Python and other packages that Evener needs, with one file for each area.
 
-Each file says which names, why no public one does, and the versions they were tested with. What is slow to import, or
-comes with a package that may be missing, has a file of its own. Everything else imports from here, so that a version
-of torch in which a name goes is repaired in one file.
-tests/torch_internals/test_torch_names.py exercises each, and says which file to repair.
+Each file lists its names, says why no public name serves, and with which versions the names were tested. Modules that
+import slowly, or need an optional package, are separate files. All other code imports private names from here. So if a
+version of torch drops a name, one file needs a repair. tests/torch_internals/test_torch_names.py tests every name and
+says which file to repair.
 """

@@ -1,25 +1,25 @@
-"""Names of autograd: its engine, what it knows of a tensor, hooks on gradients, and calls of ``autograd.Function``.
+"""Private names of autograd: its engine, attributes and hooks of tensors, and calls of ``autograd.Function``.
 
-- ``_engine_run_backward`` runs the engine without what Python does before it. Under a mode for functions ``backward``
-  is a function like any other: the mode is told of it and then suspended until it returns, so that the mode does not
-  see the forward passes that activation checkpointing repeats in it. Within the engine a mode stays.
-- ``Tensor._version`` counts writes in place, by which autograd finds tensors that were changed since they were saved.
-  Its notes name the attribute, and no public one tells it.
-- ``Tensor._base`` is the tensor of which another is a view. FSDP2 hangs a hook on what a module returns, which an
-  operation in place on a view drops in silence; and a view of a weight is in a weight's memory. PyTorch's notes on
-  views name the attribute, and no public one tells it.
-- ``Tensor._backward_hooks`` and ``..._post_accumulate_grad_hooks`` stay with a tensor and have no public name, so that
-  whoever puts a piece in the place of a weight would lose what the user registered, in silence. Nor can they be put
-  off until ranks have summed what they are for.
-- ``_SingleLevelFunction`` has the ``setup_context`` of a function that sets up none. ``torch.fx`` has no node for a
-  call of a function: with its stand-ins for tensors ``apply`` runs the function's ``forward`` as any other code, and
-  the function's own ``backward`` is lost in silence. ``apply`` is bound to names when a module is loaded
-  (``relu = MyReLU.apply``), and from torch 2.15 on goes to C++ without a word of Python. There it asks the class for
-  its ``forward``, and for its ``setup_context`` if it is not that of the class which is borrowed here; what
-  ``forward`` returns and is no tensor is handed on as it is.
-- ``torch.distributed.pipelining._backward`` has backward in two parts, of a stage's inputs and of its weights, which
-  zero-bubble schedules need. The public way to them is a whole schedule's runtime, which wants micro-batches of one
-  shape. It is imported with the first backward, because the package imports torch's compiler, for a second.
+- ``_engine_run_backward`` runs the engine directly. ``torch.autograd.backward`` cannot be used under a mode for
+  functions: the mode is suspended until it returns, so it does not see the forward passes that activation
+  checkpointing repeats in it. A mode that is entered around the engine itself stays active.
+- ``Tensor._version`` counts in-place writes. With it autograd detects that a saved tensor was changed. PyTorch's notes
+  document the attribute, and there is no public one.
+- ``Tensor._base`` is the tensor of which another is a view. FSDP2 registers a hook on the outputs of a module, and an
+  in-place operation on a view drops it silently. Also, a view of a weight shares the weight's memory. PyTorch's notes
+  on views document the attribute, and there is no public one.
+- ``Tensor._backward_hooks`` and ``..._post_accumulate_grad_hooks`` hold the hooks of a tensor. Code that replaces a
+  weight by a shard would silently lose the user's hooks without them. Nor could hooks be delayed until gradients are
+  summed over the ranks.
+- ``_SingleLevelFunction`` has the ``setup_context`` of a function that defines none. ``torch.fx`` has no node for a
+  call of an ``autograd.Function``: while it traces, ``apply`` runs the function's ``forward`` like any code, and its
+  own ``backward`` is silently lost. ``apply`` cannot be patched: modules bind it to names (``relu = MyReLU.apply``),
+  and from torch 2.15 on it goes directly to C++. There it looks up the class's ``forward``, and its ``setup_context``
+  if that is not the one of ``_SingleLevelFunction``. Outputs of ``forward`` that are no tensors are returned unchanged.
+- ``torch.distributed.pipelining._backward`` splits backward into the part for a stage's inputs and the part for its
+  weights, which zero-bubble schedules need. The public way is the runtime of a whole schedule, which needs
+  micro-batches of one shape. The module is imported at the first backward, because importing torch's compiler with it
+  takes a second.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -38,41 +38,43 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-# What autograd knows of a tensor
+# Attributes of tensors
 
 
 def version(tensor: Tensor) -> int:
-    """Returns a number that rises with every write in place."""
+    """Returns the version of a tensor, a number that rises with every in-place write."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Tells whether autograd takes the tensor for a view."""
+    """Returns True if the tensor is a view for autograd."""
     return tensor._base is not None
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Returns the tensor of which this one is a view; None if autograd takes it for none."""
+    """Returns the tensor of which this one is a view. Returns None if it is no view for autograd."""
     return tensor._base
 
 
 Hooks = tuple[Any, Any]
-"""Hooks that run before a gradient is accumulated, and after."""
+"""The hooks of a tensor that run before its gradient is accumulated, and those that run after."""
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:
-    """Tells whether ``register_post_accumulate_grad_hook`` was called for the tensor."""
+    """Returns True if the tensor has hooks of ``register_post_accumulate_grad_hook``."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def hooks_of(tensor: Tensor) -> Hooks | None:
-    """Returns those of ``register_hook`` and of ``register_post_accumulate_grad_hook``; None where there are none."""
+    """Returns the hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``. Returns None if there are
+    none.
+    """
     found = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return found if found[0] or found[1] else None
 
 
 def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
-    """Puts ``hooks`` in the place of those that ``tensor`` has; who holds one can still remove it."""
+    """Replaces the hooks of ``tensor`` by ``hooks``. The handles of these hooks can still remove them."""
     tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
 
 
@@ -87,7 +89,7 @@ def run_backward(
     create_graph: bool,
     inputs: Tensor | Sequence[Tensor] | None,
 ) -> None:
-    """Does what ``torch.autograd.backward`` does, with ``around`` entered while the engine runs."""
+    """Does the same as ``torch.autograd.backward``, and enters ``around`` while the engine runs."""
     into = () if inputs is None else _several(inputs)
     _run(around, tensors, gradients, retain_graph, create_graph, into, True, accumulate_grad=True)
 
@@ -101,7 +103,7 @@ def run_grad(
     create_graph: bool,
     allow_unused: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Does what ``torch.autograd.grad`` of tensors or edges does, likewise."""
+    """Does the same as ``torch.autograd.grad`` of tensors or edges, and enters ``around`` while the engine runs."""
     into = _several(inputs)
     found: tuple[Tensor | None, ...] = _run(
         around, outputs, gradients, retain_graph, create_graph, into, allow_unused, accumulate_grad=False
@@ -118,7 +120,7 @@ def _run(
     *rest: Any,
     accumulate_grad: bool,
 ) -> Any:
-    """Starts at ``tensors``, with a gradient of 1 for each number that is given none."""
+    """Runs the engine from ``tensors``. The default gradient of a tensor of one element is 1."""
     roots = _several(tensors)
     given = (None,) * len(roots) if gradients is None else _several(gradients)
     started = (
@@ -145,9 +147,10 @@ Record = Callable[[type[Function], tuple[Any, ...]], Any]
 
 @contextmanager
 def applied(record: Record) -> Iterator[None]:
-    """Asks ``record(function, args)`` at each call in the block of a function that there is when it begins.
+    """Calls ``record(function, args)`` at each call of an ``autograd.Function`` in the block.
 
-    What ``record`` returns is the result of the call, unless None.
+    If ``record`` returns a value, that is the result of the call; if None, the function runs. Covers only classes that
+    exist when the block begins.
     """
     replacements = {kind: _recorded(kind, record) for kind in _all_below(Function)}
     with ExitStack() as replaced:
@@ -158,18 +161,18 @@ def applied(record: Record) -> Iterator[None]:
 
 
 def _all_below(kind: type[Function]) -> list[type[Function]]:
-    """Returns the classes derived from ``kind``, without itself."""
+    """Returns all classes derived from ``kind``, directly or not, without ``kind`` itself."""
     return [each for below in kind.__subclasses__() for each in (below, *_all_below(below))]
 
 
 def _recorded(kind: type[Function], record: Record) -> dict[str, Callable[..., Any]]:
-    """Returns what takes the places of the functions of a class."""
+    """Returns replacements, by name, for ``forward`` and ``setup_context`` of a class."""
     forward, setup_context = kind.forward, kind.setup_context
     sets_up = setup_context is not _SingleLevelFunction.setup_context
-    given: list[Any] = []  # to calls whose context is not set up yet
+    given: list[Any] = []  # results of record for calls whose context is not set up yet
 
     def forward_recorded(*args: Any, **kwargs: Any) -> Any:
-        found = record(kind, args if sets_up else args[1:])  # else the first is the context
+        found = record(kind, args if sets_up else args[1:])  # otherwise the first argument is the context
         result = forward(*args, **kwargs) if found is None else found
         if sets_up:
             given.append(found)
@@ -191,11 +194,14 @@ def _theirs() -> Any:
 
 
 class _TangledError(Exception):
-    """The gradients of a weight meet those of inputs in several places."""
+    """The backward of a weight meets the backward of the inputs in several places of the graph."""
 
 
 def _apart(groups: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps their grouping of weights by where their gradients meet those of inputs, if each group has one place."""
+    """Wraps PyTorch's ``get_param_groups``, which groups weights by where their backward meets that of the inputs.
+
+    The wrapped function raises ``_TangledError`` if a group has several such places.
+    """
 
     def checked(*args: Any) -> Any:
         found = groups(*args)
@@ -212,11 +218,11 @@ def backward_of_inputs(
     inputs: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
 ) -> list[dict[str, Any]]:
-    """Adds to the gradients of ``inputs``; returns what :func:`backward_of_weights` needs.
+    """Adds to the gradients of ``inputs``. Returns the groups that :func:`backward_of_weights` needs.
 
-    Without inputs that could have one there is nothing to hurry for, and the whole of backward is left to that. Where a
-    weight is used in several places, such as a bias of positions that several blocks add, PyTorch's second part takes
-    a way twice, and either fails or gives wrong gradients: then it is the whole of backward again.
+    Without ``inputs``, :func:`backward_of_weights` does the whole backward. It also does so if a weight is used in
+    several places, such as a position bias that several blocks add: there PyTorch's second part would go through a part
+    of the graph twice, and either fail or give wrong gradients.
     """
     whole = {"outputs": list(outputs), "gradients": None if gradients is None else list(gradients)}
     if not inputs or not outputs:
@@ -234,10 +240,10 @@ def backward_of_inputs(
 
 
 def backward_of_weights(groups: list[dict[str, Any]], weights: Sequence[nn.Parameter]) -> None:
-    """Adds to the gradients of ``weights``.
+    """Adds to the gradients of ``weights``, with the ``groups`` of :func:`backward_of_inputs`.
 
-    A first gradient is copied: where weights are only added, that of one is that of another, and of the stage's input,
-    in the same memory, to which the next micro-batch's would be added.
+    Copies the first gradient of a weight. If weights are only added, PyTorch gives them and the stage's input the same
+    tensor as gradient, and adding the next micro-batch's gradient in place would change all of them.
     """
     if groups and "outputs" in groups[0]:
         if groups[0]["outputs"]:

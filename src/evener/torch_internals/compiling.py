@@ -1,13 +1,12 @@
-"""Of torch's compiler: a tensor whose first size changes from call to call, what has been compiled, and backends.
+"""Private names of torch's compiler: dynamic sizes, counters of compiled graphs, and backends.
 
-``maybe_mark_dynamic`` is documented in the guide on dynamic shapes, the counters in that on recompilations; both lie in
-a module with an underscore, which torch imports when it is first asked for, and takes a second.
-``torch.compiler.disable`` imports it at once, where a function is defined; ``_disable_dynamo``, by which torch marks
-its own functions, when the function is first called. So a process that computes nothing, as the launcher, starts a
-second earlier.
+``maybe_mark_dynamic`` is documented in the guide on dynamic shapes, and the counters in the guide on recompilations.
+Both are in a private module, which torch imports when it is first used; that takes a second. ``torch.compiler.disable``
+imports it where a function is defined. ``_disable_dynamo``, which torch uses for its own functions, imports it when the
+function is first called. So a process that computes nothing, such as the launcher, starts a second earlier.
 
-``torch.compile`` takes a function of a graph and example inputs as a backend, but gives nobody those that it has by
-name: it makes them of two classes with an underscore, which know what a mode stands for.
+``torch.compile`` accepts a function of a graph and example inputs as a backend, but has no public way to get a backend
+by name and mode. It makes them of two private classes, which know the options of each mode.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -27,38 +26,38 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_of_graphs(function: F) -> F:
-    """Has a graph of ``torch.compile`` leave ``function`` out: it waits for other ranks, or asks what changes."""
+    """Keeps ``torch.compile`` from compiling ``function``, which waits for other ranks or reads changing state."""
     return cast(F, _disable_dynamo(function))
 
 
 class Compiled(NamedTuple):
-    """Counts of what this process has compiled."""
+    """The numbers of graphs and graph breaks in this process."""
 
     graphs: int
     breaks: int
-    """Places at which a function was cut in two, because its code cannot be compiled."""
+    """Graph breaks: places where a function was split because its code cannot be compiled."""
 
 
 def with_any_size(tensor: Tensor) -> None:
-    """Lets one graph serve for all sizes of dimension 0, but for 1, which has one of its own."""
+    """Marks dimension 0 as dynamic: one graph serves all its sizes, except size 1, which has its own graph."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def compiled_so_far() -> Compiled:
-    """Returns the counts since the process began."""
+    """Returns the numbers of graphs and graph breaks since the process started."""
     counters = torch._dynamo.utils.counters
     return Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
 Backend = Callable[..., Any]
-"""A function that makes compiled code of a graph and example inputs."""
+"""A function that compiles a graph with example inputs."""
 
 
 def backend_called(name: str, mode: str | None, **options: Any) -> Backend:
-    """Makes the backend that ``torch.compile(backend=name, mode=mode)`` has.
+    """Returns the backend that ``torch.compile(backend=name, mode=mode)`` uses.
 
     Args:
-        options: Of inductor, besides those that the mode stands for; other backends get none.
+        options: Options of inductor, in addition to those of the mode. Other backends get none.
     """
     kinds: Any = torch
     if name == "inductor":
@@ -67,12 +66,12 @@ def backend_called(name: str, mode: str | None, **options: Any) -> Backend:
 
 
 def name_of(backend: Backend) -> str:
-    """Returns what ``torch.compile`` calls one of its backends."""
+    """Returns the name that ``torch.compile`` gives to a backend."""
     return str(getattr(backend, "compiler_name", backend))
 
 
 def without_cuda_graphs(backend: Backend) -> Backend | None:
-    """Returns the same backend, whose code is not recorded; None if that of ``backend`` is not either."""
+    """Returns the same backend without CUDA graphs. Returns None if ``backend`` uses none."""
     options: dict[str, Any] = getattr(backend, "config", {})
     if not options.get("triton.cudagraphs") or not torch.cuda.is_available():
         return None
@@ -81,10 +80,10 @@ def without_cuda_graphs(backend: Backend) -> Backend | None:
 
 @contextmanager
 def asked_through(around: Callable[[Backend, Any, Any], Any]) -> Iterator[None]:
-    """Sends through ``around`` what ``torch.compile`` asks a backend for in the block.
+    """Calls ``around`` in place of the backend for every compilation by ``torch.compile`` in the block.
 
     Args:
-        around: Gets the backend, to be called by it, and the graph and example inputs.
+        around: Takes the backend, the graph and the example inputs. It may call the backend with the other two.
     """
     kinds: Any = torch
     classes = (kinds._TorchCompileInductorWrapper, kinds._TorchCompileWrapper)
@@ -103,7 +102,7 @@ def asked_through(around: Callable[[Backend, Any, Any], Any]) -> Iterator[None]:
 
 
 class _Bound:
-    """A backend as it was before others were asked."""
+    """The original backend, which ``around`` gets."""
 
     def __init__(self, backend: Any, call: Backend) -> None:
         self.compiler_name = backend.compiler_name

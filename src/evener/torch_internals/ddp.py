@@ -1,11 +1,11 @@
-"""Names of DistributedDataParallel: what it tells of its buckets, keeps of them, broadcasts and leaves alone.
+"""Private names of DistributedDataParallel: its buckets, its buffer broadcast, and parameters that it ignores.
 
-- ``_get_ddp_logging_data`` is all there is to see of the reducer's collectives: it is C++, and Python sees none.
-- ``_rebuild_buckets`` makes buckets anew before the second forward pass. The order of gradients, by which it does, is
-  read from the memory of a tensor in C++, and a fake tensor has none. The new buckets have as many bytes in all.
-- ``_distributed_broadcast_coalesced`` is the method through which buffers are broadcast. The option that switches that
-  off is public, but torch 2.13 renamed it.
-- ``_set_params_and_buffers_to_ignore_for_model`` names what DDP leaves alone, for which it has no option.
+- ``_get_ddp_logging_data`` returns bucket sizes. It is the only view of the reducer's collectives, which run in C++.
+- ``_rebuild_buckets`` rebuilds the buckets before the second forward pass, in the order of gradients. C++ reads that
+  order from the memory of a tensor, and a fake tensor has none. The new buckets have the same total size.
+- ``_distributed_broadcast_coalesced`` is the method that broadcasts buffers. The option that turns this off is public,
+  but torch 2.13 renamed it.
+- ``_set_params_and_buffers_to_ignore_for_model`` names the parameters that DDP ignores. DDP has no option for it.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -23,22 +23,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 BROADCAST_BUFFERS = "_distributed_broadcast_coalesced"
-"""The method of DDP that is called with the buffers, before a forward pass."""
+"""The method of DDP that broadcasts buffers before a forward pass."""
 
 
 def logged(model: DistributedDataParallel) -> Mapping[str, Any]:
-    """Returns what the reducer says of itself: ``bucket_sizes`` and, after first steps, ``rebuilt_bucket_sizes``."""
+    """Returns the logging data of the reducer: ``bucket_sizes`` and, after first steps, ``rebuilt_bucket_sizes``."""
     found: Mapping[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return found
 
 
 def leave_out(module: nn.Module, names: Sequence[str]) -> None:
-    """Has DDP, which is to wrap ``module``, neither compare nor sum the parameters of these names."""
+    """Makes DDP ignore the parameters of these names: it neither compares nor sums them. Call this before DDP wraps
+    ``module``."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 
 def no_buffer_broadcast() -> dict[str, Any]:
-    """Returns the option under its present name, for torch warns about the old one."""
+    """Returns the option that turns off the buffer broadcast, under its current name: torch warns about the old one."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
@@ -46,6 +47,6 @@ def no_buffer_broadcast() -> dict[str, Any]:
 
 @contextmanager
 def buckets_kept() -> Iterator[None]:
-    """Has DDP leave its buckets in the block as they were made first."""
+    """Keeps DDP from rebuilding its buckets during the block."""
     with mock.patch.object(dist.Reducer, "_rebuild_buckets", return_value=False):
         yield

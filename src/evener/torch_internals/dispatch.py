@@ -1,13 +1,13 @@
-"""Names of operators: modes that see each of them, what they read and write, and tensors that have no memory.
+"""Private names of operators: dispatch modes, schemas of operators, and fake tensors.
 
-- ``TorchDispatchMode`` sees every operator that autograd runs. The class is documented and lies in a private module.
-- ``torch._C._current_graph_task_id`` says whether autograd's engine runs an operator, and ``OpOverload._schema`` what
-  an operator writes into and what it returns of its arguments' memory. Neither has a public name.
+- ``TorchDispatchMode`` sees every operator that autograd runs. The class is documented, but its module is private.
+- ``torch._C._current_graph_task_id`` tells whether autograd's engine runs an operator. ``OpOverload._schema`` tells
+  which arguments an operator writes and which outputs share memory with arguments. Neither has a public name.
 - ``aten._local_scalar_dense`` is an operator whose name has an underscore.
-- ``FakeTensorMode`` of ``torch._subclasses`` makes tensors that have a device, a type and a shape, and no memory. On
-  the meta device, which is public, an operator is chosen as if there were no device: attention keeps its whole matrix
-  there, and batch normalization other results than on a GPU. A fake tensor goes the way of the device that it names.
-- ``__tensor_flatten__`` is documented for tensors that are made of others, and known to no type.
+- ``FakeTensorMode`` of ``torch._subclasses`` makes tensors with a device, a type and a shape, but without memory. The
+  public meta device chooses operators without regard to the device: there attention keeps its whole matrix, and batch
+  normalization saves other results than on a GPU. A fake tensor uses the operators of the device that it names.
+- ``__tensor_flatten__`` is documented for tensor subclasses that wrap other tensors, but no type declares it.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -33,14 +33,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
-"""The operator that ``item``, ``float`` and ``bool`` of a tensor come to."""
+"""The operator that ``item()``, ``float()`` and ``bool()`` of a tensor run."""
 
 
 # Modes
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """PyTorch's, with types: ``__torch_dispatch__`` is called for every operator in place of it."""
+    """PyTorch's ``TorchDispatchMode`` with types. ``__torch_dispatch__`` is called in place of every operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,37 +59,36 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def wraps(kind: type) -> bool:
-    """Tells whether tensors of a class are made of others, as DTensors are.
+    """Returns True if tensors of the class wrap other tensors, as DTensors do.
 
-    A mode that returns ``NotImplemented`` for them sees the operators on these.
+    A mode that returns ``NotImplemented`` for them sees the operators on the wrapped tensors.
     """
     return hasattr(kind, "__tensor_flatten__")
 
 
 def parts_of(tensor: Tensor) -> dict[str, Any]:
-    """Returns, by name, what a tensor is made of whose class :func:`wraps` others: of a DTensor the mesh too."""
+    """Returns the inner parts, by name, of a tensor whose class :func:`wraps` others. Not all need be tensors."""
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return {name: getattr(tensor, name) for name in names}
 
 
 def in_backward() -> bool:
-    """Tells whether autograd's engine runs this."""
+    """Returns True if autograd's engine runs the calling code."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-# What operators do to memory
+# Memory use of operators
 
 
 def _schema_of(function: Any) -> Any:
-    """Returns None for an operator that has functions for arguments."""
+    """Returns the schema of an operator. Returns None for an operator that takes functions as arguments."""
     return getattr(function, "_schema", None)
 
 
 @cache
 def makes_memory(function: Any) -> bool:
-    """Tells whether what an operator returns may lie in memory of its own: it is no view of an argument, and no
-    argument."""
-    if function is torch.ops.aten.lift_fresh.default:  # what torch.tensor has made in silence
+    """Returns True if an output of the operator may have new memory: it is neither an argument nor a view of one."""
+    if function is torch.ops.aten.lift_fresh.default:  # torch.tensor allocated the memory without an operator
         return True
     schema = _schema_of(function)
     return schema is None or not schema.returns or any(each.alias_info is None for each in schema.returns)
@@ -97,8 +96,8 @@ def makes_memory(function: Any) -> bool:
 
 @cache
 def may_resize(function: Any) -> bool:
-    """Tells whether an operator that makes no memory may give that of an argument another size: by its name, and with
-    ``out=``."""
+    """Returns True if an operator without new memory may resize the memory of an argument, judged by its name and by
+    ``out=`` arguments."""
     schema = _schema_of(function)
     if schema is None:
         return True
@@ -107,44 +106,45 @@ def may_resize(function: Any) -> bool:
 
 
 def written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns those of the arguments that the call writes into; none of an operator that has functions for them."""
+    """Returns the arguments that the call writes into. Returns none for an operator that takes functions as
+    arguments."""
     schema = _schema_of(function)
     arguments = () if schema is None else schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     return [given[argument.name] for argument in arguments if argument.is_write and argument.name in given]
 
 
-# Tensors without memory
+# Fake tensors
 
 
 def fake_mode() -> Any:
-    """Makes a mode in which every new tensor is fake, and a real one that is used counts as its fake."""
+    """Returns a mode in which every new tensor is fake. Real tensors may be used; they are converted to fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 active_fake_mode: Callable[[], Any] = _guards.active_fake_mode
-"""Returns the mode that makes tensors fake here; None where there is none."""
+"""Returns the active fake mode. Returns None if there is none."""
 
 without_fakes: Callable[[], Any] = unset_fake_temporarily
-"""Enters a block in which tensors are real again."""
+"""Returns a context in which the fake mode is off and new tensors are real."""
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Tells whether the tensor has no memory."""
+    """Returns True if the tensor is fake and has no memory."""
     return isinstance(tensor, FakeTensor)
 
 
 def depends_on_numbers(error: BaseException) -> bool:
-    """Tells whether the error was raised for want of numbers."""
+    """Returns True if the error was raised because a fake tensor has no values."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 @contextmanager
 def exchangeable() -> Iterator[None]:
-    """Has ``Module.to`` work in the block on modules of fake tensors.
+    """Makes ``Module.to`` work on modules of fake tensors during the block.
 
-    It exchanges the inside of a fake parameter for that of the converted one, by ``torch.utils.swap_tensors``, which
-    refuses tensors to which something refers weakly, and the mode itself does.
+    ``Module.to`` swaps a fake parameter with the converted one by ``torch.utils.swap_tensors``. That function refuses
+    tensors with weak references, and the fake mode itself holds weak references.
     """
     with mock.patch.object(torch.utils, "swap_tensors", _exchange):
         yield

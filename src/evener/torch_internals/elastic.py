@@ -1,18 +1,18 @@
-"""Names of torchrun's agent and rendezvous: its workers' processes, and what machines agree on.
+"""Private names of torchrun's agent and rendezvous: its worker processes, and the state of the rendezvous.
 
 - ``_start_workers``, ``_monitor_workers``, ``_remaining_restarts``, ``_pcontext``, ``_failures``,
   ``_capture_process_failures`` and ``_running_local_ranks`` tell an agent when its workers have started and failed. The
-  agent is made to be derived from, but the context in which its processes live, with their ids and with those that
-  have failed, has no public name. It ends all of them with the first that fails; a failure that is taken away from it
-  before it is looked at, with a new process in the place of the old one, is none to it.
-- ``DynamicRendezvousHandler._state_holder`` knows how many machines have come to a c10d rendezvous, while it waits, and
-  tells nobody; who starts a run on several machines wants to know which one is missing.
+  agent is made to be derived from, but its context of processes, with their ids and failures, is private. The context
+  ends all processes when the first one fails. To replace a single rank, a failure is removed from the context before
+  the context looks at it, and a new process takes the place of the old one.
+- ``DynamicRendezvousHandler._state_holder`` holds the number of machines that have come to a c10d rendezvous so far. A
+  user who starts a run on several machines wants to see which one is missing.
 
 Tested with torch 2.11, 2.13, 2.15.
 
-- ``_RendezvousState`` and ``_NodeDesc`` are what machines agree on in a c10d rendezvous. torch hands it to a backend as
-  a pickle, and unpickles whatever the backend gives back. Evener's backend keeps it as JSON, for which the classes must
-  be known.
+- ``_RendezvousState`` and ``_NodeDesc`` are the state of a c10d rendezvous. torch gives it to a backend as a pickle,
+  and
+  unpickles whatever the backend returns. Evener's backend stores it as JSON, and needs the classes for that.
 
 Tested with torch 2.11, 2.13.
 """
@@ -38,27 +38,28 @@ __all__ = ["ElasticAgent", "NodeDesc", "RendezvousState", "failed", "participant
 
 
 class ElasticAgent(LocalElasticAgent):
-    """Calls :meth:`started` and knows the processes."""
+    """Torchrun's local agent with methods that derived classes override, and with rank replacement."""
 
     def started(self, context: PContext) -> None:
-        """The workers run, for the first time or again."""
+        """Called when the workers have started, for the first time or again."""
 
     def failing(self, result: RunResult, restarts: int) -> bool:
-        """Workers have failed, and ``restarts`` more starts are left; returns whether to use one, if there is."""
+        """Called when workers have failed and ``restarts`` restarts are left. Returns False to forbid further
+        restarts."""
         return True
 
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
-        """Local ranks have failed; returns whether new ones take their places, while all others go on."""
+        """Called when local ranks have failed. Returns True to replace them while the other ranks continue."""
         return False
 
     @property
     def restarts_done(self) -> int:
-        """Counts how often workers have been started again."""
+        """The number of restarts and rank replacements so far."""
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
     @property
     def is_alone(self) -> bool:
-        """Tells whether all workers of the run are this agent's."""
+        """True if this agent runs all workers of the run."""
         return self._worker_group.group_world_size == 1
 
     @property
@@ -74,7 +75,7 @@ class ElasticAgent(LocalElasticAgent):
         return pids
 
     def _replace_in(self, context: PContext) -> None:
-        """Looks at failures before the context does."""
+        """Patches ``context`` so that failed ranks are replaced before the context sees the failure."""
         if not isinstance(context, SubprocessContext):
             return
         borrowed: Any = context
@@ -92,7 +93,7 @@ class ElasticAgent(LocalElasticAgent):
         borrowed._capture_process_failures = replace_failed
 
     def _replace(self, context: SubprocessContext, local_rank: int) -> None:
-        """Starts a new process with the place, the arguments and the variables of one that has failed."""
+        """Replaces a failed process by a new one with the same local rank, arguments and environment variables."""
         failure = context._failures.pop(local_rank)
         Path(failure.error_file).unlink(missing_ok=True)
         variables = context.envs[local_rank] | {"TORCHELASTIC_RESTART_COUNT": str(self.restarts_done)}
@@ -115,18 +116,21 @@ class ElasticAgent(LocalElasticAgent):
 
 
 def running(context: PContext) -> dict[int, int]:
-    """Returns the ids of the processes that run, by local rank, as far as is known."""
+    """Returns the process ids of the workers known to be running, by local rank."""
     known: set[int] = getattr(context, "_running_local_ranks", set()) - failed(context)
     return {rank: pid for rank, pid in context.pids().items() if rank in known}
 
 
 def failed(context: PContext) -> set[int]:
-    """Returns the local ranks that have failed by themselves so far."""
+    """Returns the local ranks that have failed so far, without those that the context ended."""
     return set(getattr(context, "_failures", {}))
 
 
 def participants(handler: RendezvousHandler | None) -> int | None:
-    """Counts the machines that wait in the round that is open, this one among them; None where the backend does not."""
+    """Returns the number of machines in the open rendezvous round, this one included.
+
+    Returns None if the backend does not count them.
+    """
     if isinstance(handler, DynamicRendezvousHandler):
         return len(handler._state_holder.state.participants)
     return None

@@ -1,9 +1,9 @@
-"""How this interpreter was started, and how it ends: ``subprocess._args_from_interpreter_flags``,
-``threading._shutdown`` and ``atexit._run_exitfuncs``, which are Python's.
+"""Options and shutdown of the Python interpreter: ``subprocess._args_from_interpreter_flags``,
+``threading._shutdown`` and ``atexit._run_exitfuncs``.
 
-``multiprocessing`` starts its processes with the first; ``sys.flags`` and ``sys.warnoptions`` would have to be put
-into words by hand. The other two are what Python itself does at its end, before it destroys objects, and can be had
-in no other way by a process that ends with ``os._exit``.
+``multiprocessing`` starts its processes with the first; the public ``sys.flags`` and ``sys.warnoptions`` would have to
+be converted to options by hand. Python calls the other two at its end, before it destroys objects. A process that ends
+with ``os._exit`` has no public way to call them.
 
 Tested with Python 3.11.
 """
@@ -16,16 +16,16 @@ import threading
 
 
 def flags() -> list[str]:
-    """Returns the options of the interpreter, as a command line has them: ``-X dev -W error``."""
+    """Returns the options of this interpreter as command-line arguments, such as ``-X dev -W error``."""
     found: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return found
 
 
 def join_threads() -> None:
-    """Waits for all threads that are no daemons."""
+    """Waits for all threads that are not daemons."""
     threading._shutdown()  # type: ignore[attr-defined]
 
 
 def run_exit_functions() -> None:
-    """Calls what was registered with ``atexit``."""
+    """Calls the functions that were registered with ``atexit``."""
     atexit._run_exitfuncs()

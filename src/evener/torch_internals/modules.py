@@ -1,19 +1,17 @@
-"""Names of modules, of what wraps them, and of data loaders.
+"""Private names of modules, of their wrappers, and of data loaders.
 
-- ``Module._parameters`` and ``_buffers`` are a module's own, to be replaced in place. ``named_parameters`` leaves out
-  those that are None, and ``setattr`` goes through ``__setattr__`` of a module that may have its own (lazy and
-  parametrized ones do).
-- ``_BatchNorm`` and ``_DropoutNd`` are the classes from which torch's BatchNorms and Dropouts derive. A model may hold
-  any of them, also of classes that the user derived, and no public class is common to them.
-- ``_orig_mod``, ``_checkpoint_wrapped_module`` and ``_fsdp_wrapped_module`` are what ``torch.compile`` and others that
-  wrap modules put into names: the wrapped module is held in an attribute, which becomes a part of the names of
-  parameters. Nothing public names it, and ``torch.distributed.checkpoint.state_dict`` strips the names for state
-  dicts alone.
-- ``collate`` and ``default_collate_fn_map`` of ``torch.utils.data._utils`` are what ``default_collate`` is made of. Its
-  documentation shows them as the way to extend it, under a path that is private.
-- ``_BaseDataLoaderIter`` is the class of a DataLoader's iterators. An onlooker times how long a script waits for
-  samples, in the loop of the script's own. A DataLoader may be made before Evener sees it, and its iterators have no
-  public class.
+- ``Module._parameters`` and ``_buffers`` are dicts of a module's own parameters and buffers, which Evener replaces.
+  ``named_parameters`` leaves out entries that are None, and ``setattr`` goes through the module's ``__setattr__``,
+  which lazy and parametrized modules override.
+- ``_BatchNorm`` and ``_DropoutNd`` are the base classes of torch's BatchNorms and Dropouts, also of classes that users
+  derive from them. There is no public base class.
+- ``_orig_mod``, ``_checkpoint_wrapped_module`` and ``_fsdp_wrapped_module`` are attributes in which ``torch.compile``
+  and other wrappers hold the wrapped module. They become part of the names of parameters. They have no public name, and
+  ``torch.distributed.checkpoint.state_dict`` removes them only for state dicts.
+- ``collate`` and ``default_collate_fn_map`` of ``torch.utils.data._utils`` implement ``default_collate``. Its
+  documentation shows how to extend it with them, under the private path.
+- ``_BaseDataLoaderIter`` is the base class of a DataLoader's iterators. Evener measures with it how long a script's own
+  loop waits for samples. The script may create the DataLoader before Evener sees it, and the class has no public name.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -45,16 +43,16 @@ WRAPPERS = (COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns them by name; writing to the dict replaces them."""
+    """Returns the module's own parameters by name. Writing to the dict replaces them."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns them by name; writing to the dict replaces them."""
+    """Returns the module's own buffers by name. Writing to the dict replaces them."""
     return module._buffers
 
 
 def compiled_from(model: nn.Module) -> nn.Module | None:
-    """Returns the module that ``torch.compile`` was given; None if ``model`` is not its work."""
+    """Returns the module from which ``torch.compile`` made ``model``. Returns None if ``model`` is not compiled."""
     found = getattr(model, COMPILED, None)
     return found if isinstance(found, nn.Module) else None

@@ -1,10 +1,10 @@
-"""Names of optimizers: hooks on a step, and norms of many gradients.
+"""Private names of optimizers: hooks on a step, and norms of many gradients.
 
-- ``Optimizer._optimizer_step_pre_hooks`` and ``..._post_hooks`` say whether hooks were registered, which cannot be
-  asked in a public way. Whoever steps in an optimizer's place would lose them in silence.
-- ``torch._foreach_norm`` finds the largest number of each of many tensors in one go. ``torch.linalg.vector_norm`` takes
-  one tensor, and a GPU's host is busy for as long with starting it as with starting the norm of a hundred.
-  ``torch.nn.utils.get_total_norm`` starts them together, but gives the norm of all.
+- ``Optimizer._optimizer_step_pre_hooks`` and ``..._post_hooks`` show if hooks were registered; there is no public way
+  to ask. Code that updates in place of the optimizer's ``step`` would silently skip them.
+- ``torch._foreach_norm`` computes the largest absolute value of each of many tensors in one call.
+  ``torch.linalg.vector_norm`` takes one tensor, and launching it on a GPU takes the host as long as launching the norms
+  of a hundred tensors together. ``torch.nn.utils.get_total_norm`` launches them together, but returns the total norm.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Tells whether something was registered to be called before or after the optimizer's step."""
+    """Returns True if the optimizer has hooks before or after its step."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the largest absolute value of each tensor, none of which is empty; NaN for one that holds a NaN."""
+    """Returns the largest absolute value of each tensor; NaN for a tensor with a NaN. No tensor may be empty."""
     return list(torch._foreach_norm(list(tensors), math.inf))

@@ -1,14 +1,14 @@
-"""Names of process groups: one by a name of one's own, the store of the default one, and one that has nobody in it.
+"""Private names of process groups: groups with a given name, the default group's store, and the fake backend.
 
-- ``_get_default_store`` gives the store through which a process group that is there already was made. Nothing public
-  leads to it, and in a script of the user's own it is the only place that all ranks are known to share. A store of
-  Evener's own would need an address that all hosts reach.
-- ``_new_process_group_helper``, ``_world`` and ``GroupName`` make a group under a given name, and count groups.
-  ``dist.new_group`` chooses the name itself. Where only the members of a group call it, that name depends on how many
-  groups each of them has been in, so that members wait for each other under different names.
-- ``FakeStore`` of ``torch.testing._internal`` belongs to the backend ``fake``, a group with nobody at the other end.
-  Its collectives are over at once and leave tensors as they are, which is all that tensors without numbers can tell.
-  Its module registers the backend, and is imported when such a group is opened.
+- ``_get_default_store`` returns the store with which the default process group was made. It has no public name. In a
+  user's own script it is the only place that all ranks are known to share. A new store would need an address that all
+  hosts can reach.
+- ``_new_process_group_helper``, ``_world`` and ``GroupName`` make a group with a given name, and count groups.
+  ``dist.new_group`` chooses the name itself. If only the members of a group call it, that name depends on how many
+  groups each member has been in, so members may wait for each other under different names.
+- ``FakeStore`` of ``torch.testing._internal`` belongs to the backend ``fake``, a group without other processes. Its
+  collectives return at once and do not change tensors, which is enough for fake tensors. Its module registers the
+  backend, and is imported when such a group is opened.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -39,14 +39,15 @@ def default_store() -> Store:
 
 
 def named_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Does what ``dist.new_group`` does once it has chosen a name; the members alone call it.
+    """Makes a process group with a given name. All members must call this together; other ranks do not call it.
 
     Args:
-        name: One that no group has had, the same on all members.
-        ranks: The members, of which this rank is one, ascending.
-        backend: As ``dist.Backend`` takes it, or for each type of device, ``"cpu:gloo,cuda:gloo"``.
+        name: A name that no group has had, the same on all members.
+        ranks: The members in ascending order. This rank is one of them.
+        backend: A backend as for ``dist.Backend``, or one for each type of device, such as ``"cpu:gloo,cuda:gloo"``.
+        timeout: The timeout of the group's collectives.
     """
-    # Of several, torch takes none for the default where a module has registered its fake backend, and warns of it.
+    # If a fake backend is registered, torch finds no default among several backends, and warns about it.
     backends = {each.rpartition(":")[2] for each in backend.split(",")}
     made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
@@ -64,11 +65,11 @@ def named_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelt
 
 
 def groups_open() -> int:
-    """Counts the process groups that this process is in; torch has no other count."""
+    """Returns the number of process groups that this process is in. Torch has no public count."""
     return len(_world.pg_map)
 
 
 def open_fake_group(rank: int, world_size: int) -> None:
-    """Makes this process rank ``rank`` of a world that is not there."""
+    """Opens a default process group with the fake backend: this process is ``rank``, the other ranks do not exist."""
     fakes = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group(FAKE_BACKEND, store=fakes.FakeStore(), rank=rank, world_size=world_size)

@@ -1,8 +1,8 @@
-"""Optimizer state in a few bits, as torchao keeps it: ``_AdamBase._new_buffer`` and its classes of tensors.
+"""Quantized optimizer state of torchao: ``_AdamBase._new_buffer`` and the tensor classes that it returns.
 
-A tensor of these classes looks like one of floats and holds codes, a scale for each block and a table. It says its
-numbers by ``dequantize`` and takes others by ``copy_``. What makes such a tensor for a parameter, of the optimizer's
-kind and divided as the parameter is, has no public name, and neither has the base class.
+A tensor of these classes behaves like a float tensor and holds codes, a scale for each block and a table of values.
+``dequantize`` returns its values, and ``copy_`` sets them. Neither the base class nor the method that makes such a
+tensor for a parameter (for this optimizer, and sharded like the parameter) is public.
 
 Tested with torchao 0.18.
 """
@@ -19,7 +19,7 @@ from evener.torch_internals.dispatch import parts_of, wraps
 
 
 def is_quantized(value: object) -> bool:
-    """Tells whether it is a tensor whose numbers lie in codes; a DTensor of such is not."""
+    """Returns True if ``value`` is a quantized tensor. Returns False for a DTensor that holds one."""
     return (
         isinstance(value, Tensor)
         and wraps(type(value))
@@ -30,41 +30,44 @@ def is_quantized(value: object) -> bool:
 
 
 def makes_quantized(optimizer: torch.optim.Optimizer) -> bool:
-    """Tells whether the optimizer keeps its state in codes."""
+    """Returns True if the optimizer keeps its state quantized."""
     return hasattr(optimizer, "_new_buffer")
 
 
 def new_state(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
-    """Makes the state of a parameter at first: codes, or plain zeros where these take too little memory."""
+    """Returns the initial state of a parameter: a quantized tensor, or plain zeros if torchao does not quantize it."""
     found: Tensor = optimizer._new_buffer(parameter.detach(), signed)
     return found
 
 
 def make_tables(optimizer: Any) -> None:
-    """Works out what codes mean, which happens once in a process, and is kept."""
+    """Makes torchao compute its tables of values, which it caches for the process."""
     size = optimizer.block_size
-    if isinstance(size, int):  # one without codes has none
+    if isinstance(size, int):  # an optimizer that does not quantize has none
         numbers = torch.zeros(size * -(-4096 // size))
         for signed in (True, False):
             new_state(optimizer, numbers, signed)
 
 
 def rounds_by_chance(optimizer: torch.optim.Optimizer) -> bool:
-    """Tells whether the optimizer's updates draw random numbers."""
+    """Returns True if the optimizer uses stochastic rounding, so that its updates draw random numbers."""
     return bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
 def codes_of(value: Tensor) -> dict[str, Tensor]:
-    """Returns the tensors in which the numbers lie, by name, without the table, which is the same for all."""
+    """Returns the inner tensors of a quantized tensor by name, without the table, which all tensors share."""
     return {name: part for name, part in parts_of(value).items() if name != "qmap"}
 
 
 def lowest_code(value: Tensor) -> Tensor | None:
-    """Returns what the lowest code means in a block whose scale is 1; None where it is minus what the highest means."""
+    """Returns the value of the lowest code in a block with scale 1.
+
+    Returns None if the tensor has no table; the lowest value is then minus the highest.
+    """
     table: Tensor | None = getattr(value, "qmap", None)
     return None if table is None else table[0]
 
 
 def block_size(value: Any) -> int:
-    """Counts the numbers that share a scale, in the order of the flat tensor."""
+    """Returns the number of consecutive values in the flat tensor that share a scale."""
     return int(value.numel() // value.scale.numel())

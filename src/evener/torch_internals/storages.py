@@ -1,18 +1,19 @@
-"""Names of memory: which storage is which, when one changes its size or goes, and where others can open it.
+"""Private names of storages: their identity, changes of their size, their end, and their sharing between processes.
 
-- ``UntypedStorage._cdata`` is a storage's address in C++. Two tensors that share memory share a storage, which Python
-  sees as one object only while somebody keeps that object; the address is what tells.
-- ``UntypedStorage.resize_`` is public, but no mode is told of it. FSDP2 gives memory back by it and takes it anew, so
-  that it is wrapped while somebody listens.
-- ``UntypedStorage._share_fd_cpu_`` moves what a storage holds into a file without a name, in place: all views of the
-  storage, those of C++ too, are there afterwards. The file lies in ``/dev/shm``, and belongs to the storage: its
-  descriptor is open for as long as the storage lives. The public ``share_memory_`` does the same, but does not tell
-  the descriptor.
-- ``StorageWeakRef`` does not keep a storage, but keeps its address from being another's. It says by ``_expired``
-  whether the storage is still there, and lies in a module that has no documentation.
-- ``Tensor._values`` and ``_indices`` are what a sparse tensor stores, as it is stored. ``values`` wants a tensor that
-  is coalesced, and to make one sorts all its indices, which a look at the numbers does not need. torch's page on
-  sparse tensors names the method for that.
+- ``UntypedStorage._cdata`` is the address of a storage in C++. It identifies the storage that two tensors share; Python
+  objects of a storage are the same only while somebody holds the object.
+- ``UntypedStorage.resize_`` is public, but modes do not see it. FSDP2 frees and allocates memory with it. So it is
+  wrapped while there is a listener.
+- ``UntypedStorage._share_fd_cpu_`` moves the contents of a storage in place into a file without a name. All views of
+  the storage, also those in C++, use the file afterwards. The file is in ``/dev/shm`` and belongs to the storage: its
+  descriptor stays open while the storage lives. The public ``share_memory_`` does the same, but does not return the
+  descriptor.
+- ``StorageWeakRef`` does not keep a storage alive, but keeps its address from being used again. Its method ``expired``
+  tells if the storage is gone. Its module has no documentation.
+- ``Tensor._values`` and ``_indices`` return the stored parts of a sparse tensor. The public ``values`` needs a
+  coalesced
+  tensor, and coalescing sorts all indices, which is not needed to look at the values. torch's page on sparse tensors
+  names the method for that.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -31,10 +32,10 @@ from torch.multiprocessing.reductions import StorageWeakRef as _Reference
 from evener.torch_internals.dispatch import parts_of, wraps
 
 DIRECTORY = "/dev/shm"
-"""The directory of the files that :func:`shared_file` makes."""
+"""The directory of the files of :func:`shared_file`."""
 
 address: Callable[[UntypedStorage], int] = attrgetter("_cdata")
-"""Returns what is the same for as long as the storage lives, and for no other one meanwhile."""
+"""Returns a number that identifies a storage while it lives. Another storage may have it later."""
 
 Resized = Callable[[UntypedStorage], None]
 _listeners: list[Resized] = []
@@ -50,7 +51,7 @@ def _resize_(storage: UntypedStorage, size: int) -> Any:
 
 @contextmanager
 def resizing_told(tell: Resized) -> Iterator[None]:
-    """Calls ``tell`` with every storage that gets another size in the block."""
+    """Calls ``tell`` with every storage that is resized during the block."""
     _listeners.append(tell)
     UntypedStorage.resize_ = _resize_  # type: ignore[method-assign, assignment]
     try:
@@ -62,7 +63,8 @@ def resizing_told(tell: Resized) -> Iterator[None]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the dense tensors in which the numbers of one lie: itself, or those that a sparse or wrapping one has."""
+    """Returns the dense tensors that hold the values of a tensor: itself, or the parts of a sparse or wrapping
+    tensor."""
     if wraps(type(tensor)):
         inner = parts_of(tensor).values()
         return tuple(part for each in inner if isinstance(each, Tensor) for part in memory_of(each))
@@ -74,26 +76,26 @@ def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def stored_values(sparse: Tensor) -> Tensor:
-    """Returns the numbers of a COO tensor, of which several may have one place."""
+    """Returns the stored values of a COO tensor. Several values may belong to one index."""
     return sparse._values()
 
 
 def shared_file(storage: UntypedStorage) -> tuple[int, int]:
-    """Returns the descriptor of the file in which ``storage`` of a CPU lies from now on, and its length in bytes.
+    """Moves a CPU storage into a shared file. Returns the file's descriptor and its length in bytes.
 
-    The length of the file is set and its memory taken as it is written: where ``/dev/shm`` is full, that ends the
-    process (SIGBUS).
+    The file system allocates memory only as the file is written. If ``/dev/shm`` is full, the write ends the process
+    (SIGBUS).
     """
     descriptor, nbytes, *_ = storage._share_fd_cpu_()
     return int(descriptor), int(nbytes)
 
 
 class StorageWeakRef:
-    """A reference to a storage, which it does not keep."""
+    """A weak reference to a storage."""
 
     def __init__(self, storage: UntypedStorage) -> None:
         self._reference = _Reference(storage)  # type: ignore[no-untyped-call]
 
     def expired(self) -> bool:
-        """Tells whether the storage is gone."""
+        """Returns True if the storage is gone."""
         return bool(self._reference.expired())  # type: ignore[no-untyped-call]

@@ -1,4 +1,6 @@
-"""Blocks that are computed again for a budget: as few as it allows, the first of the model, the same on all ranks.
+"""Chooses the blocks to checkpoint for a memory budget: as few as possible, and the first ones of the model.
+
+All ranks of a pipeline stage choose the same blocks.
 
 ::
 
@@ -8,9 +10,9 @@
          what is blocks  │ and compare
          made    watched choice, by all ranks
 
-Counting begins with the first step, which makes what later ones find: buckets, the optimizer's state. What the choice
-takes is counted, too. If it is more than was predicted, more blocks are computed again until a step fits. A step with
-fewer samples than one before, such as the last of an epoch, does not count.
+Memory is counted from the first step on, which allocates buckets and the optimizer state. The steps after the choice
+are counted too. If one is over the budget, more blocks are checkpointed, until a step fits. A step with fewer samples
+than an earlier one, such as the last of an epoch, is ignored.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ MEASURED_STEPS = 2
 
 
 class Recomputing:
-    """What of a learner's model is computed again, from its first step on.
+    """Applies the setting ``recompute`` to a learner's model, from the first step on.
 
     Args:
-        tell: Gets a record of what was chosen, on all ranks.
+        tell: Receives a record of the choice, on all ranks.
     """
 
     def __init__(self, learner: Learner, tell: Callable[[Note], object]) -> None:
@@ -46,13 +48,13 @@ class Recomputing:
         if self._asked is not None and self._asked.is_budget:
             self._tracker = MemoryTracker(device_type=learner.session.device.type)
         self.words = "" if self._asked is None else _before(self._asked, len(learner.recomputed.names))
-        """What a run says of it now."""
+        """A message for the user about the current state; empty without ``recompute``."""
 
     def step(self, batch: Batch, number: int) -> AbstractContextManager[None]:
-        """Around a step; those in which something is measured end with collective calls.
+        """Returns a context for one step. All ranks must enter it together: steps may end with collective calls.
 
         Raises:
-            ConfigurationError: For a budget that cannot be met; on all ranks.
+            ConfigurationError: On all ranks, if the budget cannot be met or no block was called.
         """
         return nullcontext() if self._asked is None else self._around(batch, number)
 
@@ -84,7 +86,13 @@ class Recomputing:
             self._seen.passed()
 
     def _choose(self) -> None:
-        """What a block sends in forward, it sends again: so ranks of the same blocks have the same number of them."""
+        """Chooses blocks after the measured steps. All ranks must call this together.
+
+        Ranks of the same stage checkpoint the same number of blocks, because a recomputation may communicate.
+
+        Raises:
+            ConfigurationError: If the budget cannot be met.
+        """
         learner, stage = self._learner, self._learner.mesh.index("pipeline")
         called: list[tuple[int, set[str]]] = learner.session.control.gather_objects((stage, self._seen.names))
         self._stages = [other for other, _ in called]
@@ -102,7 +110,11 @@ class Recomputing:
         self._take([0] * len(self._budgets))
 
     def _take(self, over: Sequence[int]) -> bool:
-        """Takes as few blocks as fit; more than before on ranks that were ``over`` by bytes. Whether any were added."""
+        """Checkpoints as few blocks as fit. Returns True if the number changed on any rank.
+
+        Args:
+            over: Bytes by which each rank exceeded its budget. Such a rank gets more blocks than before.
+        """
         self._rooms = [room - more for room, more in zip(self._rooms, over, strict=True)]
         wanted = [
             max(count + (more > 0), fewest(peaks, room))
@@ -129,11 +141,11 @@ class Recomputing:
         self._tell(Note(number, self.words))
 
     def _said(self, found: Sequence[int], over: int) -> str:
-        """What was chosen and why, and what came of it.
+        """Returns a message about the choice and the measured peaks.
 
         Args:
-            found: Bytes of each rank's peak.
-            over: Bytes above the budget, with all blocks computed again.
+            found: The peak of each rank in bytes.
+            over: Bytes above the budget if no more blocks could be checkpointed, else 0.
         """
         assert self._asked is not None
         blocks = {stage: len(peaks) - 1 for stage, peaks in zip(self._stages, self._peaks, strict=True)}
@@ -152,7 +164,7 @@ class Recomputing:
 
 
 def _before(asked: Recompute, blocks: int) -> str:
-    """What is said of a run that begins."""
+    """Returns the message for the start of a run."""
     if not asked.is_budget:
         return f"recomputes all {blocks} blocks in backward"
     return (
@@ -162,7 +174,7 @@ def _before(asked: Recompute, blocks: int) -> str:
 
 
 def _impossible(asked: Recompute, ranks: Sequence[Sequence[int]], budgets: Sequence[int]) -> str:
-    """What is said of a budget that cannot be met."""
+    """Returns the error message for a budget that cannot be met."""
     rank = max(range(len(ranks)), key=lambda each: ranks[each][-1] - budgets[each])
     peaks = ranks[rank]
     return (

@@ -1,4 +1,4 @@
-"""``evener devices``: this machine surveyed and measured; and the line about it at the head of a run."""
+"""Surveys and measures this machine for ``evener devices``, and for the line about it at the start of a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from evener.version import evener_version
 
 SEE = "`evener devices` tells more"
 _ALL_PAIRS = 8
-"""Up to so many ranks every pair is measured, of more the neighbours on a ring."""
+"""The largest number of ranks for which every pair is measured. With more ranks, only neighbours on a ring are."""
 _LEAST_BETA = 1e-14
-"""Seconds a byte, where a large message came no later than a small one."""
+"""The least seconds per byte, used if a large message took no longer than a small one."""
 
 
 def survey_devices(
@@ -38,16 +38,17 @@ def survey_devices(
     measured: bool = True,
     timeout_seconds: float = 300.0,
 ) -> Survey:
-    """What this machine is and does.
+    """Surveys the devices of this machine, and measures their speed and the links between ranks.
 
     Args:
-        processes: Ranks that it starts to measure the links between; by default as many as a run would have.
-        device: ``cpu`` or ``cuda``; cuda where there is any by default.
-        measured: Whether to measure: a second or two for each device, and some to start the ranks.
-        timeout_seconds: How long a rank waits for others.
+        processes: Ranks to start for measuring the links; by default as many as a run would have.
+        device: ``cpu`` or ``cuda``; by default cuda if there is any.
+        measured: If False, measures nothing. Measuring takes one or two seconds for each device, and a few to start
+            the ranks.
+        timeout_seconds: The longest wait of a rank for others.
 
     Raises:
-        ConfigurationError: If there cannot be so many ranks, or this process is a rank of a launcher's.
+        ConfigurationError: If there cannot be so many ranks, or a launcher started this process as a rank.
     """
     if is_launched():
         raise ConfigurationError(
@@ -59,19 +60,19 @@ def survey_devices(
     survey = read_survey(Plan(ranks, _threads(ranks), kind), evener_version())
     if not measured:
         return survey
-    # Ranks come first: a card that serves one process at a time would keep them out once this one has used it.
+    # Links are measured first: a card in exclusive mode would refuse the ranks once this process has used it.
     return with_speeds(with_links(survey, timeout_seconds) if ranks > 1 else survey)
 
 
 def _threads(ranks: int) -> int:
-    """Of each rank, as a session takes them: what ``OMP_NUM_THREADS`` told torch, else its part of the cores."""
+    """Returns the threads of each rank in a session: by ``OMP_NUM_THREADS`` if set, else an equal part of the cores."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else threads_per_rank(ranks)
 
 
 def with_speeds(survey: Survey) -> Survey:
-    """The survey with the speed of the CPU and of every card that torch sees.
+    """Returns the survey with the speed of the CPU and of every card that torch sees.
 
-    What slows a card down under load is asked for right after it was measured: an idle one has no reason to.
+    Asks each card for reasons that slow it down (throttling) right after measuring it, because an idle card has none.
     """
     nvml, braked, speeds = find_nvml(), dict[str, tuple[str, ...]](), list[Speed]()
     for name in ("cpu", *(card.device for card in survey.seen if card.device)):
@@ -83,7 +84,7 @@ def with_speeds(survey: Survey) -> Survey:
 
 
 def with_links(survey: Survey, timeout_seconds: float) -> Survey:
-    """The survey with the links between ranks; that they cannot be had is a part of it too."""
+    """Returns the survey with the links between ranks. If they cannot be measured, ``links_error`` says why."""
     plan = survey.plan
     try:
         links = launch(
@@ -113,7 +114,7 @@ def _links_on_rank(device: str, timeout_seconds: float) -> list[MeasuredLink]:
 
 
 def pairs_of(ranks: int) -> list[tuple[int, int]]:
-    """Of ranks that are measured against each other."""
+    """Returns the pairs of ranks to measure: all pairs of few ranks, else the neighbours on a ring."""
     if ranks <= _ALL_PAIRS:
         return [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
     return [(rank, (rank + 1) % ranks) for rank in range(ranks)]
@@ -124,10 +125,9 @@ def _first_line(error: Exception) -> str:
 
 
 def head_line(session: Session, config: RunConfig) -> str:
-    """What a run is told about its machines: the worst finding, with its remedy; empty if there is none.
+    """Returns the worst finding about the machines of a run, with its remedy; empty if there is none.
 
-    A collective call. Each host looks at itself, for some milliseconds. Only what is known without measuring is told,
-    and no notes.
+    All ranks must call this together. One rank of each host surveys its host, without measuring, in some milliseconds.
     """
     environment = session.environment
     cores = cores_of(environment.host, session.control.gather_objects((environment.host, cores_allowed())))
@@ -138,12 +138,12 @@ def head_line(session: Session, config: RunConfig) -> str:
 
 
 def cores_of(host: str, allowed: Sequence[tuple[str, frozenset[int]]]) -> frozenset[int]:
-    """Cores of the ranks of a host together: SLURM may give each rank cores of its own."""
+    """Returns the cores of all ranks of a host together. SLURM may give each rank different cores."""
     return frozenset[int]().union(*(cores for name, cores in allowed if name == host))
 
 
 def worst_of_hosts(found: Sequence[tuple[str, Finding | None]]) -> str:
-    """The worst of the findings, of the first host that has it, and the number of the others that have it too."""
+    """Returns the worst finding with the first host that has it, and the number of other hosts that have it too."""
     order = list(LEVELS)
     each = [(host, finding) for host, finding in found if finding is not None]
     if not each:
@@ -165,5 +165,5 @@ def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:
     try:
         survey = glance(plan, evener_version(), accelerators=config.device != "cpu")
         return worst(replace(survey, host=replace(survey.host, allowed_cores=cores)))
-    except (RuntimeError, OSError, ValueError) as error:  # no reason to stop a run
+    except (RuntimeError, OSError, ValueError) as error:  # a failed survey must not stop a run
         return Finding("note", "unknown", f"this machine could not be surveyed: {_first_line(error)}", SEE)

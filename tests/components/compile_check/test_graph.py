@@ -33,6 +33,7 @@ from tests.comparing import worst
 from tests.components.compile_check import wrong_code
 from tests.components.test_compile import Tower
 from tests.strategies import sentences, test_experts
+from tests.training.prepare.running import with_settings
 from tests.zoo.text import gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -297,7 +298,7 @@ def test_want_of_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*args: Any) -> Any:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(graphs_of.Comparison, "wrong", none_left)
+    monkeypatch.setattr(graphs_of.GraphComparison, "wrong", none_left)
     model = blocks()
     graphs = Compiling("blocks", backend="right").apply(model, "cpu")
     computed(model)
@@ -454,13 +455,11 @@ def prepared(compile_first: bool) -> list[str]:
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(tasks.draws(20, 6), tasks.classes(20, 3)), batch_size=5)
     model: Any = Tower()
-    with warnings.catch_warnings(record=True) as seen:
+    with with_settings(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model = torch.compile(model, backend="scaled") if compile_first else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, data, loss = evener.prepare(
-            model, optimizer, data, nn.CrossEntropyLoss(), device="cpu"
-        )
+        model, optimizer, data, loss = evener.prepare(model, optimizer, data, nn.CrossEntropyLoss())
         model = model if compile_first else torch.compile(model, backend="scaled")
         for x, y in data:
             optimizer.zero_grad()
@@ -520,7 +519,7 @@ def test_a_call_without_numbers_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> 
     nodes.output((nodes.call_function(torch.sign, (x,)),))
     plain = fx.GraphModule(nn.Module(), nodes)
     tried: list[Any] = []
-    monkeypatch.setattr(graphs_of.Comparison, "wrong", lambda self, given: tried.append(given) or [])
+    monkeypatch.setattr(graphs_of.GraphComparison, "wrong", lambda self, given: tried.append(given) or [])
     graph = graphs_of.Graph("right", plain, plain, plain, [torch.ones(2)])
     with graphs_of.called(graphs_of.Caller("", plain, graphs_of.Findings())):
         with fake_mode():

@@ -66,7 +66,7 @@ def kind_of_channel() -> str:
 
 
 def test_ranks_of_one_host_get_a_board(ranks: Any) -> None:
-    assert ranks(2).run(kind_of_channel) == ["Board", "Board"]
+    assert ranks(2).run(kind_of_channel) == ["Scoreboard", "Scoreboard"]
 
 
 def errors_of_a_board_without_rank_1() -> list[str]:

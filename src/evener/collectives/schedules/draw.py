@@ -1,7 +1,7 @@
-"""A schedule as a picture: as a table for reading, as arrows between ranks for showing.
+"""Draws a schedule of a collective: as a table of text, or as SVG with arrows between ranks.
 
-A cell of the table holds what a rank sends: ``0-3>2+`` sends chunks 0 to 3 to rank 2, which adds them;
-without ``+`` it copies them.
+A cell of the table holds what a rank sends: ``0-3>2+`` sends chunks 0 to 3 to rank 2, which adds them. Without ``+``
+rank 2 copies them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _COLORS = {"add": "#d95f02", "copy": "#1f6fb4"}
 
 
 def draw(schedule: Schedule) -> str:
-    """The table of rounds: a row a round, a column a rank, no blanks at the ends of lines."""
+    """Returns a table as text: a row for each round, a column for each rank, no blanks at the ends of lines."""
     world_size = schedule.topology.world_size
     columns = [_column(rank, schedule.for_rank(rank)) for rank in range(world_size)]
     numbers = [str(number).rjust(5) for number in range(len(columns[0]) - 1)]
@@ -42,7 +42,7 @@ def _chunks(transfer: Transfer) -> str:
 
 
 def draw_svg(schedule: Schedule) -> str:
-    """An SVG image: ranks from left to right, time downward, additions solid orange, copies dashed blue."""
+    """Returns an SVG image: ranks from left to right, time downward, additions solid orange, copies dashed blue."""
     rounds = list(schedule.rounds())
     width = 2 * _MARGIN + _COLUMN * (schedule.topology.world_size - 1)
     height = 2 * _MARGIN + _ROW * len(rounds)
@@ -60,7 +60,7 @@ def _tip(name: str, color: str) -> str:
 
 
 def _frame(schedule: Schedule, height: int) -> Iterator[str]:
-    """A vertical line for each rank, headed by its number and host."""
+    """Yields a vertical line for each rank, with its number and host at the top."""
     for rank in range(schedule.topology.world_size):
         x = _MARGIN + _COLUMN * rank
         yield f'<path d="M{x} {_MARGIN}V{height - _MARGIN / 2:g}" stroke="#bbb"/>'
@@ -69,7 +69,10 @@ def _frame(schedule: Schedule, height: int) -> Iterator[str]:
 
 
 def _arrow(number: int, transfer: Transfer) -> Iterator[str]:
-    """From the source as the round begins to the destination as it ends; a loop where they are one."""
+    """Yields an arrow from the source at the beginning of the round to the destination at its end, and its label.
+
+    The arrow is a loop if both are the same rank.
+    """
     x1, x2 = (_MARGIN + _COLUMN * rank for rank in (transfer.src, transfer.dst))
     y1, y2 = _MARGIN + _ROW * number + 6, _MARGIN + _ROW * (number + 1) - 6
     bend = f"C{x1 + 30} {y1} {x1 + 30} {y2}" if x1 == x2 else "L"

@@ -1,8 +1,8 @@
-"""Blocks of a model that are computed again in backward, in place of keeping what they made (Chen et al. 2016).
+"""Activation checkpointing: blocks are computed again in backward and do not keep their activations (Chen et al. 2016).
 
-===================  ===========================================================
-``forward``          a block that is kept, or computed again
-``written_buffers``  what forward writes into must not be written twice
-``profiling``        what each block holds, and the peaks that follow from it
-===================  ===========================================================
+===================  =======================================================================
+``forward``          the ``forward`` of a block, with or without checkpointing
+``written_buffers``  keeps a recomputation from writing into buffers a second time
+``profiling``        measures what each block holds, and predicts the peaks that follow
+===================  =======================================================================
 """

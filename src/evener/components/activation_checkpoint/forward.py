@@ -1,15 +1,16 @@
-"""A block's ``forward`` that may be computed again.
+"""Activation checkpointing of single blocks: wraps a block's ``forward`` so that backward can compute it again.
 
 ::
 
     kept        forward ──────────────────── backward        holds all that backward needs
     again       forward ───────────── again, backward        holds its inputs
 
-``torch.utils.checkpoint`` does it, with the same random numbers and in the same precision. What it does not know of is
-done around it: the counting and the messages of Evener's layers (:mod:`evener.nn.recompute_guard`), and buffers.
+``torch.utils.checkpoint`` does the work and keeps random numbers and precision the same. This module adds two things:
+a recomputation does not repeat the counting and communication of Evener's layers (:mod:`evener.nn.recompute_guard`),
+and does not write into buffers again.
 
-As with precision, ``forward`` is exchanged, and no module is put around another: names, state and hooks stay. So hooks
-of the block, by which FSDP2 gathers its weights, are not called again; its weights are there when backward comes to it.
+The block's ``forward`` is replaced and no wrapper module is added, so names, state and hooks stay. A recomputation does
+not call the hooks of the block by which FSDP2 gathers weights; the weights are already gathered for its backward.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from evener.torch_internals.dispatch import active_fake_mode
 
 
 class Watch(Protocol):
-    """Who looks on while blocks are computed. Repetitions then go to the end of the block, and not just as far as
-    backward needs it."""
+    """Observes the calls of blocks. While one is set, a recomputation runs to the end of the block, and does not stop
+    when backward has what it needs."""
 
     def called(self, name: str) -> Any:
-        """A block was computed first; returns what :meth:`again` is given."""
+        """Called after a block's forward. Returns an object for :meth:`again` and :meth:`returned`."""
 
     def again(self, call: Any) -> AbstractContextManager[Any]:
-        """Around its repetition."""
+        """Returns a context that is entered around the recomputation."""
 
     def returned(self, call: Any, found: Any) -> None:
-        """What the repetition came to."""
+        """Called with the output ``found`` of the recomputation."""
 
 
 class Recomputed:
-    """In the place of the ``forward`` of a block."""
+    """Replaces the ``forward`` of a block."""
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.called = name, False
         self.kept = False
-        """Whether it is not computed again."""
+        """True if the block keeps its activations, so that backward does not compute it again."""
         self.watch: Watch | None = None
         self._block, self._inner = block, block.forward
         self._buffers = WrittenBuffers(name, block)
@@ -79,7 +80,7 @@ class Recomputed:
         return found
 
     def __reduce__(self) -> Any:
-        """A copy of the block has copies of its own, and nobody who looks on."""
+        """Supports copying the block: the copy has its own buffers' state and no ``watch``."""
         return _copied, (self.name, self._block, self._inner, self.kept)
 
 
@@ -90,7 +91,7 @@ def _copied(name: str, block: nn.Module, inner: Any, kept: bool) -> Recomputed:
 
 
 class _Call:
-    """One call of a block, until its backward."""
+    """The state of one call of a block, kept until its backward."""
 
     def __init__(self, buffers: WrittenBuffers, watch: Watch | None) -> None:
         self._buffers, self._watch = buffers, watch
@@ -98,7 +99,7 @@ class _Call:
         self.noted: Any = None
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around the first computation, and around each repetition."""
+        """Returns the contexts for ``checkpoint``: around the forward pass, and around each recomputation."""
         return self._first(), _Repeatedly(self._again)
 
     @contextmanager
@@ -114,7 +115,7 @@ class _Call:
 
 
 class _Repeatedly:
-    """A context that may be entered once more, for a backward that comes in parts."""
+    """A context that may be entered several times, for a backward in several parts. Calls ``make`` each time."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -130,7 +131,7 @@ class _Repeatedly:
 
 
 class Blocks:
-    """The blocks of a model that may be computed again."""
+    """The blocks of a model that may use activation checkpointing."""
 
     def __init__(self, forwards: Iterable[Recomputed] = ()) -> None:
         self._forwards = {each.name: each for each in forwards}
@@ -138,17 +139,17 @@ class Blocks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order of the model."""
+        """The names of the blocks, in the order of the model."""
         return tuple(self._forwards)
 
     def keep(self, names: Collection[str]) -> None:
-        """From now on these are kept, and all others computed again."""
+        """Lets the blocks of these ``names`` keep their activations; all others are computed again in backward."""
         for each in self._forwards.values():
             each.kept = each.name in names
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """In the block somebody looks on."""
+        """Lets ``watch`` observe all blocks during the ``with`` statement."""
         try:
             for each in self._forwards.values():
                 each.watch = watch
@@ -158,13 +159,13 @@ class Blocks:
                 each.watch = None
 
     def check(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """After the first step: that no block was called would be said by nobody.
+        """Checks once, after the first step, that a block was called. All ranks must call this together.
 
         Args:
-            gather: Brings together what all ranks tell; a collective call.
+            gather: Gathers the values of all ranks; a collective call.
 
         Raises:
-            ConfigurationError: Then.
+            ConfigurationError: If no rank called any block, so that checkpointing has no effect.
         """
         if self._checked:
             return
@@ -179,10 +180,11 @@ class Blocks:
 
 
 def recompute_blocks(asked: Recompute | None, model: nn.Module) -> Blocks:
-    """Takes the place of ``forward`` of what ``model`` repeats, if that is asked for.
+    """Replaces ``forward`` of the blocks that ``model`` repeats. Does nothing if ``asked`` is None.
 
     Raises:
-        ConfigurationError: If it repeats nothing, or nobody can choose yet.
+        ConfigurationError: If the model has no repeated blocks, or a budget is used in a memory estimate, where blocks
+            cannot be measured.
     """
     if asked is None:
         return Blocks()

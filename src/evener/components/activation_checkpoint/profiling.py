@@ -1,14 +1,14 @@
-"""What each block holds, seen in one step in which all are computed again, and the peaks that follow from it.
+"""Measures what each block holds, in one step with all blocks checkpointed, and predicts peaks from that.
 
-Such a step takes the least memory that there is to have. A repetition makes just what a kept block would hold, and a
-:class:`~evener.hardware.memory.MemoryTracker` counts it::
+Such a step has the lowest possible peak. A recomputation allocates exactly what a block without checkpointing would
+hold, and a :class:`~evener.hardware.memory.MemoryTracker` counts it::
 
     counted    forward 0 │ forward 1 │ loss │ again 1, backward 1 │ again 0, backward 0, optimizer
     waiting              0           0 1    0                     none
     nbytes            peak        peak   peak    peak                  peak                            a moment each
 
-The peak with some blocks kept is the largest sum, over the moments, of what was held and what the kept blocks hold that
-wait then for their backward.
+If some blocks keep their activations, the predicted peak is a maximum over the moments. Each moment adds the measured
+peak and the bytes of those blocks that keep activations and wait for their backward.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from evener.torch_internals.storages import address
 
 @dataclass(eq=False)
 class Call:
-    """One call of a block in a counted step."""
+    """One call of a block in a measured step."""
 
     name: str
     nbytes: int = 0
-    """Held by what backward needs, beyond its inputs, and its outputs, which are others' inputs."""
+    """Bytes that backward needs, without the inputs and outputs of the block; outputs are inputs of other blocks."""
 
 
 class Counted:
-    """Looks on in a step that ``tracker`` counts."""
+    """Observes the blocks in one step (a ``Watch``) while ``tracker`` counts memory."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
@@ -44,7 +44,7 @@ class Counted:
         self._outputs: list[tuple[weakref.ref[UntypedStorage], int]] = []
         self._moments: list[tuple[int, tuple[Call, ...]]] = []
         self.names: set[str] = set()
-        """Blocks that were called."""
+        """The names of the blocks that were called."""
         tracker.reset_peak()
 
     def called(self, name: str) -> Call:
@@ -69,15 +69,15 @@ class Counted:
         self._outputs = [(weakref.ref(storage), storage.nbytes()) for storage in storages.values()]
 
     def passed(self) -> None:
-        """What was held at most since the last moment is one."""
+        """Ends a moment: records its peak and the calls that wait for their backward."""
         self._moments.append((self._tracker.peak, tuple(self._waiting)))
         self._tracker.reset_peak()
 
     def peaks(self, names: Sequence[str]) -> list[int]:
-        """The peaks in bytes with the first 0, 1, 2, ..., and all of ``names`` computed again, and the others kept.
+        """Returns predicted peaks in bytes: entry ``n`` is the peak with the first ``n`` of ``names`` checkpointed.
 
         Args:
-            names: All that were called, and maybe more.
+            names: Names of blocks in order. All blocks that were called must be among them.
         """
         rows = []
         for nbytes, waiting in self._moments:
@@ -89,7 +89,7 @@ class Counted:
 
 
 def fewest(peaks: Sequence[int], room: int) -> int:
-    """The smallest number of blocks that, computed again, make a peak of at most ``room`` bytes; all if none does."""
+    """Returns the smallest number of checkpointed blocks with a peak of at most ``room`` bytes; all if none fits."""
     return next((count for count, peak in enumerate(peaks) if peak <= room), len(peaks) - 1)
 
 

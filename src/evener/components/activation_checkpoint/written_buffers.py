@@ -1,8 +1,8 @@
-"""Buffers that a block's forward writes into, such as the running statistics of BatchNorm.
+"""Protects buffers that a block's forward writes into, such as the running statistics of BatchNorm.
 
-A repetition must not write into them once more, and must begin with what they were: so it gets copies in their place.
-Which these are is found at the first call, for which all buffers are copied: by their numbers too, for PyTorch does not
-count what BatchNorm writes as a write.
+A recomputation must not write into them again, and must begin with their old values. So it uses copies in their place.
+The first call copies all buffers and finds out which are written. It also compares values, because PyTorch does not
+count the writes of BatchNorm in a tensor's version.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from evener.torch_internals.autograd import version
 from evener.torch_internals.modules import own_buffers
 
 Place = tuple[dict[str, Any], str]
-"""Where a buffer is held: the buffers of a module, and its key there."""
+"""The place of a buffer: the dict of a module's buffers, and the key in it."""
 Copies = list[tuple[Place, Tensor]]
 
 
 class WrittenBuffers:
-    """Of a block.
+    """Finds the buffers that a block writes into, and copies them before each call.
 
     Args:
-        name: Of the block, for messages.
+        name: The name of the block, for messages.
     """
 
     def __init__(self, name: str, block: nn.Module) -> None:
@@ -36,10 +36,10 @@ class WrittenBuffers:
 
     @contextmanager
     def first(self, copies: Copies) -> Iterator[None]:
-        """Around the call in the forward pass, which fills ``copies``.
+        """Context for the call in the forward pass. Fills ``copies`` with the old values of the written buffers.
 
         Raises:
-            ConfigurationError: If it writes into a buffer into which the first call did not.
+            ConfigurationError: If the call writes into a buffer that the first call did not write.
         """
         every = list(self._places())
         before = [(held[key], version(held[key])) for held, key in every]
@@ -86,7 +86,7 @@ def _among(place: Place, places: Sequence[Place]) -> bool:
 
 @contextmanager
 def in_place_of(copies: Copies) -> Iterator[None]:
-    """Copies of ``copies`` are where the buffers were."""
+    """Replaces the buffers by clones of ``copies`` during the ``with`` statement."""
     were = [(held, key, held[key]) for (held, key), _ in copies]
     for (held, key), copy in copies:
         held[key] = copy.clone()

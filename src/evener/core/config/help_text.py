@@ -1,4 +1,4 @@
-"""The settings in groups, each in one line, as ``--help`` shows them. The record of the settings says the rest."""
+"""The settings in groups, with one line for each, for ``--help``. ``RunConfig`` holds the full help texts."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ GROUPS: dict[str, dict[str, str]] = {
 
 
 def brief(name: str, help: str) -> str:
-    """The line of a setting; of one that has none, the beginning of its help."""
+    """Returns the line of a setting. If it has none, returns the beginning of its full help text."""
     found = next((lines[name] for lines in GROUPS.values() if name in lines), None)
     return found or help.partition(";")[0].partition(":")[0].partition(" (")[0]
 
 
 def group_of(name: str) -> str:
-    """The group of a setting."""
+    """Returns the title of the group of a setting, or "other settings"."""
     return next((title for title, lines in GROUPS.items() if name in lines), "other settings")

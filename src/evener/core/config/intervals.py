@@ -1,4 +1,4 @@
-"""How often something is done: ``500`` or ``500steps``, ``10min``, ``1epoch``."""
+"""Intervals at which something is repeated: ``500`` or ``500steps``, ``10min``, ``1epoch``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 
 @dataclass(frozen=True)
 class Interval:
-    """One of the three is above 0."""
+    """An interval in steps, epochs or seconds. Exactly one of the three is above 0."""
 
     steps: int = 0
     epochs: int = 0
@@ -34,7 +34,7 @@ class Interval:
         """Parses a number and its unit; a number alone counts steps.
 
         Raises:
-            ConfigurationError: If it is neither, or nothing.
+            ConfigurationError: If the text is no number with a known unit, is 0, or is a fraction of a step or epoch.
         """
         matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text))
         unit = _UNITS.get(matched[2]) if matched else None

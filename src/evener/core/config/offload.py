@@ -1,4 +1,4 @@
-"""What a run keeps outside of its devices' memory, as its settings say it."""
+"""The offload settings: what a run keeps outside of its devices' memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ KINDS = (OPTIMIZER, ACTIVATIONS)
 
 @dataclass(frozen=True)
 class Offload:
-    """The settings ``offload`` and ``offload_to``."""
+    """The settings ``offload`` and ``offload_to``, parsed."""
 
     kinds: frozenset[str] = frozenset()
-    """Of :data:`KINDS`."""
+    """What is offloaded: elements of :data:`KINDS`."""
     directory: Path | None = None
-    """Where files are; None for the memory of the host."""
+    """The directory of the files; None to offload to host memory."""
 
     @classmethod
     def from_settings(cls, kinds: str | None, directory: Path | None) -> Offload:
-        """From the settings.
+        """Parses the settings.
 
         Raises:
-            ConfigurationError: For a kind that there is not, or a directory that nothing would go to.
+            ConfigurationError: If a kind is unknown, or ``offload_to`` is set without ``offload``.
         """
         if kinds is None:
             if directory is not None:
@@ -44,15 +44,15 @@ class Offload:
 
     @property
     def optimizer(self) -> bool:
-        """Whether the state of the optimizer is."""
+        """True if the optimizer state is offloaded."""
         return OPTIMIZER in self.kinds
 
     @property
     def activations(self) -> bool:
-        """Whether what forward passes save for backward is."""
+        """True if the tensors that forward saves for backward are offloaded."""
         return ACTIVATIONS in self.kinds
 
     @property
     def words(self) -> str:
-        """For messages: the setting as it may be given."""
+        """The setting ``offload`` as text, for messages."""
         return ",".join(kind for kind in KINDS if kind in self.kinds)

@@ -1,4 +1,4 @@
-"""``--processes MIN:MAX``: as many ranks as there is room for, and no fewer than the run is worth its while with."""
+"""The setting ``--processes MIN:MAX``: the smallest and the largest number of ranks that a run may have."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from evener.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class ProcessRange:
-    """From ``least`` to ``most``, both included."""
+    """A number of ranks from ``least`` to ``most``, both included."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> ProcessRange:
-        """What ``text`` says.
+        """Parses ``MIN:MAX``.
 
         Raises:
-            ConfigurationError: If it is not of that form.
+            ConfigurationError: If ``text`` is no valid range.
         """
         least, _, most = text.partition(":")
         if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
@@ -31,10 +31,10 @@ class ProcessRange:
 
 
 def processes_of(text: str) -> int | str:
-    """The number that ``text`` is, or the range in it, which is a number too where it has one.
+    """Parses "4" or "2:8". Returns a number as an integer, a range as its text. A range with equal ends is a number.
 
     Raises:
-        ConfigurationError: If it is neither.
+        ConfigurationError: If ``text`` is neither a number nor a valid range.
     """
     if text.isdecimal():
         return int(text)
@@ -43,10 +43,10 @@ def processes_of(text: str) -> int | str:
 
 
 def one_number(processes: str | int | None) -> int | None:
-    """The processes of what cannot go on with fewer.
+    """Returns ``processes``, for commands that cannot continue with fewer ranks.
 
     Raises:
-        ConfigurationError: If they are a range.
+        ConfigurationError: If ``processes`` is a range.
     """
     if isinstance(processes, str):
         raise ConfigurationError(

@@ -1,6 +1,7 @@
-"""What a run computes twice to take less memory, as its settings say it.
+"""The setting ``recompute``: which blocks use activation checkpointing.
 
-``blocks``: all that the model repeats. A budget, ``60%`` or ``8GB`` or one size for each rank: as much as is needed.
+``blocks``: all blocks that the model repeats. A budget (``60%``, ``8GB``, or one size for each rank): as few blocks as
+the budget needs.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 @dataclass(frozen=True)
 class Recompute:
-    """A setting of ``recompute``."""
+    """The setting ``recompute``, parsed."""
 
     text: str
-    """As it was given."""
+    """The setting as the user gave it."""
     part: float | None = None
-    """The budget as a part of the peak that a step would have, between 0 and 1."""
+    """The budget as a fraction of a step's peak memory without checkpointing, between 0 and 1; None for other
+    settings."""
 
     @classmethod
     def parse(cls, text: str) -> Recompute:
-        """From the setting.
+        """Parses the setting.
 
         Raises:
-            ConfigurationError: If it is none of these.
+            ConfigurationError: If ``text`` is neither ``blocks`` nor a valid budget.
         """
         found = _PART.fullmatch(text.strip())
         if text != BLOCKS and not found:
@@ -44,19 +46,20 @@ class Recompute:
 
     @property
     def is_budget(self) -> bool:
-        """Whether what is computed twice is chosen for a budget."""
+        """True if the setting is a budget, False if it is ``blocks``."""
         return self.text != BLOCKS
 
     def budgets(self, peaks: Sequence[int], least: Sequence[int], stages: Sequence[int]) -> list[int]:
-        """Bytes for each rank.
+        """Returns the budget of each rank in bytes.
 
-        A part is that of the largest peak of the ranks that compute the same blocks. The end of a pipeline may not come
-        down to that: it has what it needs at least, if that is no more than the part of the largest peak of all.
+        A fraction applies to the largest peak of the ranks of the same pipeline stage. The last stage of a pipeline may
+        be unable to reach that. So a stage's budget is raised to its least possible peak, but to no more than the
+        fraction of the largest peak of all ranks.
 
         Args:
-            peaks: Bytes that a step of each rank would have at its peak if nothing were computed twice.
-            least: The same if everything were.
-            stages: Which blocks each rank computes, as a number.
+            peaks: Peak memory of a step of each rank, in bytes, if no block is checkpointed.
+            least: Peak memory of a step of each rank, in bytes, if all blocks are checkpointed.
+            stages: The pipeline stage of each rank.
 
         Raises:
             ConfigurationError: If there are sizes for another number of ranks.
@@ -70,15 +73,15 @@ class Recompute:
         ]
 
     def sizes(self, ranks: int) -> list[int | None]:
-        """The sizes of a budget, for each rank; None is none.
+        """Returns the size in bytes of each rank's budget. None means that the rank has no size.
 
         Raises:
-            ConfigurationError: If there are as many as there are no ranks.
+            ConfigurationError: If there are sizes for another number of ranks.
         """
         return [None] * ranks if self.part is not None or not self.is_budget else _sizes(self.text, ranks)
 
     def words(self, ranks: int) -> str:
-        """A budget for people."""
+        """Formats a budget for messages."""
         if self.part is not None:
             return f"{self.part:.3g} of the peak"
         return ", ".join(

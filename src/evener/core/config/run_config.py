@@ -1,8 +1,7 @@
-"""What a run is told: one frozen, validated record.
+"""The settings of a run: one frozen, validated data class.
 
-The comment line behind each field is its help text: the command line is made from this class, so that a setting has
-one name, one default and one explanation wherever it is met. Nothing here imports torch, which keeps
-``evener --help`` fast.
+Each field holds its help text. The command line is made from this class, so every setting has one name, one default and
+one explanation everywhere. Nothing here imports torch, which keeps ``evener --help`` fast.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from evener.core.config.validation import (
 from evener.errors import ConfigurationError
 
 AUTO = "auto"
-"""As the place to go on from: the run directory itself, if it holds a checkpoint."""
+"""The value of ``resume`` that resumes from ``run_dir`` itself, if it holds a checkpoint."""
 CHECK_DATA = ("exact", "augmented")
 BAD_SAMPLE = ("stop", "skip")
 FULL_DISK = ("stop", "go-on")
@@ -48,7 +47,7 @@ FUSED_OPTIMIZER = ("auto", "no")
 COMPILE = ("auto", "blocks", "whole")
 COMPILE_CHECK = ("replace", "stop", "no")
 BACKEND = "inductor"
-"""Of torch.compile, where nothing is said."""
+"""The default backend of torch.compile."""
 
 
 def option(
@@ -59,19 +58,21 @@ def option(
     choices: tuple[str, ...] = (),
     without_value: str | None = None,
 ) -> Any:
-    """A field with the help text, the metavar and the choices that the command line shows, and what the option means
-    there where no value follows it."""
+    """Returns a data class field with metadata for the command line.
+
+    ``without_value`` is the value of an option that is given without a value.
+    """
     known = {"help": help, "metavar": metavar, "choices": choices, "without_value": without_value}
     return field(default=default, metadata=known)
 
 
 class Recipe:
-    """What ``strategy=`` takes besides a name; the base of :class:`evener.strategies.Strategy`."""
+    """The base of :class:`evener.strategies.Strategy`, which ``strategy=`` accepts besides a name."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The settings of a run; ``None`` means "what the task or the machine suggests"."""
+    """The settings of a run. ``None`` means the default of the task or of the machine."""
 
     batch_size: int | None = option(None, "samples in a global batch, over all ranks", metavar="N")
     epochs: int | None = option(None, "passes over the training data", metavar="N")
@@ -370,20 +371,20 @@ class RunConfig:
             )
 
     def replace(self, **changes: Any) -> RunConfig:
-        """This configuration with some values changed.
+        """Returns a copy with some values changed.
 
         Raises:
-            ConfigurationError: For a value that cannot work, or a name that is not a setting.
+            ConfigurationError: If a value is invalid, or a name is not a setting.
         """
         return dataclasses.replace(self, **changes)
 
     @property
     def samples_at_once(self) -> int | None:
-        """Those of a micro-batch over all ranks, where that is said."""
+        """The samples of a micro-batch over all ranks; None if ``micro_batch`` is ``auto`` or not set."""
         return self.micro_batch if isinstance(self.micro_batch, int) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The values as JSON can hold them."""
+        """Returns the values by name, in types that JSON can hold."""
         found = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {name: _as_json(value) for name, value in found.items()}
 

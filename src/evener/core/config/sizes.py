@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: ``24GB``, ``512MiB``, and one for each rank, ``24GB,12GB,-``."""
+"""Parses and prints sizes of memory: ``24GB``, ``512MiB``, or one for each rank, ``24GB,12GB,-``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from evener.errors import ConfigurationError
 
 UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGTP", 1)}}
 UNITS |= {f"{letter}iB": 1024**n for n, letter in enumerate("KMGTP", 1)}
-"""Bytes of each unit: those with an ``i`` are powers of 1024."""
+"""The bytes of each unit. Units with an ``i`` are powers of 1024, others powers of 1000."""
 _EXACT = {unit.upper(): size for unit, size in UNITS.items()}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes, rounded down: ``1.5GiB`` is 1610612736.
+    """Parses a size and returns bytes, rounded down: ``1.5GiB`` is 1610612736.
 
     Raises:
-        ConfigurationError: If it is no size above 0.
+        ConfigurationError: If ``text`` is no size of at least 1 byte.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = match and _EXACT.get(match[2].upper())
@@ -32,15 +32,17 @@ def parse_size(text: str) -> int:
 
 
 def _exact(number: str, unit: int) -> int:
-    """Without the rounding of floats, which have 53 bits; 0 for what no memory has."""
+    """Multiplies in fractions, because floats round to 53 bits. Returns 0 if the number overflows a float."""
     return int(Fraction(number) * unit) if math.isfinite(float(number)) else 0
 
 
 def parse_limits(text: str | None, ranks: int) -> list[int | None]:
-    """Bytes for each rank: one size for all, or as many as ranks, with ``-`` for a rank without a limit.
+    """Parses one size for all ranks, or one for each rank, and returns the bytes of each rank.
+
+    ``-`` is a rank without a limit, for which the result is None.
 
     Raises:
-        ConfigurationError: If one is no size, or there are as many as there are no ranks.
+        ConfigurationError: If an entry is no size, or the number of entries is neither 1 nor ``ranks``.
     """
     if text is None:
         return [None] * ranks
@@ -53,7 +55,7 @@ def parse_limits(text: str | None, ranks: int) -> list[int | None]:
 
 
 def size_words(nbytes: int) -> str:
-    """A size for people: three digits or four, in powers of 1024."""
+    """Formats a size in powers of 1024, with three significant digits."""
     size, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 999.5 or unit == "TiB":

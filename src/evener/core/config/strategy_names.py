@@ -1,4 +1,4 @@
-"""Short names of Evener's own parts, which the command reads before PyTorch is imported."""
+"""Short names of strategies, balancers and other parts. The command line reads them without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRATEGIES = {
     "data_parallel": "evener.strategies.single_process.data_parallel:DataParallel",
     "layers": "evener.strategies.single_process.model_parallel:Layers",
 }
-"""Classes of Evener's strategies by their short names."""
+"""The classes of Evener's strategies by short name."""
 
 MEANINGS = {
     "task": {
@@ -55,12 +55,12 @@ MEANINGS = {
         "auto": "parts by the learned speed of each rank",
     },
 }
-"""One line on each part that has a short name, by kind and name."""
+"""One line of description for each part with a short name, by kind and name."""
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
-"""Those of a mesh, from the one whose messages are fewest to the one whose are most."""
+"""The axes of a mesh, from the one with the least communication to the one with the most."""
 DEVICES = ("cpu", "cuda", "xpu", "mps", "mixed")
-"""Kinds that have other names too; PyTorch may know more."""
+"""Kinds of device that Evener names. PyTorch may know more."""
 
 SYNONYMS = {
     "strategy": {
@@ -102,15 +102,15 @@ SYNONYMS = {
         "intel": "xpu",
     },
 }
-"""Words of the field, and of other libraries, for what has another name here."""
+"""Other names from the field and from other libraries, by kind. The values are Evener's names."""
 
 
 NAMES = {**{what: tuple(lines) for what, lines in MEANINGS.items()}, "axis": AXES, "device": DEVICES}
-"""Evener's own words, by kind."""
+"""Evener's own names, by kind."""
 
 
 def called_here(name: str, what: str) -> str:
-    """The short name of the part that the field also calls ``name``, or spells so; empty if there is none.
+    """Returns Evener's name for ``name``, which may be a synonym or another spelling. Returns "" if there is none.
 
     Args:
         what: ``task``, ``strategy``, ``all-reduce``, ``balancer``, ``axis`` or ``device``.
@@ -121,13 +121,14 @@ def called_here(name: str, what: str) -> str:
 
 
 def here_words(name: str, what: str) -> str:
-    """Behind the words that there is no such name: ``: it is called tensor here``; empty if none is meant."""
+    """Returns the end of an error message for an unknown name: ``: it is called tensor here``, or "" if there is
+    none."""
     here = called_here(name, what)
     return f": it is called {here} here" if here else ""
 
 
 def check_axes(axes: Iterable[str]) -> None:
-    """Raises ConfigurationError for an axis that there is not."""
+    """Raises ConfigurationError for an unknown axis."""
     for axis in axes:
         if axis not in AXES:
             ways = f"there are {', '.join(AXES)}"

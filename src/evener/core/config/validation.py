@@ -1,4 +1,4 @@
-"""What settings may be, alone and together: checks of values, which the record of a run's settings makes at once."""
+"""Checks of settings, alone and in combination. ``RunConfig`` runs them when it is created."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ REMEMBERING = (
     *("int8", "fp8", "top-k", "powersgd"),
     *("int8-between", "fp8-between", "top-k-between"),
 )
-"""Compressions that keep what they did not send."""
+"""Compressions with error feedback: they add what they did not send to later steps."""
 GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that make CUDA graphs."""
+"""Modes of torch.compile that use CUDA graphs."""
 AUTOCASTS = ("fp32", "bf16", "fp16")
-"""Precisions that a single module may have."""
+"""Precisions that ``precision_of`` may give a module."""
 
 
 def check_settings(names: Iterable[str], known: Collection[str]) -> None:
-    """Raises ConfigurationError for a name that is not a setting."""
+    """Raises ConfigurationError if one of ``names`` is not a setting."""
     unknown = sorted({*names} - {*known})
     if unknown:
         ways = did_you_mean(unknown[0], known) or f"there are: {', '.join(known)}"
@@ -33,7 +33,7 @@ def check_settings(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def at_least(name: str, value: int | None, least: int) -> None:
-    """Raises ConfigurationError for what is no whole number from ``least`` on; None is none."""
+    """Raises ConfigurationError if ``value`` is not an integer of at least ``least``. Accepts None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -41,10 +41,10 @@ def at_least(name: str, value: int | None, least: int) -> None:
 
 
 def number_or_auto(name: str, given: int | str | None, what: str, least: int) -> int | str | None:
-    """A whole number, also where the command line has brought it as text, or ``auto``.
+    """Returns ``given`` as an integer (the command line gives it as text), or ``auto``, or None.
 
     Raises:
-        ConfigurationError: If it is neither, or less than ``least``.
+        ConfigurationError: If ``given`` is another text, or less than ``least``.
     """
     number = int(given) if isinstance(given, str) and given.isdecimal() else given
     if isinstance(number, str) and number != "auto":
@@ -54,7 +54,11 @@ def number_or_auto(name: str, given: int | str | None, what: str, least: int) ->
 
 
 def as_path(name: str, value: str | Path | None) -> Path | None:
-    """Raises ConfigurationError for an empty text, which would be the working directory."""
+    """Returns ``value`` as a path.
+
+    Raises:
+        ConfigurationError: If ``value`` is an empty text, which would be the working directory.
+    """
     if value == "":
         kind = "file" if name == "weights" else "directory"
         raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
@@ -62,19 +66,19 @@ def as_path(name: str, value: str | Path | None) -> Path | None:
 
 
 def positive(name: str, value: float | None) -> None:
-    """Raises ConfigurationError for what is no finite number above 0; None is none."""
+    """Raises ConfigurationError if ``value`` is not a finite number above 0. Accepts None."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
 
 
 def one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Raises ConfigurationError for what is no choice; None is none."""
+    """Raises ConfigurationError if ``value`` is not one of ``choices``. Accepts None."""
     if value is not None and value not in choices:
         raise ConfigurationError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
 
 
 def check_best(metric: str | None) -> None:
-    """Raises ConfigurationError if ``keep_best`` names no metric, or another direction than there is."""
+    """Raises ConfigurationError if ``keep_best`` names no metric, or a direction other than min and max."""
     name, _, direction = (metric or "x").partition(":")
     if not name or direction not in ("", "min", "max"):
         raise ConfigurationError(f"keep_best is {metric!r}; write METRIC, METRIC:min or METRIC:max")
@@ -83,7 +87,7 @@ def check_best(metric: str | None) -> None:
 def check_precision(
     dtype: str | None, precision: str | None, precision_of: tuple[str, ...], compress: str | None
 ) -> None:
-    """Raises ConfigurationError for a precision that something else contradicts."""
+    """Raises ConfigurationError if the precision settings are invalid or contradict ``dtype`` or ``compress``."""
     if dtype and (precision or precision_of):
         words = f"dtype {dtype} and precision both say what the model computes in"
         raise ConfigurationError(f"{words}: leave one out (bf16-true and fp16-true cast the weights too)")
@@ -107,8 +111,10 @@ def check_precision(
 
 
 def check_device(kind: str | None) -> None:
-    """Raises ConfigurationError for what can be no kind of device. Whether PyTorch knows it, and this machine has one,
-    is seen when it is taken: to ask here would import PyTorch."""
+    """Raises ConfigurationError if ``kind`` cannot be a kind of device.
+
+    Does not check that PyTorch knows it or that this machine has one, because that would import PyTorch.
+    """
     if kind is not None and (here := here_words(kind, "device")) and kind not in DEVICES:
         raise ConfigurationError(f"no device is called {kind!r}{here}")
     if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
@@ -119,7 +125,7 @@ def check_device(kind: str | None) -> None:
 
 
 def check_recompute(recompute: str | None, compile: str | None) -> None:
-    """Raises ConfigurationError for a budget that cannot be measured."""
+    """Raises ConfigurationError for a budget together with compile: the budget measures single operators."""
     if recompute is not None and Recompute.parse(recompute).is_budget and compile is not None:
         raise ConfigurationError(
             f"recompute={recompute} is a budget, which is measured operator by operator, and compile hides these: "
@@ -128,8 +134,10 @@ def check_recompute(recompute: str | None, compile: str | None) -> None:
 
 
 def check_offload(offload: Offload, recompute: str | None, compile_mode: str | None) -> None:
-    """Raises ConfigurationError for a budget that would not know of what is kept outside, and for CUDA graphs, which
-    find what was saved where it was."""
+    """Raises ConfigurationError if activations are offloaded together with CUDA graphs or a recompute budget.
+
+    CUDA graphs need saved activations at fixed addresses. A budget is measured without offload.
+    """
     if offload.activations and compile_mode in GRAPHS:
         raise ConfigurationError(
             f"compile_mode {compile_mode} makes CUDA graphs, which know activations by their place: leave activations "
@@ -149,7 +157,7 @@ def check_update_in_backward(
     memory_limit: str | None,
     offload: Offload,
 ) -> None:
-    """Raises ConfigurationError if something asks for all gradients, or for a step that can be taken back."""
+    """Raises ConfigurationError if another setting needs all gradients at once, or a step that can be undone."""
     against = {
         "clip_norm": (clip_norm, "the norm is that of all gradients"),
         "non_finite": (
@@ -175,20 +183,24 @@ def check_update_in_backward(
 
 
 def check_compile(compile: str | None, mode: str | None, backend: str, usual_backend: str) -> None:
-    """Raises ConfigurationError if something is said of compiling where nothing is compiled."""
+    """Raises ConfigurationError if a mode or backend is given without ``compile``."""
     if compile is None and (mode or backend != usual_backend):
         words = "compile_mode and compile_backend would do nothing"
         raise ConfigurationError(f"{words}: set compile too, or leave them out")
 
 
 def check_heal(heal: str | None, check_replicas: int | None) -> None:
-    """Raises ConfigurationError if nobody would find what is to be healed."""
+    """Raises ConfigurationError if ``heal`` is set but replicas are never compared."""
     if heal and check_replicas == 0:
         raise ConfigurationError(f"heal={heal} would do nothing with check_replicas=0; leave one out")
 
 
 def check_non_finite(non_finite: str, compress: str | None) -> None:
-    """Raises ConfigurationError for a compression that does not get over a step that is not finite."""
+    """Raises ConfigurationError if steps that are not finite are skipped or restored with a compression in
+    ``REMEMBERING``.
+
+    Its error feedback would keep the non-finite numbers for ever.
+    """
     if non_finite != "stop" and compress in REMEMBERING:
         raise ConfigurationError(
             f"compress {compress!r} sends in later steps what it could not send in a step, and after one that "

@@ -1,9 +1,9 @@
-"""Handwritten digits that ship with the package, so that a first training needs no download.
+"""Images of handwritten digits that ship with the package, so a first training needs no download.
 
 The 1,797 images of 8 x 8 pixels are the test set of "Optical Recognition of Handwritten Digits" by E.
 Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998, https://doi.org/10.24432/C50P49, licensed CC BY
-4.0 (https://creativecommons.org/licenses/by/4.0/). Here they are one compressed table: 64 pixels from 0 to 16
-and the label in each row.
+4.0 (https://creativecommons.org/licenses/by/4.0/). They are stored as one compressed table. Each row holds 64 pixels
+from 0 to 16 and the label.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 TRAIN_SIZE = 1437
-"""Of 1,797; the other 360 are the test set."""
+"""Samples of the training set. The other 360 of the 1,797 are the test set."""
 
 
 def digits(train: bool) -> TensorDataset:
-    """Pairs of an image, float32 ``(1, 8, 8)`` from 0 to 1, and its label, int64 from 0 to 9.
+    """Returns pairs of an image, float32 ``(1, 8, 8)`` from 0 to 1, and its label, int64 from 0 to 9.
 
     Args:
-        train: The training set of 1,437 samples, else the test set of 360. The split is fixed.
+        train: True for the training set of 1,437 samples, False for the test set of 360. The split is fixed.
     """
     packed = files("evener.data.datasets").joinpath("digits.csv.gz").read_bytes()
     table = np.loadtxt(gzip.decompress(packed).decode().splitlines(), delimiter=",", dtype=np.int64)

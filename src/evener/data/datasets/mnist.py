@@ -1,8 +1,8 @@
-"""MNIST from its four IDX files: in a directory of the user, or downloaded once for all ranks of a host.
+"""Reads MNIST from its four IDX files: from a directory of the user, or downloaded once for all ranks of a host.
 
-A download is verified before it takes its name (``pooch`` moves a finished, checked file into place), so that
-a file in the cache is whole whenever it is there. Ranks call this at the same time; a lock on the cache lets
-one of them download while the others wait for it. Y. LeCun, C. Cortes and C. Burges, "The MNIST database of
+``pooch`` downloads to a temporary name and renames the file after its checksum was verified, so every file in the
+cache is complete. All ranks of a host call this at the same time: a file lock lets one rank download while the others
+wait. Y. LeCun, C. Cortes and C. Burges, "The MNIST database of
 handwritten digits"; the format is described at http://yann.lecun.com/exdb/mnist/.
 """
 
@@ -37,7 +37,8 @@ MD5 = {
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Gray images kept as bytes: pairs of float32 ``(1, height, width)`` from 0 to 1 and an int64 label."""
+    """A data set of gray images, stored as bytes. An item is a float32 image ``(1, height, width)`` from 0 to 1 and an
+    int64 label."""
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
         self._pixels = pixels  # uint8 (n, height, width)
@@ -50,20 +51,20 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return self._pixels[index].float().div_(255).unsqueeze(0), self._labels[index].long()
 
     def gather_batch(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Images ``samples``, int64 ``(n,)``, at once: ``(n, 1, height, width)`` and ``(n,)``."""
+        """Returns the images ``(n, 1, height, width)`` and labels ``(n,)`` of ``samples``, int64 ``(n,)``."""
         return self._pixels[samples].float().div_(255).unsqueeze(1), self._labels[samples].long()
 
 
 def mnist(train: bool, data_dir: Path | str | None = None, cache_dir: Path | str | None = None) -> Images:
-    """The 60,000 training images or the 10,000 test images.
+    """Returns the 60,000 training images or the 10,000 test images.
 
     Args:
-        train: Which of the two.
-        data_dir: Where the IDX files lie, with ``.gz`` or without; nothing is downloaded then.
-        cache_dir: Where downloads are kept; ``None`` for the user's cache directory.
+        train: True for the training images, False for the test images.
+        data_dir: The directory of the IDX files, with ``.gz`` or without. If given, nothing is downloaded.
+        cache_dir: The directory for downloads; ``None`` for the user's cache directory.
 
     Raises:
-        DataError: If a file is missing, has the wrong checksum or is not what its name says, or no mirror has it.
+        DataError: If a file is missing, has the wrong checksum or the wrong format, or no mirror has it.
     """
     part = "train" if train else "t10k"
     pixels = _table(f"{part}-images-idx3-ubyte", 3, data_dir, cache_dir)
@@ -76,10 +77,10 @@ def mnist(train: bool, data_dir: Path | str | None = None, cache_dir: Path | str
 
 
 def read_idx(content: bytes, dimensions: int, name: str) -> NDArray[np.uint8]:
-    """The array in an IDX file of unsigned bytes: two zero bytes, 8, the number of dimensions, their sizes, the data.
+    """Parses an IDX file of unsigned bytes: two zero bytes, 8, the number of dimensions, their sizes, the data.
 
     Raises:
-        DataError: If it is not one, or not of ``dimensions`` dimensions, or cut short.
+        DataError: If ``content`` is no such file, has another number of dimensions, or has the wrong length.
     """
     head = 4 + 4 * dimensions
     expected = bytes((0, 0, 8, dimensions))
@@ -100,10 +101,13 @@ def read_idx(content: bytes, dimensions: int, name: str) -> NDArray[np.uint8]:
 def download(
     name: str, md5: str, directory: Path, mirrors: Sequence[str], timeout_seconds: float = 600
 ) -> Path:
-    """The verified file ``name`` in ``directory``; unless it is there, it comes from the first mirror that has it.
+    """Returns the path of the verified file ``name`` in ``directory``, downloaded from the first mirror that has it.
+
+    Does not download if the file is already in ``directory``.
 
     Raises:
-        DataError: If no mirror gave the right file, or another process held the lock for too long.
+        DataError: If no mirror gave the right file, or another process held the lock for longer than
+            ``timeout_seconds``.
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock = directory / f".{name}.lock"
@@ -122,7 +126,7 @@ def _from_mirrors(name: str, md5: str, directory: Path, mirrors: Sequence[str]) 
     for mirror in mirrors:
         try:
             return Path(pooch.retrieve(mirror + name, f"md5:{md5}", name, directory, progressbar=True))
-        except (OSError, ValueError) as error:  # of requests; a wrong checksum
+        except (OSError, ValueError) as error:  # OSError: of requests; ValueError: a wrong checksum
             problems.append(f"{mirror}: {error}")
     raise DataError(
         f"{name} could not be downloaded; put it into a directory and give that with --data-dir\n  "
@@ -145,7 +149,7 @@ def _table(
 
 
 def _local(name: str, directory: Path) -> Path:
-    """The file ``name``, packed or plain, in a directory of the user."""
+    """Returns the path of the file ``name`` or ``name.gz`` in a directory of the user."""
     for path in (directory / f"{name}.gz", directory / name):
         if path.is_file():
             return path

@@ -1,4 +1,4 @@
-"""A language model's data from any text file, character by character."""
+"""A data set for language models: windows of characters from any text file."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from evener.errors import ConfigurationError, DataError
 
 
 class CharacterText(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of ``context`` characters, each with the characters that follow them.
+    """Windows of ``context`` characters, each with the same window one character later as its target.
 
-    An item is ``(tokens, next_tokens)``, both int64 ``(context,)``. Windows do not overlap: window ``i``
-    starts at character ``i * context`` of its part, so that an epoch predicts each character once, but for
-    the first of the part and a remainder of fewer than ``context``. Only the text is kept, in one or four
-    bytes a character.
+    An item is ``(tokens, next_tokens)``, both int64 ``(context,)``. Windows do not overlap: window ``i`` starts at
+    character ``i * context`` of its part. So an epoch predicts each character once, except the first of the part and
+    fewer than ``context`` at its end. The data set stores only the text, with one or four bytes a character.
 
     Args:
-        path: A file in UTF-8. Its first ``fraction`` is the training part, the rest the test part; the vocabulary is
-            that of both.
+        path: A file in UTF-8. Its first ``fraction`` is the training part, the rest the test part. Both parts share
+            one vocabulary.
         context: Characters in a window.
-        train: Which part.
-        fraction: Above 0 and below 1.
+        train: True for the training part, False for the test part.
+        fraction: The fraction of the text in the training part, above 0 and below 1.
 
     Raises:
         DataError: If the file is missing, not UTF-8, or too short for one window.
@@ -49,7 +48,7 @@ class CharacterText(Dataset[tuple[Tensor, Tensor]]):
             )
         self.context = context
         self.vocabulary = "".join(map(chr, vocabulary))
-        """The characters of the file, sorted; a token is an index into it."""
+        """The distinct characters of the file, sorted. A token is an index into this string."""
         self._codes = torch.from_numpy(part.astype(np.uint8 if len(vocabulary) <= 256 else np.int32))
 
     def __len__(self) -> int:
@@ -66,13 +65,13 @@ class CharacterText(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(*self.gather_batch(torch.tensor(indices)), strict=True))
 
     def gather_batch(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows ``samples``, int64 ``(n,)``, at once: two tensors ``(n, context)``."""
+        """Returns the windows ``samples``, int64 ``(n,)``, as two tensors ``(n, context)``: tokens and next tokens."""
         places = samples[:, None] * self.context + torch.arange(self.context + 1)
         windows = self._codes[places].long()
         return windows[:, :-1], windows[:, 1:]
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of ``tokens``, int64 ``(n,)``."""
+        """Returns the text of ``tokens``, int64 ``(n,)``."""
         return "".join(self.vocabulary[token] for token in tokens.tolist())
 
 

@@ -1,7 +1,7 @@
-"""A step of a pipeline drawn, as it was predicted and as it was measured, in characters and as SVG.
+"""Draws a step of a pipeline, predicted and measured, as text and as SVG.
 
-In characters a column is a slice of time. Forward is the micro-batch's digit, backward its letter, ``w`` the gradients
-of weights where they come by themselves, and a dot is a rank that waits::
+In the text a column is a slice of time. A digit is the forward of a micro-batch, a letter its backward, ``w`` a
+separate computation of weight gradients, and a dot means that the rank waits::
 
     predicted, 2 micro-batches: 21 ms, bubble 33%
      0  000111....aaaa...bbbb
@@ -32,7 +32,7 @@ _COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 
 
 def in_characters(timeline: Timeline, columns: int = _COLUMNS) -> list[str]:
-    """A row for each rank."""
+    """Returns one row of text for each rank."""
     scale = columns / (length(timeline) or 1.0)
     rows = []
     for rank, actions in enumerate(timeline):
@@ -53,7 +53,7 @@ def _mark(action: Action) -> str:
 
 
 def as_svg(rows: Sequence[tuple[str, Timeline]], width: int = 1000) -> str:
-    """The timelines one below the other under their titles, all to one scale of time."""
+    """Returns an SVG of the titled timelines, one below the other, with the same scale of time."""
     longest = max(length(timeline) for _, timeline in rows) or 1.0
     shapes, top = list[str](), 0
     for title, timeline in rows:
@@ -74,16 +74,16 @@ def as_svg(rows: Sequence[tuple[str, Timeline]], width: int = 1000) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A step as it was, and as it should be if each action took what it takes on average."""
+    """A measured step, and its prediction from the schedule and the mean time of each kind of action."""
 
     order: Order
     measured: Timeline
     message: float = 0.0
-    """Seconds for which what goes from rank to rank is on its way."""
+    """The seconds that a message between ranks takes."""
 
     @property
     def predicted(self) -> Timeline:
-        """By the schedule, with the measured mean time of each stage's forward and backward, and that of a message."""
+        """The timeline by the schedule, with the measured mean time of each stage's actions and of a message."""
         took: dict[tuple[str, int], list[float]] = defaultdict(list)
         for actions in self.measured:
             for action, began, ended in actions:
@@ -105,5 +105,5 @@ class Drawing:
         return "\n".join("\n".join([title, *in_characters(timeline)]) for title, timeline in self._titled())
 
     def svg(self) -> str:
-        """The same as a picture."""
+        """Returns the predicted and the measured step as SVG."""
         return as_svg(self._titled())

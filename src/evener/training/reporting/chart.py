@@ -1,4 +1,4 @@
-"""Bandwidth by size: lines over a logarithmic axis of bytes, as SVG."""
+"""Charts of bandwidth by message size: SVG lines over a logarithmic axis of bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evener.training.reporting.drawing import Panel, Point, svg
 
 
 def size_chart(lines: Mapping[str, Sequence[Point]], title: str, y_label: str) -> str:
-    """Draws each line's points ``(nbytes, y)``; bytes on a logarithmic axis, y from 0.
+    """Returns an SVG chart of lines of points ``(nbytes, y)``. The axis of bytes is logarithmic; y begins at 0.
 
     Raises:
         ValueError: If there is no point.
@@ -24,7 +24,7 @@ def size_chart(lines: Mapping[str, Sequence[Point]], title: str, y_label: str) -
 
 
 def size_text(nbytes: int) -> str:
-    """``4K``, ``25M``: bytes as the sizes of a bench are named."""
+    """Formats bytes as ``4K`` or ``25M`` if they are a whole number of such units, else as a plain number."""
     for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit}{letter}"

@@ -1,4 +1,4 @@
-"""Lines as SVG: panels one below the other, each with its axes and a legend."""
+"""Draws line charts as SVG: panels one below the other, each with its axes and a legend."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ WIDTH, HEIGHT = 760, 170
 """The size of a panel, in pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 34, 30
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#882255")
-"""The first seven are those of Okabe and Ito (2008), which people with any colour vision tell apart; they come again
-where there are more lines."""
+"""The colours of lines, repeated if there are more lines. The first seven are those of Okabe and Ito (2008), which
+people with any colour vision can tell apart."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines that have their axes in common."""
+    """One chart: lines with common axes."""
 
     title: str
     unit: str
-    """Behind the numbers of the vertical axis, which begins at 0."""
+    """The unit after the numbers of the vertical axis, which begins at 0."""
     lines: Sequence[tuple[str, Sequence[Point]]]
-    """Each with its name; points in order of the first number."""
+    """The name and the points of each line. Points are sorted by their first number."""
     marks: Sequence[tuple[float, str]] = ()
-    """Places on the horizontal axis, which lies between the first and the last, and their names; without any it has the
-    first and the last step."""
+    """Labelled places on the horizontal axis, which reaches from the first to the last of them. Without marks, the axis
+    is labelled with the first and the last step."""
     height: int = HEIGHT
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
-    """Returns the drawing."""
+    """Returns the text of an SVG file with a title and the panels."""
     shapes = [
         f"<title>{svg_text(title)}</title>",
         WHITE,
@@ -79,7 +79,10 @@ def _drawn(panel: Panel) -> Iterator[str]:
 
 
 def ticks_to(highest: float) -> list[float]:
-    """From 0, in steps of 1, 2 or 5 times a power of ten, as far as ``highest`` at least; three to six of them."""
+    """Returns the ticks of an axis from 0 to at least ``highest``, in steps of 1, 2 or 5 times a power of ten.
+
+    There are three to six ticks; two if ``highest`` is not above 0.
+    """
     if highest <= 0:
         return [0.0, 1.0]
     power = 10 ** math.floor(math.log10(highest))

@@ -1,7 +1,7 @@
-"""What balancing did in a run, drawn from its records: shares, the ranks' own times, and steps per second.
+"""Draws the effect of load balancing from a run's records: shares, compute time of each rank, and steps per second.
 
-A run of a million steps has a file of a gigabyte. It is read line by line, and of the steps that fall to one point of a
-line no more is kept than their median.
+The records of a million steps may have a gigabyte. So the file is read line by line, and each drawn point keeps only
+the median of its steps.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from evener.files import LONGEST_LINE, lines_of, open_regular, parsed
 from evener.training.reporting.drawing import Panel, Point, svg
 
 _POINTS = 120
-"""Of a line: each is the median of so many steps as fall to it."""
+"""The approximate number of points of a line. Each is the median of several steps."""
 _GREATEST = 1e15
-"""Numbers beyond it are no measurements, and are not drawn."""
+"""Numbers of this size or larger are no measurements and are not drawn."""
 
 
 class Curve:
-    """A line over steps, of medians."""
+    """A line over steps. Each point is the median of the values of several steps."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -34,13 +34,13 @@ class Curve:
         self._values: list[float] = []
 
     def add(self, step: float, value: float | None) -> None:
-        """One more value, for the point that is under way."""
+        """Adds a value to the current point. Ignores None."""
         if value is not None:
             self._steps.append(step)
             self._values.append(value)
 
     def close_point(self) -> None:
-        """What comes is of another point."""
+        """Ends the current point: later values belong to the next one."""
         if self._values:
             middle = self._steps[len(self._steps) // 2]
             self.points.append((middle, statistics.median(self._values)))
@@ -48,28 +48,30 @@ class Curve:
 
 
 class RunSteps:
-    """The steps of a run, as its records tell them: no more than what is drawn.
+    """The steps of a run, read from its records and reduced to the curves that are drawn.
 
     Args:
-        together: Steps that one point stands for.
+        name: The name of the run.
+        together: The number of steps of one point.
     """
 
     def __init__(self, name: str, together: int = 1) -> None:
         self.name, self._together = name, together
         self.shares: list[Curve] = []
-        """By rank, in per cent."""
+        """The share of each rank in per cent."""
         self.milliseconds: list[Curve] = []
-        """Of each rank's own work."""
+        """The compute time of each rank in milliseconds."""
         self.speed = Curve()
-        """Steps per second."""
+        """The steps per second."""
         self._seconds = array("d")
         self._under_way = 0
 
     @classmethod
     def from_directory(cls, directory: Path) -> RunSteps:
-        """
+        """Reads the records of a run directory.
+
         Raises:
-            ConfigurationError: If the directory is none of a run, or no step was taken.
+            ConfigurationError: If ``directory`` is no run directory, or has no record of a step.
             DataError: If a record cannot be read.
         """
         path = directory / RECORDS
@@ -85,7 +87,14 @@ class RunSteps:
         return found
 
     def add(self, step: float, seconds: float, shares: list[float], times: list[float | None]) -> None:
-        """One more step; ``seconds`` may be NaN where nobody knows them."""
+        """Adds a step.
+
+        Args:
+            step: The number of the step.
+            seconds: The duration of the step; NaN if it is not known.
+            shares: The samples of each rank.
+            times: The compute time of each rank in seconds; None if it is not known.
+        """
         self._seconds.append(seconds)
         self.speed.add(step, 1 / seconds if seconds > 0 else None)
         total = max(sum(shares), 1)
@@ -102,7 +111,7 @@ class RunSteps:
 
     @property
     def steps_per_second(self) -> float:
-        """By the median of the second half, when shares have settled; NaN where nobody knows it."""
+        """The median speed in the second half, when shares have settled; NaN if no duration is known."""
         late = [seconds for seconds in self._seconds[len(self._seconds) // 2 :] if not math.isnan(seconds)]
         return 1 / max(statistics.median(late), 1e-9) if late else math.nan
 
@@ -119,7 +128,10 @@ def _lines_in(path: Path) -> int:
 
 
 def _records(path: Path) -> Iterator[tuple[float, float, list[float], list[float | None]]]:
-    """Step, seconds, shares and times of each step. The last line of a run that was killed may be half written."""
+    """Yields the number, the seconds, the shares and the compute times of each step.
+
+    Ignores an incomplete last line, which a killed run may leave.
+    """
     with open_regular(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             try:
@@ -154,7 +166,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _number(value: Any) -> float | None:
-    """None for one that is not known, or no measurement."""
+    """Returns a number as float. Returns None for None, and for a number too large to be a measurement."""
     if value is not None and type(value) not in (int, float):
         raise TypeError(f"a {type(value).__name__} stands for a number")
     return float(value) if value is not None and abs(value) < _GREATEST else None
@@ -165,7 +177,7 @@ def _words(error: Exception) -> str:
 
 
 def drawn(runs: Sequence[RunSteps]) -> str:
-    """The drawing of the first run, with the steps per second of the others beside its own."""
+    """Returns an SVG drawing of the first run. Its third panel compares the steps per second of all runs."""
     first = runs[0]
     return svg(
         title(runs),
@@ -178,7 +190,7 @@ def drawn(runs: Sequence[RunSteps]) -> str:
 
 
 def title(runs: Sequence[RunSteps]) -> str:
-    """``auto: 34 steps/s, 1.52x of equal``."""
+    """Returns the title of the drawing: ``auto: 34 steps/s, 1.52x of equal``."""
     first, *others = runs
     ratios = [first.steps_per_second / other.steps_per_second for other in others]
     compared = "".join(f", {ratio:.2f}x of {each.name}" for ratio, each in zip(ratios, others, strict=True))
