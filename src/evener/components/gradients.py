@@ -1,4 +1,4 @@
-"""Gradients, dense and sparse, whole and divided: their norm, clipping, and a check that all are finite.
+"""Gradients, dense and sparse, whole and divided: their values, their scale, and a check that all are finite.
 
 The check looks at a rank's own gradients before they are summed over the ranks. One sum over many elements is cheap.
 The search for the parameter at fault costs thirty times as much; on a CPU it runs only if the sum is not finite::
@@ -18,80 +18,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.components.sharded_tensor.local import local, off_host
-from evener.components.sharded_tensor.shard_spec import by_axes
-from evener.distributed.mesh import Mesh
+from evener.components.sharded_tensor.local import local
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue, is_late, kept
-from evener.hardware.timers import waiting
 from evener.torch_internals.optimizers import largest
 from evener.torch_internals.storages import stored_values
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
-    """Clips the gradients: scales them so that their total 2-norm, with divided gradients counted whole, is at most
-    ``max_norm``. All ranks must call this together if some are divided.
-
-    Works like ``torch.nn.utils.clip_grad_norm_``, but also for sparse gradients and those of shards. Returns the norm
-    before clipping.
-    """
-    given = list(parameters)
-    found = norm_over(given, mesh)
-    factor = (max_norm / (found + 1e-6)).clamp(max=1.0)
-    for value in map(values, _with_gradient(given)):
-        value.mul_(factor.to(value.device))
-    return found
-
-
-class Clipping:
-    """Clips the gradients of every update to a maximum norm, and records their norm.
-
-    Args:
-        max_norm: The maximum norm. None disables clipping.
-    """
-
-    def __init__(self, max_norm: float | None) -> None:
-        self._max_norm = max_norm
-        self.measures = max_norm is not None
-        """True if the norm is computed. Set it to True to get the norm without clipping."""
-        self.norm: Tensor | None = None
-        """The norm of all gradients in the last update, before clipping. None if it was not computed or the update was
-        skipped."""
-
-    def __call__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-        if self._max_norm is not None:
-            self.norm = clip(parameters, self._max_norm, mesh)
-        elif self.measures:
-            self.norm = norm_over(parameters, mesh)
-
-
 def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiplies the gradients of ``parameters`` by ``factor``."""
-    for value in map(values, _with_gradient(parameters)):
+    for value in map(values, with_gradient(parameters)):
         value.mul_(factor)
-
-
-def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
-    """Returns the 2-norm of all gradients together, without making the host wait. If some are divided, all ranks must
-    call this together."""
-    groups = by_axes(parameters)
-    whole = norm(groups.pop(()))
-    if not groups:
-        return whole
-    square = whole.double().square()
-    for axes in sorted(groups):
-        square = square + _summed(norm(groups[axes]).double().square(), mesh, axes)
-    return square.sqrt()
-
-
-def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Returns the 2-norm of the gradients that this rank holds."""
-    given = list(parameters)
-    found = [values(parameter) for parameter in _with_gradient(given)]
-    return nn.utils.get_total_norm(found) if found else torch.zeros((), device=_device_of(given))
 
 
 def values(parameter: nn.Parameter) -> Tensor:
@@ -107,15 +46,6 @@ def sparse_weights(model: nn.Module) -> set[Tensor]:
     """Returns the parameters of the model whose gradients are sparse."""
     kinds = nn.Embedding | nn.EmbeddingBag
     return {module.weight for module in model.modules() if isinstance(module, kinds) and module.sparse}
-
-
-def soundness(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Returns a number that is finite if all gradients are. The host does not wait for it."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    home = grads[0].device
-    return torch.stack([sum_of(grad).to(home, non_blocking=True) for grad in grads]).sum()
 
 
 def sum_of(gradient: Tensor) -> Tensor:
@@ -228,24 +158,9 @@ def named(parameters: Iterable[tuple[str, nn.Parameter]]) -> Named:
     return lambda: [(name, p.grad) for name, p in given if p.grad is not None]
 
 
-def _device_of(parameters: list[nn.Parameter]) -> torch.device | None:
-    """Returns the device of the parameters, for a norm of no gradients: other ranks may have some, and wait for this
-    rank's number."""
-    return parameters[0].device if parameters else None
-
-
-def _with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns the parameters that have a gradient."""
     return [parameter for parameter in parameters if parameter.grad is not None]
-
-
-def _summed(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    group = mesh.group(*axes)
-    if group is None:
-        return value
-    total = off_host(value.reshape(1).clone(), mesh)
-    with waiting():
-        dist.all_reduce(total, group=group)
-    return total[0]
 
 
 def first_bad_weight(parameters: Iterable[nn.Parameter]) -> int:

@@ -20,8 +20,7 @@ from evener.data.sampler import Ids, Order
 from evener.errors import ConfigurationError
 
 Shares = Callable[[int, int], Sequence[int]]
-"""``shares(step, size)`` returns the number of samples each rank takes of global batch ``step`` with ``size`` samples.
-"""
+"""``shares(step, size)`` returns how many of the ``size`` samples of global batch ``step`` each rank takes."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,7 @@ def equal_shares(world_size: int) -> Shares:
 
 
 def _reads(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
-    """Returns this rank's slice of each micro-batch and its weight.
-
-    If the slice is empty, the first sample of the micro-batch is the placeholder.
-    """
+    """Returns this rank's slice of each micro-batch and its weight. An empty slice becomes a placeholder."""
     reads = []
     for row in table:
         mine = row[rank]

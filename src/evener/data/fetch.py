@@ -80,10 +80,7 @@ class Fetch(Dataset[Any]):
         return self._faulty(samples, error)
 
     def _faulty(self, samples: Ids, error: Exception) -> Fetched | ReadFailure:
-        """Reads again, one by one, samples that could not be read together.
-
-        Returns the readable ones if ``skips`` is set, else the failure.
-        """
+        """Reads samples again one by one. Returns the readable ones if ``skips`` is set, else the failure."""
         faults = {sample: fault for sample in samples.tolist() if (fault := self._fault(sample))}
         if not faults:
             return failure(error, f"reading samples {preview(samples.tolist())} of the {self._name}")
@@ -118,8 +115,7 @@ class Fetch(Dataset[Any]):
         return f"{called(self._dataset, sample)} of the {self._name}: {type(fault).__name__}: {said(fault)}"
 
     def _spare(self, sample: int) -> Ids:
-        """Returns the id of a readable sample after ``sample``, as a placeholder: other ranks wait for this rank's
-        step."""
+        """Returns the id of a readable sample, for a placeholder: this rank must run the step with the others."""
         others = ((sample + step) % len(self._dataset) for step in range(1, _SPARE + 1))
         return np.array([next(other for other in others if not self._fault(other))], dtype=np.int64)
 
@@ -160,10 +156,8 @@ def failure(error: Exception, doing: str) -> ReadFailure:
 
 
 def gatherer(dataset: Any) -> Gather | None:
-    """Returns a function that reads many samples at once. Returns None if the data set has none.
-
-    It is ``gather_batch`` of the data set, or tensor indexing for a ``TensorDataset`` of two tensors.
-    """
+    """Returns ``gather_batch`` of the data set, or tensor indexing for a ``TensorDataset`` of two tensors, else
+    None."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return partial(_select if all(map(_is_plain, dataset.tensors)) else _index, *dataset.tensors)
     gather: Gather | None = getattr(dataset, "gather_batch", None)

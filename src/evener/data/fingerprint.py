@@ -58,8 +58,7 @@ def _read(dataset: Any, index: int) -> str:
 
 
 def digest_of(item: Any) -> str:
-    """Returns the SHA-256 digest of a sample: of the types, shapes and bytes of its tensors, and other leaves
-    pickled."""
+    """Returns the SHA-256 of a sample: of the types, shapes and bytes of its tensors, and of other leaves pickled."""
     digest = hashlib.sha256()
     map_leaves(lambda leaf: digest.update(_bytes(leaf)), item)
     return digest.hexdigest()

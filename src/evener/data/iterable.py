@@ -173,8 +173,7 @@ class StreamBatches:
         return BatchPlan(epoch, index, position, sum(sizes), sizes, False, reads).batch(values)
 
     def _ids(self, part: list[tuple[int, Any]]) -> Any:
-        """Returns the index of each item in the whole data set, under the assumption that the ranks' items
-        alternate."""
+        """Returns the index of each item in the whole data set, assuming that the items of the ranks alternate."""
         numbers = np.array([number for number, _ in part], dtype=np.int64)
         return numbers * self.cut.world_size + self.cut.rank
 

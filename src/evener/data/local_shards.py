@@ -126,8 +126,7 @@ def _first(dataset: Any) -> Any:
 def part_plans(
     parts: LocalShards, order: Order, cut: BatchPlanner, epochs: int, start: tuple[int, int] = (0, 0)
 ) -> Iterator[BatchPlan]:
-    """Yields plans like :func:`evener.data.batch_plan.plans`. ``parts`` give the shares; ids are those of this rank's
-    part."""
+    """Yields plans like :func:`evener.data.batch_plan.plans`, with shares of ``parts`` and ids of this rank's part."""
     for epoch in range(start[0], epochs):
         position = start[1] if epoch == start[0] else 0
         for begin, end in parts.whole.batches(cut.batch_size, position):
@@ -140,10 +139,8 @@ def part_plans(
 
 
 def _slices(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
-    """Cuts ``ids`` into this rank's slice of each micro-batch, with its weight.
-
-    If a slice is empty, the first sample of the part is the placeholder.
-    """
+    """Cuts ``ids`` into this rank's slices of micro-batches, with weights. Sample 0 is the placeholder of empty
+    ones."""
     own, taken = [], 0
     for row in table:
         count = len(row[rank])
@@ -172,8 +169,5 @@ def _seats(sizes: Sequence[int], position: int) -> tuple[int, ...]:
 
 
 def _time(size: int, sample: int) -> Fraction:
-    """Returns twice the time of a sample of a part of ``size`` samples.
-
-    Also defined for samples after the end of the part, whose times are never reached.
-    """
+    """Returns twice the time of a sample in a part of ``size`` samples; above 2 for samples after its end."""
     return Fraction(2 * sample + 1, size)

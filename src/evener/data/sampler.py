@@ -74,8 +74,7 @@ class Order:
         return self._walk(positions, _Feistel.keyed(self.size, self.seed, epoch).forward)
 
     def position(self, epoch: int, ids: ArrayLike) -> Ids:
-        """Returns the positions of the samples ``ids`` in ``epoch``, in the shape of ``ids``: the inverse of
-        ``ids_at``."""
+        """Returns the positions of ``ids`` in ``epoch``, in the shape of ``ids``: the inverse of ``ids_at``."""
         return self._walk(ids, _Feistel.keyed(self.size, self.seed, epoch).backward)
 
     def number_of_batches(self, batch_size: int, position: int = 0) -> int:

@@ -87,8 +87,7 @@ class Workers:
         )
 
     def _lost(self, error: RuntimeError) -> DataError:
-        """Builds the error for a worker that died or timed out: PyTorch's message, the stacks of the workers, a
-        remedy."""
+        """Returns the error for a worker that died or timed out, with the stacks of the workers and a remedy."""
         signal = f" ({str(error.__cause__).strip()})" if "killed by signal" in str(error.__cause__) else ""
         return DataError(
             f"{error}{signal}; a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "

@@ -21,6 +21,7 @@ from evener.components import model_init as model
 from evener.components import state_dict as state
 from evener.components.activation_checkpoint.forward import Blocks
 from evener.components.amp.grad_scaler import LossScale
+from evener.components.clipping import Clipping
 from evener.components.compile import Graphs
 from evener.components.loose_buffers import LooseBuffers
 from evener.components.memory_limits.limits import Room
@@ -111,7 +112,7 @@ class Learner:
         self.when_drawn: Callable[[int], None] = lambda step: None
         """Called with the step number when this rank has drawn all random numbers of the step, before it sends its last
         gradients. Only if the synchronizer supports it (`Synchronizer.holds_all`)."""
-        self.clipping = gradients.Clipping(settings.clip_norm)
+        self.clipping = Clipping(settings.clip_norm)
         self.has_shared_buffers = False
         """True if loose buffers have been copied from one rank to all others."""
         self._step = 0

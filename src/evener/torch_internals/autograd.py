@@ -66,9 +66,7 @@ def has_accumulation_hooks(tensor: Tensor) -> bool:
 
 
 def hooks_of(tensor: Tensor) -> Hooks | None:
-    """Returns the hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``. Returns None if there are
-    none.
-    """
+    """Returns the hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``; None if there are none."""
     found = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return found if found[0] or found[1] else None
 

@@ -33,8 +33,7 @@ def logged(model: DistributedDataParallel) -> Mapping[str, Any]:
 
 
 def leave_out(module: nn.Module, names: Sequence[str]) -> None:
-    """Makes DDP ignore the parameters of these names: it neither compares nor sums them. Call this before DDP wraps
-    ``module``."""
+    """Makes DDP, which will wrap ``module``, neither compare nor sum the parameters of these names."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 

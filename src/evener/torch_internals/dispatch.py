@@ -96,8 +96,7 @@ def makes_memory(function: Any) -> bool:
 
 @cache
 def may_resize(function: Any) -> bool:
-    """Returns True if an operator without new memory may resize the memory of an argument, judged by its name and by
-    ``out=`` arguments."""
+    """Returns True if the operator may resize an argument's memory, judged by its name and ``out=`` arguments."""
     schema = _schema_of(function)
     if schema is None:
         return True
@@ -106,8 +105,7 @@ def may_resize(function: Any) -> bool:
 
 
 def written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments that the call writes into. Returns none for an operator that takes functions as
-    arguments."""
+    """Returns the arguments that the call writes into; empty for an operator that takes functions as arguments."""
     schema = _schema_of(function)
     arguments = () if schema is None else schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)

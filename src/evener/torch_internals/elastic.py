@@ -44,8 +44,7 @@ class ElasticAgent(LocalElasticAgent):
         """Called when the workers have started, for the first time or again."""
 
     def failing(self, result: RunResult, restarts: int) -> bool:
-        """Called when workers have failed and ``restarts`` restarts are left. Returns False to forbid further
-        restarts."""
+        """Called when workers have failed, with the number of restarts left. Returns False to forbid a restart."""
         return True
 
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
@@ -127,10 +126,7 @@ def failed(context: PContext) -> set[int]:
 
 
 def participants(handler: RendezvousHandler | None) -> int | None:
-    """Returns the number of machines in the open rendezvous round, this one included.
-
-    Returns None if the backend does not count them.
-    """
+    """Returns the number of machines in the open rendezvous round; None if the backend does not count them."""
     if isinstance(handler, DynamicRendezvousHandler):
         return len(handler._state_holder.state.participants)
     return None

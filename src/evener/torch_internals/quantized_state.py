@@ -60,10 +60,7 @@ def codes_of(value: Tensor) -> dict[str, Tensor]:
 
 
 def lowest_code(value: Tensor) -> Tensor | None:
-    """Returns the value of the lowest code in a block with scale 1.
-
-    Returns None if the tensor has no table; the lowest value is then minus the highest.
-    """
+    """Returns the value of the lowest code in a block with scale 1; None if that is minus the value of the highest."""
     table: Tensor | None = getattr(value, "qmap", None)
     return None if table is None else table[0]
 

@@ -63,8 +63,7 @@ def resizing_told(tell: Resized) -> Iterator[None]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the dense tensors that hold the values of a tensor: itself, or the parts of a sparse or wrapping
-    tensor."""
+    """Returns the dense tensors that hold a tensor's data: itself, or the parts of a sparse or wrapping tensor."""
     if wraps(type(tensor)):
         inner = parts_of(tensor).values()
         return tuple(part for each in inner if isinstance(each, Tensor) for part in memory_of(each))

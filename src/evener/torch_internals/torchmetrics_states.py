@@ -40,7 +40,7 @@ def states(part: Any) -> dict[str, Any]:
 
 
 def reductions(part: Any) -> Mapping[str, Any]:
-    """Returns, by name of the state, the function that merges the states of several ranks."""
+    """Returns, by name of the state, the function that merges the states of several ranks, or None."""
     found: Mapping[str, Any] = part._reductions
     return found
 

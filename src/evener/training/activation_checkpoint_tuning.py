@@ -1,6 +1,4 @@
-"""Chooses the blocks to checkpoint for a memory budget: as few as possible, and the first ones of the model.
-
-All ranks of a pipeline stage choose the same blocks.
+"""Chooses the blocks to checkpoint for a memory budget: the first of the model, as few as possible, alike in a stage.
 
 ::
 
@@ -86,12 +84,9 @@ class Recomputing:
             self._seen.passed()
 
     def _choose(self) -> None:
-        """Chooses blocks after the measured steps. All ranks must call this together.
+        """Chooses blocks for the budget. All ranks must call this together.
 
-        Ranks of the same stage checkpoint the same number of blocks, because a recomputation may communicate.
-
-        Raises:
-            ConfigurationError: If the budget cannot be met.
+        Ranks of the same stage choose the same number of blocks, because a recomputation may communicate.
         """
         learner, stage = self._learner, self._learner.mesh.index("pipeline")
         called: list[tuple[int, set[str]]] = learner.session.control.gather_objects((stage, self._seen.names))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from evener.components import gradients
+from evener.components import clipping
 from evener.components.sharded_tensor.shard_spec import ShardBounds, ShardSpec, set_shard_spec
 from evener.distributed.mesh import Layout
 from evener.distributed.session import Session
@@ -42,8 +42,8 @@ def test_what_is_marked_is_as_long_as_its_piece(dim: int) -> None:
 def test_the_norm_of_no_gradients_is_where_the_parameters_are() -> None:
     """Other ranks may have some, and a backend moves tensors of one kind of device."""
     parameter = nn.Parameter(torch.empty(4, device="meta"))
-    assert gradients.norm([parameter]).is_meta
-    assert gradients.norm([]) == 0
+    assert clipping.norm([parameter]).is_meta
+    assert clipping.norm([]) == 0
 
 
 def of_an_axis_of_one_rank() -> tuple[float, torch.Tensor]:
@@ -55,7 +55,7 @@ def of_an_axis_of_one_rank() -> tuple[float, torch.Tensor]:
         )
         parameter.grad = torch.ones(4)
         piece = ShardSpec("tensor", 0, (range(4),), 0)
-        return float(gradients.norm_over([parameter], mesh)), piece.gather(parameter, mesh)
+        return float(clipping.norm_over([parameter], mesh)), piece.gather(parameter, mesh)
 
 
 def test_an_axis_of_one_rank_is_not_the_world(ranks: Any) -> None:
@@ -120,7 +120,7 @@ def of_two_axes() -> tuple[torch.Tensor, float]:
         whole = torch.arange(8.0)
         parameter = set_shard_spec(nn.Parameter(piece.part(whole)), piece)
         parameter.grad = parameter.detach().clone()
-        return piece.gather(parameter, mesh), float(gradients.norm_over([parameter], mesh))
+        return piece.gather(parameter, mesh), float(clipping.norm_over([parameter], mesh))
 
 
 def test_what_is_cut_over_two_axes_is_put_together(ranks: Any) -> None:

@@ -34,8 +34,7 @@ from evener.torch_internals.dispatch import active_fake_mode
 
 
 class Watch(Protocol):
-    """Observes the calls of blocks. While one is set, a recomputation runs to the end of the block, and does not stop
-    when backward has what it needs."""
+    """Observes the calls of blocks. While one is set, recomputations do not stop before the end of the block."""
 
     def called(self, name: str) -> Any:
         """Called after a block's forward. Returns an object for :meth:`again` and :meth:`returned`."""

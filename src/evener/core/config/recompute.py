@@ -24,8 +24,7 @@ class Recompute:
     text: str
     """The setting as the user gave it."""
     part: float | None = None
-    """The budget as a fraction of a step's peak memory without checkpointing, between 0 and 1; None for other
-    settings."""
+    """A budget in per cent, as a fraction of a step's peak memory without checkpointing; None for other settings."""
 
     @classmethod
     def parse(cls, text: str) -> Recompute:

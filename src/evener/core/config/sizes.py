@@ -37,9 +37,7 @@ def _exact(number: str, unit: int) -> int:
 
 
 def parse_limits(text: str | None, ranks: int) -> list[int | None]:
-    """Parses one size for all ranks, or one for each rank, and returns the bytes of each rank.
-
-    ``-`` is a rank without a limit, for which the result is None.
+    """Parses one size for all ranks, or one for each. Returns the bytes of each rank; None for ``-``, no limit.
 
     Raises:
         ConfigurationError: If an entry is no size, or the number of entries is neither 1 nor ``ranks``.

@@ -121,8 +121,7 @@ def called_here(name: str, what: str) -> str:
 
 
 def here_words(name: str, what: str) -> str:
-    """Returns the end of an error message for an unknown name: ``: it is called tensor here``, or "" if there is
-    none."""
+    """Returns the end of an error message for an unknown name: ``: it is called tensor here``, or ""."""
     here = called_here(name, what)
     return f": it is called {here} here" if here else ""
 

@@ -54,11 +54,7 @@ def number_or_auto(name: str, given: int | str | None, what: str, least: int) ->
 
 
 def as_path(name: str, value: str | Path | None) -> Path | None:
-    """Returns ``value`` as a path.
-
-    Raises:
-        ConfigurationError: If ``value`` is an empty text, which would be the working directory.
-    """
+    """Returns ``value`` as a path. Raises ConfigurationError if it is empty, which would be the working directory."""
     if value == "":
         kind = "file" if name == "weights" else "directory"
         raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
@@ -111,10 +107,7 @@ def check_precision(
 
 
 def check_device(kind: str | None) -> None:
-    """Raises ConfigurationError if ``kind`` cannot be a kind of device.
-
-    Does not check that PyTorch knows it or that this machine has one, because that would import PyTorch.
-    """
+    """Raises ConfigurationError if ``kind`` cannot be a kind of device. Checks no more, to avoid importing PyTorch."""
     if kind is not None and (here := here_words(kind, "device")) and kind not in DEVICES:
         raise ConfigurationError(f"no device is called {kind!r}{here}")
     if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
@@ -134,10 +127,7 @@ def check_recompute(recompute: str | None, compile: str | None) -> None:
 
 
 def check_offload(offload: Offload, recompute: str | None, compile_mode: str | None) -> None:
-    """Raises ConfigurationError if activations are offloaded together with CUDA graphs or a recompute budget.
-
-    CUDA graphs need saved activations at fixed addresses. A budget is measured without offload.
-    """
+    """Raises ConfigurationError if activations are offloaded together with CUDA graphs or a recompute budget."""
     if offload.activations and compile_mode in GRAPHS:
         raise ConfigurationError(
             f"compile_mode {compile_mode} makes CUDA graphs, which know activations by their place: leave activations "
@@ -196,11 +186,8 @@ def check_heal(heal: str | None, check_replicas: int | None) -> None:
 
 
 def check_non_finite(non_finite: str, compress: str | None) -> None:
-    """Raises ConfigurationError if steps that are not finite are skipped or restored with a compression in
-    ``REMEMBERING``.
-
-    Its error feedback would keep the non-finite numbers for ever.
-    """
+    """Raises ConfigurationError if a run goes on after steps that are not finite, with error feedback in
+    compression."""
     if non_finite != "stop" and compress in REMEMBERING:
         raise ConfigurationError(
             f"compress {compress!r} sends in later steps what it could not send in a step, and after one that "

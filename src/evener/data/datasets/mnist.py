@@ -37,8 +37,8 @@ MD5 = {
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """A data set of gray images, stored as bytes. An item is a float32 image ``(1, height, width)`` from 0 to 1 and an
-    int64 label."""
+    """Gray images, stored as bytes. An item is a float32 image ``(1, height, width)`` from 0 to 1 and an int64
+    label."""
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
         self._pixels = pixels  # uint8 (n, height, width)

@@ -87,14 +87,7 @@ class RunSteps:
         return found
 
     def add(self, step: float, seconds: float, shares: list[float], times: list[float | None]) -> None:
-        """Adds a step.
-
-        Args:
-            step: The number of the step.
-            seconds: The duration of the step; NaN if it is not known.
-            shares: The samples of each rank.
-            times: The compute time of each rank in seconds; None if it is not known.
-        """
+        """Adds a step with the samples and the compute seconds of each rank. ``seconds`` is NaN if not known."""
         self._seconds.append(seconds)
         self.speed.add(step, 1 / seconds if seconds > 0 else None)
         total = max(sum(shares), 1)
@@ -128,10 +121,8 @@ def _lines_in(path: Path) -> int:
 
 
 def _records(path: Path) -> Iterator[tuple[float, float, list[float], list[float | None]]]:
-    """Yields the number, the seconds, the shares and the compute times of each step.
-
-    Ignores an incomplete last line, which a killed run may leave.
-    """
+    """Yields number, seconds, shares and compute times of each step. Ignores an incomplete last line of a killed
+    run."""
     with open_regular(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             try:

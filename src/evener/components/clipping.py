@@ -1,0 +1,88 @@
+"""Clips gradients by their norm over all ranks, whole and divided, dense and sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.components.gradients import values, with_gradient
+from evener.components.sharded_tensor.local import off_host
+from evener.components.sharded_tensor.shard_spec import by_axes
+from evener.distributed.mesh import Mesh
+from evener.hardware.timers import waiting
+
+
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
+    """Clips the gradients: scales them so that their total 2-norm, with divided gradients counted whole, is at most
+    ``max_norm``. All ranks must call this together if some are divided.
+
+    Works like ``torch.nn.utils.clip_grad_norm_``, but also for sparse gradients and those of shards. Returns the norm
+    before clipping.
+    """
+    given = list(parameters)
+    found = norm_over(given, mesh)
+    factor = (max_norm / (found + 1e-6)).clamp(max=1.0)
+    for value in map(values, with_gradient(given)):
+        value.mul_(factor.to(value.device))
+    return found
+
+
+class Clipping:
+    """Clips the gradients of every update to a maximum norm, and records their norm.
+
+    Args:
+        max_norm: The maximum norm. None disables clipping.
+    """
+
+    def __init__(self, max_norm: float | None) -> None:
+        self._max_norm = max_norm
+        self.measures = max_norm is not None
+        """True if the norm is computed. Set it to True to get the norm without clipping."""
+        self.norm: Tensor | None = None
+        """The norm of all gradients in the last update, before clipping. None if it was not computed or the update was
+        skipped."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+        if self._max_norm is not None:
+            self.norm = clip(parameters, self._max_norm, mesh)
+        elif self.measures:
+            self.norm = norm_over(parameters, mesh)
+
+
+def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    """Returns the 2-norm of all gradients together, without making the host wait. If some are divided, all ranks must
+    call this together."""
+    groups = by_axes(parameters)
+    whole = norm(groups.pop(()))
+    if not groups:
+        return whole
+    square = whole.double().square()
+    for axes in sorted(groups):
+        square = square + _summed(norm(groups[axes]).double().square(), mesh, axes)
+    return square.sqrt()
+
+
+def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Returns the 2-norm of the gradients that this rank holds."""
+    given = list(parameters)
+    found = [values(parameter) for parameter in with_gradient(given)]
+    return nn.utils.get_total_norm(found) if found else torch.zeros((), device=_device_of(given))
+
+
+def _device_of(parameters: list[nn.Parameter]) -> torch.device | None:
+    """Returns the device of the parameters, for a norm of no gradients: other ranks may have some, and wait for this
+    rank's number."""
+    return parameters[0].device if parameters else None
+
+
+def _summed(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    group = mesh.group(*axes)
+    if group is None:
+        return value
+    total = off_host(value.reshape(1).clone(), mesh)
+    with waiting():
+        dist.all_reduce(total, group=group)
+    return total[0]
