@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 ALWAYS: tuple[pytest.MarkDecorator, ...] = ()
 SLOW = (pytest.mark.slow,)
@@ -19,11 +20,17 @@ Tier = Sequence[pytest.MarkDecorator]
 
 
 def spread(cases: Iterable[Any], *tiers: Tier) -> list[Any]:
-    """The cases of a test, dealt to ``tiers`` in turn; a tuple is a case of several arguments."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=tiers[place % len(tiers)])
-        for place, case in enumerate(cases)
-    ]
+    """The cases of a test, dealt to ``tiers`` in turn; a tuple is a case of several arguments.
+
+    Cases that are parameters already keep their names and marks.
+    """
+    return [_in_tier(case, tiers[place % len(tiers)]) for place, case in enumerate(cases)]
+
+
+def _in_tier(case: Any, tier: Tier) -> Any:
+    if isinstance(case, ParameterSet):
+        return pytest.param(*case.values, id=case.id, marks=[*case.marks, *tier])
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=tier)
 
 
 def crossed(

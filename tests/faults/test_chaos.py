@@ -58,7 +58,7 @@ def undisturbed() -> RunSummary:
     return fit(chaos.numbered, device="cpu", epochs=chaos.EPOCHS, show=False).summary
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dozen_deaths_leave_no_trace_in_the_weights(tmp_path: Path, ranks: Any) -> None:
     whole = ranks(chaos.PROCESSES).run(undisturbed)[0]
     program = start("-m", "tests.faults.chaos", tmp_path, str(KILLS + 5))

@@ -11,6 +11,7 @@ import pytest
 from tests.distributed.processes import Ended, end, start
 from tests.faults.running import Fault, rows, suffer
 from tests.faults.tasks_hangs import TIMEOUT_SECONDS
+from tests.tiers import NIGHTLY, SLOW, spread
 
 HERE = "tests.faults.tasks_hangs"
 WAITS = r"RankTimeoutError: rank 0 has waited \d+ s in .* \(timeout 3 s\)"
@@ -101,8 +102,7 @@ KEEPER = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", rows(*ONE, *ALL, *LEFT, *WORKERS, *KEEPER))
+@pytest.mark.parametrize("fault", spread(rows(*ONE, *ALL, *LEFT, *WORKERS, *KEEPER), SLOW, NIGHTLY))
 def test_it_ends_as_promised(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)
 

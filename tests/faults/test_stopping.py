@@ -15,6 +15,7 @@ from evener import checkpoint
 from tests.distributed.processes import await_death, await_files, end, start
 from tests.faults import tasks
 from tests.faults.running import Fault, rows, suffer
+from tests.tiers import NIGHTLY, SLOW, spread
 
 SAVED = r"\d, saved. Continue: evener train \S+ (\S+ )*--resume \S+"
 INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
@@ -44,8 +45,7 @@ ONCE = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", rows(*ONCE))
+@pytest.mark.parametrize("fault", spread(rows(*ONCE), SLOW, NIGHTLY))
 def test_it_saves_where_it_stands(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)
     stood = checkpoint.find(tmp_path / "run").rest["progress"]["steps"]

@@ -18,6 +18,7 @@ import torch
 
 from tests.distributed.processes import await_files, end, start
 from tests.faults.running import Fault, rows, suffer
+from tests.tiers import NIGHTLY, SLOW, spread
 
 TASK = "tests.faults.tasks_input:items"
 FAULTS = (
@@ -41,8 +42,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", rows(*FAULTS))
+@pytest.mark.parametrize("fault", spread(rows(*FAULTS), SLOW, NIGHTLY))
 def test_an_exception_ends_in_words_of_bounded_size(fault: Fault, tmp_path: Path) -> None:
     assert len(suffer(fault, tmp_path).err) < 30_000
 

@@ -33,6 +33,7 @@ from tests.comparing import worst
 from tests.components.compile_check import wrong_code
 from tests.components.test_compile import Tower
 from tests.strategies import sentences, test_experts
+from tests.tiers import NIGHTLY, SLOW, spread
 from tests.training.prepare.running import with_settings
 from tests.zoo.text import gpt
 
@@ -637,9 +638,8 @@ def test_it_is_found_under_every_strategy(
     check(ranks, name, world, code, how, **settings)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own imports, and of this code
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", spread([None, "bf16"], SLOW, NIGHTLY))
 def test_digits_learn_compiled_what_they_learn_uncompiled(precision: str | None) -> None:
     """PyTorch 2.13 makes gradients of zero of these convolutions on a CPU, with which 0.92 is reached."""
     with Engine("digits", device="cpu", epochs=6, compile="auto", precision=precision) as engine:

@@ -38,7 +38,7 @@ from tests.strategies.sharding import (  # noqa: F401 (some as tasks of this mod
     recurrent,
     task,
 )
-from tests.tiers import SLOW
+from tests.tiers import NIGHTLY, SLOW, spread
 
 FSDP = Fsdp()
 
@@ -467,15 +467,18 @@ def test_the_battery_of_strategies(ranks: Any) -> None:
     ranks(2).run(check_strategy, FSDP, without=("sparse",))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "options"),
-    [
-        (3, {"strategy": FSDP, "without": ("sparse",)}),
-        (2, {"strategy": EachLayer(), "without": ("sparse",)}),
-        (3, {"strategy": EachLayer(reshard=False), "without": ("sparse",)}),
-        (4, {"strategy": FSDP, "without": ("sparse",), "mesh": "data=2,shard=2"}),
-    ],
+    spread(
+        [
+            (3, {"strategy": FSDP, "without": ("sparse",)}),
+            (2, {"strategy": EachLayer(), "without": ("sparse",)}),
+            (3, {"strategy": EachLayer(reshard=False), "without": ("sparse",)}),
+            (4, {"strategy": FSDP, "without": ("sparse",), "mesh": "data=2,shard=2"}),
+        ],
+        SLOW,
+        NIGHTLY,
+    ),
     ids=str,
 )
 def test_the_battery_of_strategies_with_other_units(ranks: Any, number: int, options: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from evener.training.engine import Engine
 from tests import tasks
 from tests.comparing import handed_on, worst
 from tests.strategies.seven import normalised, penalised, plain, step_by_hand  # noqa: F401 (some by name)
+from tests.tiers import NIGHTLY, SLOW, spread
 
 WORDS, WIDTH, SAMPLES = 11, 6, 37
 
@@ -178,11 +179,10 @@ def test_rows_are_divided_over_one_axis_of_a_mesh(ranks: Any, name: str, setting
     compared(ranks, 4, name, settings)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", spread([2, 3], SLOW, NIGHTLY))
 @pytest.mark.parametrize(
     "strategy", [Zero(), Zero(stage=1, owns="2,1"), Zero(owns="3,1")], ids=["2", "1 unequal", "2 unequal"]
 )
-@pytest.mark.slow
 def test_the_promises_are_kept(ranks: Any, strategy: Zero, size: int) -> None:
     owns = strategy.owns and f"{strategy.owns}{',0' * (size - 2)}"
     ranks(size).run(check_strategy, Zero(strategy.stage, owns))

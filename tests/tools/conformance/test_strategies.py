@@ -15,6 +15,7 @@ from evener.strategies.registry import strategy_called
 from evener.testing import ConformanceError, check_strategy
 from evener.tools.conformance.harness import NAMES
 from evener.tools.conformance.strategies import TOLERANCE, difference
+from tests.tiers import NIGHTLY, SLOW, spread
 
 NOT_BY_FEATURES = ("idle", "tokens", "sparse")
 """A rank without features has nothing to compute; words are no features."""
@@ -129,8 +130,9 @@ def test_ranks_are_started_where_there_are_none() -> None:
         check_strategy("tests.tools.conformance.wrong_strategies:Averages", processes=(2,), without=without)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "without"), [("ddp", ()), ("dimension", NOT_BY_FEATURES)])
+@pytest.mark.parametrize(
+    ("strategy", "without"), spread([("ddp", ()), ("dimension", NOT_BY_FEATURES)], SLOW, NIGHTLY)
+)
 def test_evener_keeps_its_own_promises_on_ranks_of_its_own(strategy: str, without: tuple[str, ...]) -> None:
     check_strategy(strategy, without=without)
 

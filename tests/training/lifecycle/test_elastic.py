@@ -24,6 +24,7 @@ from evener.training.fit import fit
 from evener.training.lifecycle.elastic import headcount_of, restarting
 from tests.faults import chaos
 from tests.faults.running import Fault, rows, suffer
+from tests.tiers import NIGHTLY, SLOW, spread
 
 SAMPLES, BATCH, EPOCHS = 240, 40, 3
 
@@ -208,7 +209,6 @@ FAULTS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", rows(*FAULTS))
+@pytest.mark.parametrize("fault", spread(rows(*FAULTS), SLOW, NIGHTLY))
 def test_it_goes_on_as_promised(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)
