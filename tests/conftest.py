@@ -34,8 +34,9 @@ def pytest_configure() -> None:
     os.environ.setdefault(
         "EVENER__FIRST_WORD_SECONDS", "inf"
     )  # a busy machine is slow, and tests read all words
-    # A shell starts what it leaves in the background so that it ignores this, and so would all that tests start.
+    # A shell starts what it leaves in the background so that it ignores these, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
