@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 ALWAYS: tuple[pytest.MarkDecorator, ...] = ()
 SLOW = (pytest.mark.slow,)
 NIGHTLY = (pytest.mark.nightly,)
 
 Tier = Sequence[pytest.MarkDecorator]
+_PARAMETERS = type(pytest.param())
 
 
 def spread(cases: Iterable[Any], *tiers: Tier) -> list[Any]:
@@ -28,7 +28,7 @@ def spread(cases: Iterable[Any], *tiers: Tier) -> list[Any]:
 
 
 def _in_tier(case: Any, tier: Tier) -> Any:
-    if isinstance(case, ParameterSet):
+    if isinstance(case, _PARAMETERS):
         return pytest.param(*case.values, id=case.id, marks=[*case.marks, *tier])
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=tier)
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.data.batch import Batch, map_leaves
+from evener.components.tree_spec import tensors_in
+from evener.data.batch import Batch
 from evener.hardware.memory import MemoryTracker, made_as
 from evener.hardware.memory.counters import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from evener.strategies.learner import Learner
@@ -27,7 +28,7 @@ def name_model(account: MemoryTracker, learner: Learner) -> None:
 def name_inputs(account: MemoryTracker, batch: Batch) -> None:
     """Registers the samples of a batch with the memory tracker."""
     for micro in batch.micro_batches:
-        account.name(INPUTS, [*_tensors_of(micro.inputs), *_tensors_of(micro.targets)])
+        account.name(INPUTS, [*tensors_in(micro.inputs), *tensors_in(micro.targets)])
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def updates_named(account: MemoryTracker, learner: Learner) -> Iterator[None]:
         if updating is optimizer:
             name_model(account, learner)
         else:
-            account.name(OPTIMIZER, _tensors_of([optimizer.state.get(p) for p in _updated(updating)]))
+            account.name(OPTIMIZER, tensors_in([optimizer.state.get(p) for p in _updated(updating)]))
 
     hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
     try:
@@ -86,7 +87,7 @@ def nbytes_of(learner: Learner) -> dict[str, int]:
 
 def nbytes_of_inputs(batch: Batch, device: torch.device) -> int:
     """Returns the bytes of a batch's samples on ``device``. Of a view, only its own part counts."""
-    leaves = (leaf for micro in batch.micro_batches for leaf in _tensors_of((micro.inputs, micro.targets)))
+    leaves = (leaf for micro in batch.micro_batches for leaf in tensors_in((micro.inputs, micro.targets)))
     return sum(leaf.nbytes for leaf in leaves if _is_on(device, leaf) and leaf.layout is torch.strided)
 
 
@@ -103,21 +104,9 @@ def _storages(tensors: Iterable[Tensor | None], device: torch.device, seen: set[
 
 def _state_of(learner: Learner) -> list[Tensor]:
     """Returns the optimizer state that is not offloaded."""
-    found = _tensors_of(list(learner.optimizer.state.values()))
+    found = tensors_in(list(learner.optimizer.state.values()))
     return [tensor for tensor in found if not learner.offloaded.holds(tensor)]
 
 
 def _is_on(device: torch.device, tensor: Tensor) -> bool:
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
-
-
-def _tensors_of(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def count_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(count_leaf, tree)
-    return found

@@ -323,10 +323,6 @@ class Trials:
         return [each for each, module in self.modules_in(name).items() if isinstance(module, Dropout)]
 
 
-def _shapes(module: nn.Module) -> tuple[Any, ...]:
-    return tuple((key, None if p is None else p.shape) for key, p in own_parameters(module).items())
-
-
 def _shared_places(modules: Mapping[str, nn.Module]) -> set[Place]:
     holders: dict[int, list[Place]] = {}
     for name, module in modules.items():
