@@ -59,6 +59,36 @@ def test_an_error_before_the_signal_is_the_news() -> None:
     assert "a layer has no luck" in failure_of(caught.value, 0).message
 
 
+def test_an_error_that_a_library_deals_with_is_no_news() -> None:
+    """psutil looks into a cache that is usually not there, and does its work in the ``except`` of that."""
+
+    def wrapper() -> None:
+        try:
+            raise AttributeError("no cache")
+        except AttributeError:
+            try:
+                interrupt()
+            except ValueError as error:
+                raise error from None
+
+    with pytest.raises(InterruptedRunError) as caught, raising_here():
+        wrapper()
+    assert failure_of(caught.value, 0).kind == "interrupted"
+
+
+def test_an_error_that_is_passed_on_is_the_news() -> None:
+    def step() -> None:
+        try:
+            raise ValueError("a layer has no luck")
+        except ValueError:
+            interrupt()
+            raise
+
+    with pytest.raises(InterruptedRunError) as caught, raising_here():
+        step()
+    assert "a layer has no luck" in failure_of(caught.value, 0).message
+
+
 def test_a_signal_that_was_caught_is_raised_again() -> None:
     def steps() -> None:
         check()

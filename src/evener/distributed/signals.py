@@ -21,7 +21,9 @@ other exception that ends the block afterwards.
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import linecache
 import math
 import os
 import select
@@ -155,8 +157,32 @@ def _unless_asked(hook: Callable[[Any], object]) -> Callable[[Any], object]:
 def _raise(number: int, place: str) -> NoReturn:
     global _asked
     _asked = InterruptedRunError(interruption(number, place), number)
-    vars(_asked).update(time=time.time(), before=sys.exception())
+    vars(_asked).update(time=time.time(), before=_unhandled())
     raise _asked
+
+
+def _unhandled() -> BaseException | None:
+    """Returns the error that is on its way out while a ``finally`` or a ``with`` is left, if there is one.
+
+    An error that an ``except`` is dealing with does not count: libraries raise and catch errors as a matter of routine.
+    An ``except`` that ends with ``raise`` counts as passing the error on.
+    """
+    error = sys.exception()
+    if error is None or error.__traceback__ is None:
+        return error
+    frame = error.__traceback__.tb_frame  # the one that deals with it
+    return None if _is_caught(frame.f_code.co_filename, frame.f_lineno) else error
+
+
+def _is_caught(file: str, line: int) -> bool:
+    """Returns True if the innermost ``except`` around this line of a file does not end with ``raise``."""
+    with suppress(OSError, SyntaxError, ValueError):
+        tree = ast.parse("".join(linecache.getlines(file)))
+        handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+        around = [each for each in handlers if each.lineno <= line <= (each.end_lineno or line)]
+        if around:
+            return not isinstance(max(around, key=lambda each: each.lineno).body[-1], ast.Raise)
+    return False
 
 
 @contextmanager
