@@ -148,9 +148,9 @@ def test_a_change_on_one_rank_alone_is_refused_on_all(ranks: Any, layer: str, wa
         assert "on rank 1 all are trained as at first" in said
 
 
-def by_hand(plan: Plan, alone: bool = False, everywhere: bool = True) -> Weights:
+def by_hand(plan: Plan, alone: bool = False, everywhere: bool = True, **settings: Any) -> Weights:
     environment = Environment() if alone else None
-    config = RunConfig(dtype="float64", steps=6, device="cpu")
+    config = RunConfig(dtype="float64", steps=6, device="cpu", **settings)
     with (
         Session(device="cpu", environment=environment) as session,
         Engine(task(), config, session=session) as engine,
@@ -173,9 +173,9 @@ def test_a_loop_of_the_user_s_own(ranks: Any, plan: Plan) -> None:
         assert_same(reference, weights)
 
 
-def refused_by_hand() -> str:
+def refused_by_hand(everywhere: bool = False, **settings: Any) -> str:
     try:
-        by_hand({2: {"2.": False}}, everywhere=False)
+        by_hand({2: {"2.": False}}, everywhere=everywhere, **settings)
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -184,6 +184,12 @@ def refused_by_hand() -> str:
 def test_a_loop_of_the_user_s_own_that_changes_one_rank_is_refused(ranks: Any) -> None:
     for said in ranks(2).run(refused_by_hand):
         assert "the ranks train different parameters: on rank 0 2.weight is frozen" in said
+
+
+@pytest.mark.parametrize("strategy", [Sharded(zero=1), Sharded(zero=2), Sharded(zero=3)], ids=str)
+def test_a_strategy_that_cannot_follow_a_loop_of_the_user_s_own_says_so(ranks: Any, strategy: Any) -> None:
+    for said in ranks(2).run(refused_by_hand, True, strategy=strategy):
+        assert "cannot follow a change of requires_grad in mid-run: 2.weight is frozen" in said
 
 
 def test_changes_are_told_by_name_and_those_of_the_beginning_are_none() -> None:

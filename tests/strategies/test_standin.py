@@ -23,10 +23,11 @@ from evener.distributed.mesh import Layout
 from evener.hardware.async_read import read
 from evener.strategies.ddp import Ddp
 from evener.strategies.features import FeatureParallel
-from evener.strategies.interfaces import StepOutcome, Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import StepOutcome, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.single import NoSync, Single
 from evener.strategies.steppers.plain import Plain
+from evener.strategies.synchronizer import Synchronizer
 from evener.strategies.timing import WorkTimer
 from evener.training.engine import Engine
 from evener.training.step.step import Step

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,27 +12,50 @@ from torch import Tensor
 
 from evener.hardware.timers import waiting
 
+T = TypeVar("T")
 
-def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups tensors by type and device. The tensors of a group can be sent as one."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(kinds.values())
+
+def in_buckets(items: Iterable[T], nbytes: int, tensor_of: Callable[[T], Tensor]) -> Iterator[list[T]]:
+    """Yields buckets of items whose tensors have the same layout, type and device, and so can be sent as one.
+
+    A bucket has about ``nbytes`` bytes; a tensor that is larger is alone in its bucket.
+    """
+    open_buckets: dict[Any, list[T]] = {}
+    sizes: dict[Any, int] = {}
+    for item in items:
+        tensor = tensor_of(item)
+        size = 0 if tensor.is_sparse else tensor.nbytes
+        if size >= nbytes:
+            yield [item]
+            continue
+        kind = tensor.is_sparse, tensor.dtype, tensor.device
+        open_buckets.setdefault(kind, []).append(item)
+        sizes[kind] = sizes.get(kind, 0) + size
+        if sizes[kind] >= nbytes:
+            sizes[kind] = 0
+            yield open_buckets.pop(kind)
+    yield from open_buckets.values()
+
+
+def sent_in_buckets(tensors: Iterable[Tensor], send: Callable[[Tensor], Any], nbytes: int) -> None:
+    """Passes all dense ``tensors`` to ``send``, which changes them in place, in buckets of about ``nbytes`` bytes."""
+    with waiting():
+        for bucket in in_buckets(tensors, nbytes, lambda tensor: tensor):
+            sent_as_one(bucket, send)
 
 
 def sent_as_one(tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> None:
     """Concatenates ``tensors``, passes the result to ``send``, which changes it in place, and copies it back. The
-    tensors must be dense, of one type and on one device."""
+    tensors must be dense, of one type and on one device. A single contiguous tensor is not copied."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        send(tensors[0])
+        return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     send(flat)
     for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
-def broadcast_together(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Broadcasts the tensors of rank ``source`` of ``group``, with one message for each type and device. All ranks must
-    call this together."""
-    for alike in by_kind(tensors):
-        with waiting():
-            sent_as_one(alike, partial(dist.broadcast, group=group, group_src=source))
+def broadcast_together(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int, nbytes: int) -> None:
+    """Broadcasts the tensors of rank ``source`` of ``group``, in buckets. All ranks must call this together."""
+    sent_in_buckets(tensors, partial(dist.broadcast, group=group, group_src=source), nbytes)

@@ -10,7 +10,7 @@ from evener.strategies.context.context import ContextParallel
 from evener.strategies.ddp import Ddp
 from evener.strategies.experts import ExpertParallel
 from evener.strategies.features import FeatureParallel
-from evener.strategies.interfaces import BatchSlicer, StepOutcome, Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, StepOutcome, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.pipeline import Pipeline
 from evener.strategies.sharded.sharded import Sharded
@@ -18,6 +18,7 @@ from evener.strategies.single_process.data_parallel import DataParallel
 from evener.strategies.single_process.model_parallel import Layers
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
+from evener.strategies.synchronizer import Synchronizer, SynchronizerAround
 from evener.strategies.tensor.tensor import TensorParallel
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Strategy",
     "StrategySettings",
     "Synchronizer",
+    "SynchronizerAround",
     "TensorParallel",
     "normalize_together",
     "read",

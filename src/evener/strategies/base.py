@@ -50,13 +50,14 @@ from evener.core.task.task import Task
 from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.memory_attribution import name_model, updates_named
 from evener.strategies.memory_monitor import watching
 from evener.strategies.steppers.oom_lockstep import fitted
 from evener.strategies.steppers.optimizer_in_backward import in_backward
 from evener.strategies.sync_batch_norm import normalize_apart
+from evener.strategies.synchronizer import Synchronizer
 
 
 class Strategy(Recipe, ABC):

@@ -28,10 +28,11 @@ from evener.errors import ConfigurationError
 from evener.strategies.after_backward import summing_afterwards
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import Ddp
-from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.registry import strategy_called
 from evener.strategies.single import Single
+from evener.strategies.synchronizer import Synchronizer
 
 USUAL = {"pipeline": "pipeline", "shard": "sharded", "context": "context", "tensor": "tensor", "data": "ddp"}
 """The default strategy of each axis."""

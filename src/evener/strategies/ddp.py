@@ -38,13 +38,15 @@ from evener.collectives.registry import make
 from evener.distributed.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
 from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.timers import waiting
-from evener.strategies.after_backward import PostBackwardSum, is_apart, summing_afterwards, zeros_of
+from evener.strategies.after_backward import PostBackwardSum, summing_afterwards
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
+from evener.strategies.reducer import is_apart, zeros_of
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
 from evener.strategies.sync_batch_norm import normalize_together
+from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.ddp import leave_out, no_buffer_broadcast
 
 
@@ -82,7 +84,7 @@ class DdpSum(PostBackwardSum):
 
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         super().__init__(learner, group)
-        self._hook = GradientSum(_send(learner, group, self._all_reduce), learner)
+        self._hook = DdpCommHook(_send(learner, group, self._all_reduce), learner)
         self._filled: set[Tensor] = set()
         self._ddp: DistributedDataParallel | None = None
         self._of_thawed: Readout = ReadyValue(0.0)
@@ -185,7 +187,7 @@ def _send(learner: Learner, group: dist.ProcessGroup, all_reduce: AllReduce) -> 
     return partial(hook, all_reduce)
 
 
-class GradientSum:
+class DdpCommHook:
     """DDP's communication hook: sums each bucket over the ranks. The time this takes is not counted as the rank's own
     work."""
 

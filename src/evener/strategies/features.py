@@ -21,31 +21,28 @@ pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
 from evener.components import gradients
-from evener.components.coalesce import by_kind, sent_as_one
+from evener.components.coalesce import sent_in_buckets
 from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, slice_over
 from evener.core.half_precision import added_in_float32
 from evener.data.feature_slice import columns_of, divide_columns
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
-from evener.hardware.async_read import Readout
-from evener.hardware.timers import waiting
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
+from evener.strategies.synchronizer import Synchronizer, SynchronizerAround
 
 T = TypeVar("T", bound=Tensor)
 
@@ -111,7 +108,7 @@ class FeatureParallel(Strategy):
         return dataset if piece is None else columns_of(dataset, piece.local_bounds, piece.pieces[-1].stop)
 
 
-class ReplicatedGradSync(Synchronizer):
+class ReplicatedGradSync(SynchronizerAround):
     """Gives the ranks of ``axis``, which compute the same samples, bitwise equal gradients of their replicated
     parameters.
 
@@ -120,44 +117,14 @@ class ReplicatedGradSync(Synchronizer):
     """
 
     def __init__(self, learner: Learner, axis: str, inner: Synchronizer) -> None:
-        self._learner, self._axis, self._inner = learner, axis, inner
+        super().__init__(inner)
+        self._learner, self._axis = learner, axis
         self._group = learner.mesh.group(axis)
-
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return self._inner.words
-
-    @property
-    def keeps_equal(self) -> bool:  # type: ignore[override]
-        return self._inner.keeps_equal
-
-    @property
-    def follows(self) -> bool:  # type: ignore[override]
-        return self._inner.follows
-
-    @property
-    def bucket_nbytes(self) -> int:  # type: ignore[override]
-        return self._inner.bucket_nbytes
-
-    def wrap(self, replica: nn.Module) -> nn.Module:
-        return self._inner.wrap(replica)
-
-    def forward(self) -> AbstractContextManager[Any]:
-        return self._inner.forward()
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return self._inner.micro_batch(last)
-
-    def until_complete(self) -> AbstractContextManager[Any]:
-        return self._inner.until_complete()
 
     def complete(self) -> tuple[str, ...]:
         missing = self._inner.complete()
         self._share_whole(self._learner.model.parameters())
         return missing
-
-    def soundness(self) -> tuple[Readout, ...]:
-        return self._inner.soundness()
 
     def sum_thawed(self, without: Collection[str]) -> None:
         self._inner.sum_thawed(without)
@@ -170,12 +137,6 @@ class ReplicatedGradSync(Synchronizer):
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
         self._inner.share_buffers(buffers, part)
         self._share(self._whole(buffers))
-
-    def updated(self, step: int) -> None:
-        self._inner.updated(step)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _share_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         self._share(gradients.values(p) for p in self._whole(parameters) if p.grad is not None)
@@ -196,20 +157,11 @@ class ReplicatedGradSync(Synchronizer):
         dist.all_reduce(tensor, group=self._group)
 
     def _together(self, tensors: Iterable[Tensor], send: Callable[[Tensor], Any]) -> None:
-        """Applies ``send`` to the tensors in place: small tensors of one type joined into one message, large ones
-        alone."""
-        if self._group is None:
-            return
-        large = self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES
-        together = []
-        with waiting():
-            for tensor in (tensor.detach() for tensor in tensors):
-                if tensor.nbytes >= large and tensor.is_contiguous():
-                    send(tensor)
-                else:
-                    together.append(tensor)
-            for alike in by_kind(together):
-                sent_as_one(alike, send)
+        """Applies ``send`` to the tensors in place, in buckets."""
+        if self._group is not None:
+            sent_in_buckets(
+                (tensor.detach() for tensor in tensors), send, self._learner.settings.bucket_nbytes
+            )
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:

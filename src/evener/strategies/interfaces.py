@@ -1,18 +1,20 @@
-"""The parts of a strategy: its settings, the stepper that runs the micro-batches, and the gradient synchronizer."""
+"""The parts of a strategy: its settings, the stepper that runs the micro-batches, and what they use of a batch.
+
+The gradient synchronizer is in :mod:`evener.strategies.synchronizer`.
+"""
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 
 from evener.balance.throttle import Throttle
+from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.components.amp.policy import Precision
 from evener.components.compile import Compiling
 from evener.components.memory_limits.limits import MemoryLimits
@@ -68,6 +70,11 @@ class StrategySettings:
     devices: tuple[str, ...] | None = None
     """The devices of this process, for a strategy that uses several devices in one process. None means all available
     ones."""
+
+    @property
+    def bucket_nbytes(self) -> int:
+        """Bucket size in bytes for what is sent after backward: as set, or PyTorch's default."""
+        return self.bucket_bytes or DEFAULT_BUCKET_NBYTES
 
     @property
     def weight_type(self) -> torch.dtype | None:
@@ -169,89 +176,3 @@ class BatchSlicer:
         """Returns the outputs for whole samples, joined from the pieces of all ranks. Valid on the rank that reports
         the outputs."""
         return outputs
-
-
-class Synchronizer:
-    """The base class of gradient synchronizers. It sums nothing, as for a single rank."""
-
-    words = "none: one rank"
-    """A description of the gradient synchronization, for the record of the run."""
-    keeps_equal: bool = True
-    """True if ranks that hold the same weights and buffers have bitwise equal values after every step."""
-
-    exchanges_in_passes: bool = True
-    """True if ranks may wait for each other before all passes of a step are over."""
-
-    bucket_nbytes: int = 0
-    """Maximum size in bytes of the communication buffers, without parameters and gradients."""
-
-    holds_all: bool = False
-    """True if each rank holds the complete training state, so that any surviving rank can give it to a replacement
-    rank. The synchronizer then calls `Learner.has_drawn` before it sends its last gradients."""
-
-    follows: bool = False
-    """True if parameters may be frozen and unfrozen between steps (`TrainableParameters`)."""
-
-    def alone(self) -> None:
-        """Tells the synchronizer that from now on only optimizer updates write to the weights, as in a whole run. All
-        ranks must call this together."""
-
-    def wrap(self, replica: nn.Module) -> nn.Module:
-        """Wraps the model-with-loss module (as DDP does). The wrapped module maps a micro-batch to its summed loss."""
-        return replica
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """Context for a forward pass that no backward pass follows."""
-        return nullcontext()
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Context for forward and backward of one micro-batch. Gradients are synchronized in the ``last`` one."""
-        return nullcontext()
-
-    def until_complete(self) -> AbstractContextManager[Any]:
-        """Context for all forward and backward passes of a step, in any order. Used in place of :meth:`micro_batch`:
-        :meth:`complete` then synchronizes the gradients after the last pass."""
-        return nullcontext()
-
-    def complete(self) -> tuple[str, ...]:
-        """Ends the rank's own work and completes gradient synchronization. Returns the names of the parameters that got
-        no gradient from this rank."""
-        return ()
-
-    def completes_in_backward(self, parameter: nn.Parameter) -> bool:
-        """Returns True if the gradient of ``parameter`` is complete when backward calls the parameter's hooks: summed
-        over the ranks, and not part of a bucket."""
-        return False
-
-    def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Returns True if this rank contributed to the gradient of ``parameter``. Called in backward, when that
-        gradient is complete."""
-        return True
-
-    def soundness(self) -> tuple[Readout, ...]:
-        """Returns numbers that are finite if this rank's gradients are; see :class:`StepOutcome`."""
-        return ()
-
-    def sum_thawed(self, without: Collection[str]) -> None:
-        """Sums the gradients of unfrozen parameters before an update.
-
-        Args:
-            without: Names of the parameters that got no gradient on any rank; they are skipped.
-        """
-
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sums the gradients of ``parameters`` over the ranks after a training loop of the user's own has run
-        backward."""
-
-    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
-        """Copies the buffers of the ranks that compute part number ``part`` of the batch to all ranks."""
-
-    def updated(self, step: int) -> None:
-        """Called after the optimizer step. Exchanges what is exchanged every few steps rather than in each step."""
-
-    def let_go(self) -> None:
-        """Drops the reference to the wrapped model. The caller keeps the wrapped model, which may refer to this
-        synchronizer."""
-
-    def close(self) -> None:
-        """Frees the resources of the synchronizer."""

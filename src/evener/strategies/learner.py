@@ -44,14 +44,8 @@ from evener.hardware.async_read import Readout, ReadyValue, read
 from evener.hardware.timers import stopwatch, waiting
 from evener.nn.context import Scope, scope
 from evener.nn.fqn import clean_name
-from evener.strategies.interfaces import (
-    BatchSlicer,
-    MemoryWatch,
-    StepOutcome,
-    Stepper,
-    StrategySettings,
-    Synchronizer,
-)
+from evener.strategies.interfaces import BatchSlicer, MemoryWatch, StepOutcome, Stepper, StrategySettings
+from evener.strategies.synchronizer import Synchronizer
 from evener.strategies.timing import WorkTimer
 from evener.torch_internals.modules import own_buffers
 

@@ -11,9 +11,10 @@ from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.oom_retry import plain_or_piecewise
+from evener.strategies.synchronizer import Synchronizer
 
 
 class NoSync(Synchronizer):

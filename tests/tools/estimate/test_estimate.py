@@ -22,8 +22,8 @@ from evener.distributed.environment import Environment
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
 from evener.strategies.ddp import Ddp
-from evener.strategies.interfaces import Synchronizer
 from evener.strategies.learner import Learner
+from evener.strategies.synchronizer import Synchronizer
 from evener.tools.estimate.measure import measure_memory
 from evener.tools.estimate.result import RankMemory
 

@@ -15,7 +15,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.records import Note
 from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.ddp import Ddp, DdpSum
-from evener.strategies.interfaces import Synchronizer
+from evener.strategies.synchronizer import Synchronizer
 from evener.training.consistency.replicas import FIRST, digest, majority, steps_between
 from evener.training.engine import Engine
 from tests.breaking import brittle

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import evener
 from evener.errors import (
@@ -205,6 +205,27 @@ def test_shares_follow_the_speed_and_weights_do_not(ranks: Any) -> None:
         assert shares[-2] == (5, 1)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+def alike(_: bool) -> int:
+    """A loop whose batches all give the same gradient. Returns how many of 200 weights it has moved."""
+    inputs = torch.linspace(1, 2, 100, dtype=torch.float64).repeat(200, 1)
+    model = nn.Linear(100, 2, bias=False).double()
+    before = model.weight.detach().clone()
+    loader = DataLoader(TensorDataset(inputs, torch.zeros(200, dtype=torch.int64)), batch_size=2)
+    parts = evener.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6), loader, F.cross_entropy)
+    model, optimizer, loader, loss = parts
+    for x, y in loader:
+        loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return int((model.weight != before).sum())
+
+
+def test_what_compression_leaves_out_is_sent_later(ranks: Any) -> None:
+    """top-k sends one weight in a hundred: without the rest of earlier steps the same two of 200, in each of 100."""
+    for moved in ranks(2).run(prepared, alike, compress="top-k"):
+        assert moved > 60
 
 
 # Refusals

@@ -38,10 +38,11 @@ from evener.strategies.base import Strategy
 from evener.strategies.context.cutting import Cutting, map_named
 from evener.strategies.context.equivalence_check import alike, check_likeness
 from evener.strategies.ddp import summing
-from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
+from evener.strategies.synchronizer import Synchronizer
 
 AXIS = "context"
 """Mesh axis over which positions are divided."""

@@ -33,7 +33,7 @@ from evener.nn.experts import Experts
 from evener.strategies.after_backward import summing_afterwards
 from evener.strategies.base import Strategy
 from evener.strategies.features import check_elementwise
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.auto_partition import (
     StageRanks,
@@ -53,6 +53,7 @@ from evener.strategies.pipeline.stepper import PipelineStepper
 from evener.strategies.pipeline.synchronizer import PipelineGradSync
 from evener.strategies.pipeline.traced_run import TracedCalls
 from evener.strategies.pipeline.tracing import Arguments
+from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.modules import AnyBatchNorm, own_parameters
 
 AXIS = "pipeline"

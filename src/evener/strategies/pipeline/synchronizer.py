@@ -17,28 +17,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.collectives.sparse import is_native, sum_gathered
 from evener.components import gradients
-from evener.components.coalesce import by_kind, sent_as_one
+from evener.components.coalesce import sent_in_buckets
 from evener.components.sharded_tensor.shard_spec import slice_over
 from evener.core.half_precision import added_in_float32
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout, is_late
 from evener.hardware.timers import waiting
-from evener.strategies.after_backward import zeros_of
-from evener.strategies.interfaces import Synchronizer
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.stage_forward import StagedForward
+from evener.strategies.reducer import zeros_of
+from evener.strategies.synchronizer import Synchronizer, SynchronizerAround
 
 
-class PipelineGradSync(Synchronizer):
+class PipelineGradSync(SynchronizerAround):
     """Sums over ``axis`` the gradients of weights that several stages use.
 
     Args:
@@ -47,7 +45,8 @@ class PipelineGradSync(Synchronizer):
     """
 
     def __init__(self, learner: Learner, axis: str, forward: StagedForward, inner: Synchronizer) -> None:
-        self._learner, self._inner, self._forward = learner, inner, forward
+        super().__init__(inner)
+        self._learner, self._forward = learner, forward
         self._owners = forward.owners
         self._axis, self._index = axis, learner.mesh.index(axis)
         self._group = learner.mesh.new_group(axis)
@@ -58,26 +57,6 @@ class PipelineGradSync(Synchronizer):
     def words(self) -> str:  # type: ignore[override]
         several = self._learner.mesh.group(*DIVIDING_TERMS) is not None
         return self._inner.words if several else "none: each weight is of one stage"
-
-    @property
-    def keeps_equal(self) -> bool:  # type: ignore[override]
-        return self._inner.keeps_equal
-
-    @property
-    def bucket_nbytes(self) -> int:  # type: ignore[override]
-        return self._inner.bucket_nbytes
-
-    def wrap(self, replica: nn.Module) -> nn.Module:
-        return self._inner.wrap(replica)
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return self._inner.micro_batch(last)
-
-    def until_complete(self) -> AbstractContextManager[Any]:
-        return self._inner.until_complete()
-
-    def forward(self) -> AbstractContextManager[Any]:
-        return self._inner.forward()
 
     def complete(self) -> tuple[str, ...]:
         absent = self._given_none(self._inner.complete())
@@ -138,8 +117,8 @@ class PipelineGradSync(Synchronizer):
         with waiting():
             for gradient in (gradient for gradient in found if gradient.is_sparse):
                 self._sum_sparse(gradient)
-            for alike in by_kind(gradient for gradient in found if not gradient.is_sparse):
-                sent_as_one(alike, self._all_reduce)
+        dense = (gradient for gradient in found if not gradient.is_sparse)
+        sent_in_buckets(dense, self._all_reduce, self._learner.settings.bucket_nbytes)
 
     def _sum_sparse(self, gradient: Tensor) -> None:
         if is_native(gradient):
@@ -168,9 +147,3 @@ class PipelineGradSync(Synchronizer):
         with waiting():
             for buffer in buffers:
                 dist.broadcast(buffer, group=self._group, group_src=source.get(id(buffer), 0))
-
-    def updated(self, step: int) -> None:
-        self._inner.updated(step)
-
-    def close(self) -> None:
-        self._inner.close()

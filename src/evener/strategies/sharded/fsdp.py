@@ -35,7 +35,6 @@ from torch.utils.hooks import RemovableHandle
 
 from evener.collectives.base import AllReduce
 from evener.collectives.registry import make
-from evener.components.gradients import check_sound
 from evener.components.model_init import marks_kept
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec
@@ -43,11 +42,12 @@ from evener.data.batch import map_leaves
 from evener.distributed.mesh import DIVIDING_TERMS, Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
 from evener.hardware.async_read import Readout, is_late
-from evener.strategies.after_backward import PostBackwardSum, is_apart
+from evener.strategies.after_backward import PostBackwardSum
 from evener.strategies.base import Strategy
 from evener.strategies.features import check_elementwise
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
+from evener.strategies.reducer import is_apart
 from evener.strategies.sharded.exchange_order import Gather, Scatter, Turns
 from evener.strategies.sharded.fsdp_checks import check_layers, check_types
 from evener.strategies.sharded.ownership import chunks
@@ -57,6 +57,7 @@ from evener.strategies.sharded.write_check import refuse_writes
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
+from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.autograd import is_view
 from evener.torch_internals.modules import own_buffers, own_parameters
 
@@ -371,17 +372,13 @@ class FsdpSum(PostBackwardSum):
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sums the gradients of whole parameters. Backward has already summed those of sharded parameters."""
-        self._check_own(parameters)
+        self.check_known(parameters)
         self._give_back()
         names = {self._learner.names[p]: p for p in parameters if p.requires_grad}
         whole = {name: p for name, p in names.items() if not is_apart(p)}
         sound = all(math.isfinite(number.value()) for number in self.soundness())
         self._learner.look_at(whole.values())
-        unsound = self._learner.unsound.name() or (None if sound else "a unit")
-        said = self._learner.session.control.gather_objects((self._unused(names.values()), unsound))
-        check_sound([unsound for _, unsound in said])
-        absent = [set(said[rank][0]) for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
-        for name in set.intersection(*absent):
+        for name in self.absent_everywhere(self._unused(names.values()), None if sound else "a unit"):
             names[name].grad = None
             whole.pop(name, None)
         self._sum(whole.values())

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.errors import ConfigurationError
-from evener.strategies.after_backward import zeros_of
+from evener.strategies.reducer import zeros_of
 from evener.torch_internals.autograd import version
 
 AXIS = "shard"

@@ -23,10 +23,11 @@ from torch import nn
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.fsdp import Fsdp
 from evener.strategies.sharded.zero import Zero
+from evener.strategies.synchronizer import Synchronizer
 
 _NO_STAGES = (
     "with zero=3 all ranks gather a unit together, and those of a pipeline cut their shares into different numbers of "

@@ -32,13 +32,14 @@ from evener.errors import ConfigurationError, ShareError
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
 from evener.strategies.features import check_elementwise
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
 from evener.strategies.sharded.ownership import divide_rows
 from evener.strategies.sharded.zero_reduce import ZeroSum
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
+from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.modules import own_parameters
 
 

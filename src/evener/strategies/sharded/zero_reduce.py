@@ -15,22 +15,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.collectives.registry import make
 from evener.collectives.shared_memory.reduce_scatter import SharedOwners
 from evener.collectives.shared_memory.shared_buffer import Common
 from evener.components import gradients
-from evener.components.coalesce import broadcast_together, by_kind, sent_as_one
+from evener.components.coalesce import broadcast_together
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout, is_late
 from evener.hardware.timers import waiting
-from evener.strategies.interfaces import Synchronizer
 from evener.strategies.learner import Learner
+from evener.strategies.reducer import Reducer
 from evener.strategies.sharded.buckets import MOST_ON_THE_WAY, Bucket, BucketRound, buckets_of
 from evener.strategies.sharded.full_weights import FullWeights
 from evener.strategies.sharded.owned_weight import AXIS, Weight
@@ -38,14 +36,18 @@ from evener.strategies.sharded.reduce_modes import AllReduceMode, ReduceMode, Re
 from evener.strategies.sharded.write_check import refuse_writes
 
 
-class ZeroSum(Synchronizer):
+class ZeroSum(Reducer):
     """Sums gradients to the owners of rows, as ``stage`` 1 or 2 does, and gathers updated rows from them."""
 
+    unknown_remedy = (
+        "task's model between steps, in which each rank has its own rows: build the optimizer outside of the model's "
+        "forward, from engine.model.parameters()"
+    )
+
     def __init__(self, learner: Learner, stage: int, in_common: bool = False) -> None:
-        self._learner, mesh = learner, learner.mesh
-        everyone = mesh.group(*DIVIDING_TERMS)
+        everyone = learner.mesh.group(*DIVIDING_TERMS)
         assert everyone is not None
-        self._everyone = everyone
+        super().__init__(learner, everyone)
         self._weights = {weight.piece: weight for weight in _weights(learner)}
         self._way: ReduceMode = (AllReduceMode if stage == 1 else ReduceScatterMode)(learner)
         self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
@@ -105,8 +107,8 @@ class ZeroSum(Synchronizer):
         )
 
     def _buckets(self, weights: Iterable[Weight]) -> list[Bucket]:
-        mesh, nbytes = self._learner.mesh, self._learner.settings.bucket_bytes
-        return buckets_of(weights, nbytes or DEFAULT_BUCKET_NBYTES, mesh.degree(AXIS), mesh.index(AXIS))
+        mesh = self._learner.mesh
+        return buckets_of(weights, self.bucket_bytes, mesh.degree(AXIS), mesh.index(AXIS))
 
     # A step
 
@@ -211,12 +213,11 @@ class ZeroSum(Synchronizer):
         """Broadcasts the gradients of undivided weights from the first rank. A bucket holds such a gradient once per
         rank, and the copies may be summed in different orders: without this, rounding would make the ranks differ."""
         kept = [weight.piece.grad for weight in weights if weight.cut is None]
-        with waiting():
-            for alike in by_kind(gradient for gradient in kept if gradient is not None):
-                sent_as_one(alike, self._from_the_first)
-
-    def _from_the_first(self, flat: Tensor) -> None:
-        dist.broadcast(flat, group=self._learner.mesh.group(AXIS), group_src=0)
+        group = self._learner.mesh.group(AXIS)
+        assert group is not None
+        broadcast_together(
+            (gradient for gradient in kept if gradient is not None), group, 0, self.bucket_bytes
+        )
 
     def _sum_sparse(self, weights: Iterable[Weight]) -> Iterator[Tensor]:
         """Sums sparse gradients over all ranks; each keeps its own rows. Yields the sum of each, as a check number."""
@@ -230,7 +231,7 @@ class ZeroSum(Synchronizer):
     # The user's own training loop
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._check_own(parameters)
+        self.check_known(parameters)
         weights = [self._weights[p] for p in parameters if p in self._weights]
         for weight in weights:
             weight.check()
@@ -246,27 +247,9 @@ class ZeroSum(Synchronizer):
 
     def _present(self, weights: Sequence[Weight]) -> list[Weight]:
         """Returns the weights to which at least one rank gave a gradient. All ranks must call this together."""
-        absent = [weight.name for weight in weights if weight.whole.grad is None]
         self._look_at(weights)
-        said = self._learner.session.control.gather_objects((absent, self._learner.unsound.name()))
-        gradients.check_sound([unsound for _, unsound in said])
-        same = [said[rank] for rank in self._learner.mesh.ranks(*DIVIDING_TERMS)]
-        everywhere = set.intersection(*(set(absent) for absent, _ in same))
+        everywhere = self.absent_everywhere([weight.name for weight in weights if weight.whole.grad is None])
         return [weight for weight in weights if weight.name not in everywhere]
-
-    def _check_own(self, parameters: Sequence[nn.Parameter]) -> None:
-        strangers = [tuple(p.shape) for p in parameters if p not in self._learner.names]
-        if strangers:
-            raise ConfigurationError(
-                f"{len(strangers)} parameters of the optimizer, the first of shape {strangers[0]}, are not of the "
-                "task's model between steps, in which each rank has its own rows: build the optimizer outside of the "
-                "model's forward, from engine.model.parameters()"
-            )
-
-    # Others
-
-    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
-        broadcast_together(buffers, self._everyone, part * self._learner.mesh.degree("context"))
 
     def close(self) -> None:
         self._wholes.close()

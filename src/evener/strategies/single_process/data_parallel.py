@@ -50,7 +50,7 @@ from evener.hardware.timers import stopwatch
 from evener.nn.batch_norm import exact_batch_norm
 from evener.nn.context import Scope, own_scope
 from evener.strategies.base import Strategy
-from evener.strategies.interfaces import StepOutcome, Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import StepOutcome, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.single import NoSync
 from evener.strategies.single_process.devices import Devices, devices_of, home_of, parse_devices, refuse_ranks
@@ -69,6 +69,7 @@ from evener.strategies.single_process.scatter_gather import (
     is_ambiguous,
     join,
 )
+from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.modules import AnyBatchNorm
 
 

@@ -35,7 +35,7 @@ from evener.hardware.async_read import Readout, read
 from evener.nn.fqn import clean_name
 from evener.strategies.base import Strategy
 from evener.strategies.dataset_view import Reading
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.single import NoSync
 from evener.strategies.single_process.cross_device import Moves, Places, draw_borders
@@ -58,6 +58,7 @@ from evener.strategies.single_process.placement import (
 from evener.strategies.single_process.profile import Seen, profile
 from evener.strategies.single_process.scatter_gather import leaves
 from evener.strategies.steppers.plain import Plain
+from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.modules import own_buffers, own_parameters
 
 N = TypeVar("N", int, float)

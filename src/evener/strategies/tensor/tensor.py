@@ -45,10 +45,11 @@ from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
 from evener.strategies.features import ReplicatedGradSync, check_elementwise
-from evener.strategies.interfaces import Stepper, StrategySettings, Synchronizer
+from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
+from evener.strategies.synchronizer import Synchronizer
 from evener.strategies.tensor.first_samples import Found, tried
 from evener.strategies.tensor.plan import LayerPlan, TensorPlan, derived_of, plan_of
 from evener.strategies.tensor.regions import RECURRENT, obstacle, width

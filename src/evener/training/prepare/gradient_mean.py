@@ -24,14 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from evener.collectives.base import AllReduce
-from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
-from evener.collectives.registry import make
 from evener.components import gradients
-from evener.components.coalesce import sent_as_one
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError, DivergenceError
-from evener.strategies.after_backward import in_buckets, zeros_of
 from evener.strategies.learner import Learner
+from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_together
 from evener.torch_internals.autograd import Hooks, give_hooks, hooks_of, version
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
@@ -74,12 +71,11 @@ class MeanOfRanks:
         self._learner = learner
         self._models = [list(model.parameters()) for model in models]
         self._own = set(chain.from_iterable(self._models))
-        group, settings = learner.mesh.group(*DIVIDING_TERMS), learner.settings
+        group = learner.mesh.group(*DIVIDING_TERMS)
         self._ranks = 1 if group is None else group.size()
         self.close()
         if group is not None:
-            seconds, inside = learner.session.timeout_seconds, learner.session.inner_backend
-            self._all_reduce = make(settings.all_reduce, group, seconds, settings.compression, inside)
+            self._all_reduce = all_reduce_of(learner, group)
         self._sparse = gradients.sparse_weights(learner.model)
 
     def release(self) -> None:
@@ -248,21 +244,10 @@ class MeanOfRanks:
 
     @torch.no_grad()
     def _sum_of(self, parameters: Iterable[nn.Parameter], all_reduce: AllReduce) -> None:
-        present = [p for p in parameters if p.numel()]
-        for parameter in present:
-            if parameter.grad is None:
-                parameter.grad = zeros_of(parameter, parameter in self._sparse)
-        for bucket in in_buckets(present, self._learner.settings.bucket_bytes or DEFAULT_BUCKET_NBYTES):
-            self._add_up([p.grad for p in bucket if p.grad is not None], all_reduce)
+        present = list(parameters)
+        sum_in_buckets(present, self._sparse, self._learner.settings.bucket_nbytes, all_reduce)
         for parameter in present:
             _mark(parameter, _WHOLE)
-
-    def _add_up(self, found: Sequence[Tensor], all_reduce: AllReduce) -> None:
-        if found[0].is_sparse:
-            for gradient in found:
-                all_reduce(gradient).wait()
-        else:
-            sent_as_one(found, lambda flat: all_reduce(flat).wait())
 
     @torch.no_grad()
     def returned(
@@ -280,7 +265,7 @@ class MeanOfRanks:
             )
         for each in own:
             if each is not None and self._all_reduce is not None:
-                self._add_up([each], self._all_reduce)
+                sum_together([each], self._all_reduce)
                 setattr(each, _MARK, _WHOLE)
 
     # Before an update

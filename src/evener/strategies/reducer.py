@@ -1,0 +1,126 @@
+"""What synchronizers share that sum gradients over the ranks that divide a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.collectives.base import AllReduce, key_of
+from evener.collectives.registry import make
+from evener.components import gradients
+from evener.components.coalesce import broadcast_together, in_buckets, sent_as_one
+from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.components.trainable import check_trained_alike
+from evener.distributed.mesh import DIVIDING_TERMS
+from evener.errors import ConfigurationError
+from evener.hardware.timers import waiting
+from evener.strategies.learner import Learner
+from evener.strategies.synchronizer import Synchronizer
+
+
+class Reducer(Synchronizer):
+    """Sums gradients over the ranks of ``group``, which divide a batch. Subclasses say when and how."""
+
+    unknown_remedy: ClassVar[str] = (
+        "task's model, so that every rank has its own: have Task.model return one module that holds all that is trained"
+    )
+    """The end of the message about a parameter that the synchronizer does not know."""
+
+    def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
+        self._learner, self._group = learner, group
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The bucket size in bytes: from the settings, or a default."""
+        return self._learner.settings.bucket_nbytes
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        broadcast_together(
+            buffers, self._group, part * self._learner.mesh.degree("context"), self.bucket_bytes
+        )
+
+    def check_known(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises ConfigurationError if one of ``parameters`` is not a parameter of the model."""
+        unknown = [tuple(p.shape) for p in parameters if p not in self._learner.names]
+        if unknown:
+            raise ConfigurationError(
+                f"{len(unknown)} parameters of the optimizer, the first of shape {unknown[0]}, are not of the "
+                f"{self.unknown_remedy}"
+            )
+
+    def absent_everywhere(self, absent: Collection[str], unsound: str | None = None) -> set[str]:
+        """Returns the names that are ``absent`` on every rank that computes other samples with the same weights. All
+        ranks must call this together, before a sum that the user's own loop asks for.
+
+        Args:
+            absent: Names of the parameters to which this rank gave no gradient.
+            unsound: What has a gradient on this rank that is not finite, if no parameter that was looked at has.
+
+        Raises:
+            ConfigurationError: If the set of trained parameters has changed and cannot, or differs between the ranks.
+            DivergenceError: On all ranks alike, if a gradient of one is not finite.
+        """
+        learner = self._learner
+        learner.trained.update(learner.name, self.follows)
+        own = set(absent), learner.unsound.name() or unsound, learner.trained.changes
+        said = learner.session.control.gather_objects(own)
+        check_trained_alike([changes for *_, changes in said])
+        gradients.check_sound([unsound for _, unsound, _ in said])
+        return set.intersection(*(said[rank][0] for rank in learner.mesh.ranks(*DIVIDING_TERMS)))
+
+
+def all_reduce_of(learner: Learner, group: dist.ProcessGroup) -> AllReduce:
+    """Returns the all-reduce of the learner's settings, over the ranks of ``group``."""
+    settings, session = learner.settings, learner.session
+    seconds, inside = session.timeout_seconds, session.inner_backend
+    return make(settings.all_reduce, group, seconds, settings.compression, inside)
+
+
+def is_apart(parameter: nn.Parameter) -> bool:
+    """Returns True if the ranks over which gradients are summed each hold a shard of the parameter. Such a gradient
+    needs no sum."""
+    piece = shard_spec(parameter)
+    return piece is not None and any(axis in DIVIDING_TERMS for axis in piece.axes)
+
+
+def zeros_of(parameter: Tensor, sparse: bool) -> Tensor:
+    """Returns the zero gradient that a rank without a gradient contributes to the sum."""
+    if not sparse:
+        return torch.zeros_like(parameter)
+    shape = parameter.shape
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(
+        indices, parameter.new_zeros((0, *shape[1:])), shape, check_invariants=False
+    )
+
+
+def sum_in_buckets(
+    parameters: Iterable[nn.Parameter], sparse: Collection[Tensor], nbytes: int, all_reduce: AllReduce
+) -> None:
+    """Sums the gradients of ``parameters`` in buckets of about ``nbytes`` bytes. A rank without a gradient contributes
+    zeros, of the sparse layout if the parameter is in ``sparse``."""
+    present = [p for p in parameters if p.numel()]
+    for parameter in present:
+        if parameter.grad is None:
+            parameter.grad = zeros_of(parameter, parameter in sparse)
+    with waiting():
+        for bucket in in_buckets(present, nbytes, _gradient):
+            sum_together([p.grad for p in bucket if p.grad is not None], all_reduce, key_of(bucket))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def sum_together(found: Sequence[Tensor], all_reduce: AllReduce, key: Any = None) -> None:
+    """Sums tensors of one layout, type and device: dense ones as one message, sparse ones each alone."""
+    if found[0].is_sparse:
+        for gradient in found:
+            all_reduce(gradient).wait()
+    else:
+        sent_as_one(found, lambda flat: all_reduce(flat, key).wait())

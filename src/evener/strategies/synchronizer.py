@@ -1,0 +1,183 @@
+"""What a strategy's gradient synchronizer does: three small interfaces, each of which does nothing by default.
+
+::
+
+    GradientSum    the sum of gradients over the ranks, during or after backward
+    EqualBuffers   buffers that a forward pass has changed
+    Lifecycle      what happens between two steps and at the end
+
+A synchronizer of its own inherits :class:`Synchronizer`, which is all three, and overrides what it does differently.
+One that adds to another inherits :class:`SynchronizerAround`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from evener.hardware.async_read import Readout
+
+
+class GradientSum:
+    """The sum of gradients over the ranks. By default nothing is summed, as for a single rank."""
+
+    words = "none: one rank"
+    """A description of the gradient synchronization, for the record of the run."""
+
+    exchanges_in_passes: bool = True
+    """True if ranks may wait for each other before all passes of a step are over."""
+
+    bucket_nbytes: int = 0
+    """Maximum size in bytes of the communication buffers, without parameters and gradients."""
+
+    follows: bool = False
+    """True if parameters may be frozen and unfrozen between steps (`TrainableParameters`)."""
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        """Wraps the model-with-loss module (as DDP does). The wrapped module maps a micro-batch to its summed loss."""
+        return replica
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Context for forward and backward of one micro-batch. Gradients are synchronized in the ``last`` one."""
+        return nullcontext()
+
+    def until_complete(self) -> AbstractContextManager[Any]:
+        """Context for all forward and backward passes of a step, in any order. Used in place of :meth:`micro_batch`:
+        :meth:`complete` then synchronizes the gradients after the last pass."""
+        return nullcontext()
+
+    def complete(self) -> tuple[str, ...]:
+        """Ends the rank's own work and completes gradient synchronization. Returns the names of the parameters that got
+        no gradient from this rank."""
+        return ()
+
+    def completes_in_backward(self, parameter: nn.Parameter) -> bool:
+        """Returns True if the gradient of ``parameter`` is complete when backward calls the parameter's hooks: summed
+        over the ranks, and not part of a bucket."""
+        return False
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Returns True if this rank contributed to the gradient of ``parameter``. Called in backward, when that
+        gradient is complete."""
+        return True
+
+    def soundness(self) -> tuple[Readout, ...]:
+        """Returns numbers that are finite if this rank's gradients are; see :class:`StepOutcome`."""
+        return ()
+
+    def sum_thawed(self, without: Collection[str]) -> None:
+        """Sums the gradients of unfrozen parameters before an update.
+
+        Args:
+            without: Names of the parameters that got no gradient on any rank; they are skipped.
+        """
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sums the gradients of ``parameters`` over the ranks after a training loop of the user's own has run
+        backward."""
+
+
+class EqualBuffers:
+    """Buffers, which are equal on all ranks unless the ranks differ in their forward passes."""
+
+    keeps_equal: bool = True
+    """True if ranks that hold the same weights and buffers have bitwise equal values after every step."""
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        """Copies the buffers of the ranks that compute part number ``part`` of the batch to all ranks."""
+
+
+class Lifecycle:
+    """What happens outside of the passes of a step."""
+
+    holds_all: bool = False
+    """True if each rank holds the complete training state, so that any surviving rank can give it to a replacement
+    rank. The synchronizer then calls `Learner.has_drawn` before it sends its last gradients."""
+
+    def alone(self) -> None:
+        """Tells the synchronizer that from now on only optimizer updates write to the weights, as in a whole run. All
+        ranks must call this together."""
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Context for a forward pass that no backward pass follows."""
+        return nullcontext()
+
+    def updated(self, step: int) -> None:
+        """Called after the optimizer step. Exchanges what is exchanged every few steps rather than in each step."""
+
+    def let_go(self) -> None:
+        """Drops the reference to the wrapped model. The caller keeps the wrapped model, which may refer to this
+        synchronizer."""
+
+    def close(self) -> None:
+        """Frees the resources of the synchronizer."""
+
+
+class Synchronizer(GradientSum, EqualBuffers, Lifecycle):
+    """The base class of gradient synchronizers. It sums nothing, as for a single rank."""
+
+
+class SynchronizerAround(Synchronizer):
+    """Passes everything on to ``inner``, which sums gradients over other axes. Subclasses add what their axis needs.
+
+    Gradients are complete, and a rank's state is whole, only with what the subclass adds: `completes_in_backward` and
+    `holds_all` stay False.
+    """
+
+    def __init__(self, inner: Synchronizer) -> None:
+        self._inner = inner
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return self._inner.words
+
+    @property
+    def keeps_equal(self) -> bool:  # type: ignore[override]
+        return self._inner.keeps_equal
+
+    @property
+    def follows(self) -> bool:  # type: ignore[override]
+        return self._inner.follows
+
+    @property
+    def bucket_nbytes(self) -> int:  # type: ignore[override]
+        return self._inner.bucket_nbytes
+
+    def wrap(self, replica: nn.Module) -> nn.Module:
+        return self._inner.wrap(replica)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return self._inner.forward()
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        return self._inner.micro_batch(last)
+
+    def until_complete(self) -> AbstractContextManager[Any]:
+        return self._inner.until_complete()
+
+    def complete(self) -> tuple[str, ...]:
+        return self._inner.complete()
+
+    def soundness(self) -> tuple[Readout, ...]:
+        return self._inner.soundness()
+
+    def sum_thawed(self, without: Collection[str]) -> None:
+        self._inner.sum_thawed(without)
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._inner.sum_gradients(parameters)
+
+    def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
+        self._inner.share_buffers(buffers, part)
+
+    def updated(self, step: int) -> None:
+        self._inner.updated(step)
+
+    def let_go(self) -> None:
+        self._inner.let_go()
+
+    def close(self) -> None:
+        self._inner.close()
