@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evener.data.prefetch import DELIVERIES, Batches, Copy
+from evener.data.prefetch import DELIVERIES, Batches, Convert, Copy
 from evener.distributed.control_channel import Channel
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session
@@ -80,7 +80,7 @@ class StandIn:
             (READERS, lambda numbers: OnMeta(self, numbers)),
             (SENDERS, lambda tensor, device: torch.empty_like(tensor, device=device)),
             (STOPWATCHES, lambda: MetaStopwatch(self)),
-            (DELIVERIES, lambda device: Beside(self)),
+            (DELIVERIES, lambda device, convert: Beside(self, convert)),
         ]
 
     def train(self, engine: Engine) -> list[Step]:
@@ -297,15 +297,15 @@ class MetaStopwatch(HostStopwatch):
 class Beside(Copy):
     """Copies on a stream of its own, as a GPU's delivery does."""
 
-    def __init__(self, device: StandIn) -> None:
-        super().__init__(META)
+    def __init__(self, device: StandIn, convert: Convert | None) -> None:
+        super().__init__(META, convert)
         self._standin = device
 
     def __call__(self, batches: Batches) -> Batches:
         with closing(batches):
             for batch in batches:
                 with self._standin.aside():
-                    moved = batch.to(META)
+                    moved = self._move(batch)
                 yield moved
 
 

@@ -95,10 +95,27 @@ class Batch:
         place = (self.epoch, self.index, self.position, self.size, self.shares)
         return Batch(*place, [], self.last, self.skipped)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Returns a copy with every micro-batch on ``device``; ``on_host`` of the copy is this batch."""
-        moved = self.map(lambda leaf: move(leaf, device, non_blocking))
-        return dataclasses.replace(moved, on_host=self)
+    def to(
+        self,
+        device: torch.device | str,
+        non_blocking: bool = False,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Batch:
+        """Returns a copy with every micro-batch on ``device``, and there every leaf converted. ``on_host`` of the copy
+        is this batch."""
+
+        def moved(leaf: Any) -> Any:
+            there = move(leaf, device, non_blocking)
+            return there if convert is None else convert(there)
+
+        return dataclasses.replace(self.map(moved), on_host=self)
+
+    def cut(self, piece: Callable[[MicroBatch], MicroBatch]) -> Batch:
+        """Returns the batch with ``piece`` of each micro-batch. ``on_host`` is cut too."""
+        host = None if self.on_host is None else self.on_host.cut(piece)
+        return dataclasses.replace(
+            self, micro_batches=[piece(micro) for micro in self.micro_batches], on_host=host
+        )
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
         """Returns a copy with ``function`` applied to every leaf of all micro-batches."""

@@ -2,7 +2,7 @@
 
 ::
 
-    plans ──▶ requests ──▶ Workers (PyTorch's DataLoader) ──▶ Batch ──▶ Delivery ──▶ training step
+    plans ──▶ requests ──▶ Workers (PyTorch's DataLoader) ──▶ Batch ──▶ Delivery ──▶ cut_to ──▶ training step
       ▲ shares(step, size)      read ahead, across epochs              to the device
 
 One DataLoader serves all epochs, so workers stay alive and read ahead past the end of an epoch. The shares of a batch
@@ -13,7 +13,7 @@ on every rank. New shares may take effect at ``step + lookahead + 1``, a batch t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from types import TracebackType
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from evener.data.batch import Batch
+from evener.data.batch import Batch, MicroBatch
 from evener.data.batch_plan import BatchPlan, BatchPlanner, Shares, equal_shares, plans
 from evener.data.collate import Collate
 from evener.data.fetch import Fetch
 from evener.data.iterable import Agree, StreamBatches
 from evener.data.local_shards import LocalShards, part_plans
-from evener.data.prefetch import Batches, delivery_to
+from evener.data.prefetch import Batches, Convert, cut_to, delivery_to
 from evener.data.sampler import Ids, ListedOrder, Order
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
@@ -52,6 +52,8 @@ class Loader(Iterator[Batch]):
         collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for the default in ``evener.data.collate``.
         workers: Processes that read; 0 to read in this process.
         device: The device of inputs and targets. For CUDA they are pinned, and copied one batch ahead.
+        convert: Applied to every leaf of inputs and targets on the device; ``None`` leaves them as they are.
+        piece: Cuts each micro-batch to what this rank computes of it; ``None`` for all of it.
         epochs: The end of training: epochs ``start[0]`` to ``epochs - 1`` are read.
         start: The epoch of the first batch, and the position in that epoch.
         first_step: The step that ``shares`` gets for the first batch.
@@ -84,6 +86,8 @@ class Loader(Iterator[Batch]):
         collate: Collate | None = None,
         workers: int = 0,
         device: torch.device | str = "cpu",
+        convert: Convert | None = None,
+        piece: Callable[[MicroBatch], MicroBatch] | None = None,
         epochs: int = 1,
         start: tuple[int, int] = (0, 0),
         first_step: int = 0,
@@ -102,7 +106,7 @@ class Loader(Iterator[Batch]):
         pool = Workers(
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
         )
-        delivery = delivery_to(device)
+        delivery = delivery_to(device, convert)
         self.steps: int | None
         """Global batches from the start to the end of the last epoch; None for an iterable data set."""
         self.lookahead: int
@@ -127,7 +131,7 @@ class Loader(Iterator[Batch]):
             )
             batches = _read(drawn, Fetch(dataset, collate, name, skips), pool)
             self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + delivery.ahead
-        self._batches = delivery(batches)
+        self._batches = cut_to(piece, delivery(batches))
 
     def __next__(self) -> Batch:
         return next(self._batches)

@@ -1,8 +1,13 @@
-"""Moves batches to the device: not at all, by a copy, or by a copy that overlaps with the previous step.
+"""Delivers batches to the training step: on the device, in the data type of the run, cut to what this rank computes.
 
-``delivery_to`` chooses the way once, so no later code needs to check for a CUDA device. Each way is a function from an
-iterator of batches in host memory to an iterator of batches on the device. Its ``ahead`` is the number of batches that
-it reads ahead.
+::
+
+    host memory ──▶ Delivery: to the device, each leaf converted ──▶ cut_to: each micro-batch cut ──▶ training step
+
+A batch gets to the device not at all, by a copy, or by a copy that overlaps with the previous step. ``delivery_to``
+chooses the way once, so no later code needs to check for a CUDA device. Each way is a function from an iterator of
+batches in host memory to an iterator of batches on the device. Its ``ahead`` is the number of batches that it reads
+ahead.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from evener.data.batch import Batch
+from evener.data.batch import Batch, MicroBatch
 from evener.hardware.accelerators import WITH_STREAMS
 
 Batches = Generator[Batch, None, None]
+Convert = Callable[[Any], Any]
+"""Converts a leaf of inputs or targets on the device, such as to the data type of the run."""
 
 
 class Delivery(Protocol):
@@ -35,8 +42,12 @@ class NoTransfer:
 
     ahead = 0
 
+    def __init__(self, convert: Convert | None = None) -> None:
+        self._convert = convert
+
     def __call__(self, batches: Batches) -> Batches:
-        return batches
+        convert = self._convert
+        return batches if convert is None else _each(lambda batch: batch.map(convert), batches)
 
 
 class Copy:
@@ -44,12 +55,11 @@ class Copy:
 
     ahead = 0
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, convert: Convert | None = None) -> None:
+        self._move = partial(Batch.to, device=device, convert=convert)
 
     def __call__(self, batches: Batches) -> Batches:
-        with closing(batches):
-            yield from (batch.to(self._device) for batch in batches)
+        return _each(self._move, batches)
 
 
 class CopyOnSideStream:
@@ -57,8 +67,8 @@ class CopyOnSideStream:
 
     ahead = 1
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, convert: Convert | None = None) -> None:
+        self._device, self._convert = device, convert
         self._stream = torch.Stream(device)
 
     def __call__(self, batches: Batches) -> Batches:
@@ -77,20 +87,30 @@ class CopyOnSideStream:
         if batch is None:
             return None
         with self._stream:
-            moved = batch.map(_pinned).to(self._device, non_blocking=True)
+            moved = batch.map(_pinned).to(self._device, non_blocking=True, convert=self._convert)
             return moved, self._stream.record_event()
 
 
-DELIVERIES: dict[str, Callable[[torch.device], Delivery]] = {
-    "cpu": lambda device: NoTransfer(),
+DELIVERIES: dict[str, Callable[[torch.device, Convert | None], Delivery]] = {
+    "cpu": lambda device, convert: NoTransfer(convert),
     **dict.fromkeys(WITH_STREAMS, CopyOnSideStream),
 }
 """The delivery for each type of device. :class:`Copy` serves all other types."""
 
 
-def delivery_to(device: torch.device) -> Delivery:
-    """Returns the delivery for ``device``."""
-    return DELIVERIES.get(device.type, Copy)(device)
+def delivery_to(device: torch.device, convert: Convert | None = None) -> Delivery:
+    """Returns the delivery for ``device``, which applies ``convert`` to each leaf there."""
+    return DELIVERIES.get(device.type, Copy)(device, convert)
+
+
+def cut_to(piece: Callable[[MicroBatch], MicroBatch] | None, batches: Batches) -> Batches:
+    """Returns an iterator of the batches with ``piece`` applied to each micro-batch, and to its copy in host memory."""
+    return batches if piece is None else _each(lambda batch: batch.cut(piece), batches)
+
+
+def _each(stage: Callable[[Batch], Batch], batches: Batches) -> Batches:
+    with closing(batches):
+        yield from map(stage, batches)  # holds no batch while the step computes
 
 
 def _pinned(leaf: Any) -> Any:

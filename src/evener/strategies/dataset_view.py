@@ -19,7 +19,6 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from evener.data.loader import Loader
 from evener.data.local_shards import LocalShards, gather_parts
 from evener.data.sampler import ListedOrder, Order
 from evener.errors import ConfigurationError
@@ -93,11 +92,6 @@ class Reading:
         if self.parts is not None:
             return self.parts.order(seed)
         return None if isinstance(self.dataset, IterableDataset) else Order(len(self.dataset), seed=seed)
-
-    def loader(self, order: Order | None, **options: Any) -> Loader:
-        """Returns a loader of the data set."""
-        place: dict[str, Any] = {"rank": self.rank, "world_size": self.ranks, "parts": self.parts}
-        return Loader(self.dataset, order, name=self.name, agree=self.agree, **place, **options)
 
 
 def _order(listed: Listing, dataset: Any, parts: LocalShards | None) -> ListedOrder:

@@ -164,6 +164,11 @@ class BatchSlicer:
     """Selects the samples, or pieces of samples, that this rank computes. This base class selects everything: it is for
     strategies that do not divide samples."""
 
+    @property
+    def divides(self) -> bool:
+        """True if a rank computes pieces of samples."""
+        return type(self) is not BatchSlicer
+
     def trained(self, micro: MicroBatch) -> MicroBatch:
         """Returns this rank's piece of the inputs and targets."""
         return micro

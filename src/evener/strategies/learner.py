@@ -5,7 +5,6 @@ It holds the code that all strategies share: the update with clipping and penalt
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -149,20 +148,11 @@ class Learner:
         replica: nn.Module = self.__dict__.pop("replica", self.model)
         return replica
 
-    def place(self, batch: Batch) -> Batch:
-        """Returns the batch with floating-point tensors in the data type of the run."""
+    @property
+    def convert(self) -> Callable[[Any], Any] | None:
+        """Converts floating-point tensors of a batch to the data type of the run. None if they keep their types."""
         dtype = self.settings.dtype
-        return batch if dtype is None else batch.map(lambda leaf: _as_floating(leaf, dtype))
-
-    def local_part(self, batch: Batch) -> Batch:
-        """Returns the pieces of the batch that this rank trains on. They differ from the batch only if the strategy
-        divides samples."""
-        if type(self.cut) is BatchSlicer:
-            return batch
-        own = dataclasses.replace(batch, micro_batches=[self.cut.trained(m) for m in batch.micro_batches])
-        return (
-            own if batch.on_host is None else dataclasses.replace(own, on_host=self.local_part(batch.on_host))
-        )
+        return None if dtype is None else lambda leaf: _as_floating(leaf, dtype)
 
     def outputs(self, micro: MicroBatch) -> Tree:
         """Returns the model's outputs in evaluation."""

@@ -20,6 +20,7 @@ from evener.core.losses import Accumulator, metric
 from evener.core.task.validation import check_dataset
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
+from evener.data.loader import Loader
 from evener.errors import ConfigurationError
 from evener.strategies.dataset_view import Reading
 from evener.strategies.learner import Learner
@@ -171,22 +172,28 @@ def _forward(
     reading = Reading.from_learner(learner, dataset, "evaluation set")
     weights = options.weights if reading.balanced else None
     balancer = Fixed(weights) if weights else Equal(reading.ranks)
-    loader = reading.loader(
+    loader = Loader(
+        reading.dataset,
         None,
+        name=reading.name,
+        rank=reading.rank,
+        world_size=reading.ranks,
+        parts=reading.parts,
+        agree=reading.agree,
         batch_size=options.batch_size,
         shares=balancer.shares,
         micro_batch=options.micro_batch,
         collate=learner.task.collate,
         workers=options.workers,
         device=learner.session.device,
-        epochs=1,
+        convert=learner.convert,
         skips=options.skips,
     )
     announcer = Announcer(learner.session.rank)
     with loader:
         for batch in loader:
             announcer.tell(batch)
-            for micro in map(learner.cut.evaluated, learner.place(batch).micro_batches):
+            for micro in map(learner.cut.evaluated, batch.micro_batches):
                 with learner.micro_scope(micro, 0):
                     yield micro, learner.outputs(micro)
 

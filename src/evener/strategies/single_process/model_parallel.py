@@ -24,17 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from evener.balance.base import Equal
 from evener.components.model_init import settle_on
 from evener.core.config.sizes import parse_size
 from evener.data.batch import map_leaves, move
+from evener.data.loader import Loader
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.hardware import accelerators
 from evener.hardware.async_read import Readout, read
 from evener.nn.fqn import clean_name
 from evener.strategies.base import Strategy
-from evener.strategies.dataset_view import Reading
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.single import NoSync
@@ -194,17 +193,10 @@ def _free(device: torch.device) -> float:
 
 def first_pass(model: nn.Module, learner: Learner) -> Mapping[str, Seen]:
     """Profiles the modules in a forward pass over the first batch of the training set, on the host."""
-    task = learner.task
-    loader = Reading.from_learner(learner, task.train, "training set").loader(
-        None,
-        batch_size=task.batch_size,
-        shares=Equal(1).shares,
-        collate=task.collate,
-        device=HOST,
-        epochs=1,
-    )
-    with loader:
-        (micro,) = learner.place(next(iter(loader))).micro_batches
+    task, dataset = learner.task, learner.portion(learner.task.train)
+    options: Any = {"batch_size": task.batch_size, "collate": task.collate, "convert": learner.convert}
+    with Loader(dataset, None, device=HOST, **options) as loader:
+        (micro,) = next(loader).micro_batches
     with learner.micro_scope(micro, 0):
         return profile(model, lambda: task.forward(model, micro.inputs))
 

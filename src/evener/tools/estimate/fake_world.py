@@ -72,7 +72,7 @@ class World:
                 (READERS, kind, Unread),
                 (SENDERS, kind, by_copy),
                 (STOPWATCHES, kind, HostStopwatch),
-                (DELIVERIES, kind, lambda device: NoTransfer()),
+                (DELIVERIES, kind, lambda device, convert: NoTransfer(convert)),
                 (SUBSTITUTES, FAKE_BACKEND, Substitute(self._all_reduce, self._owners)),
                 (LINES, FAKE_BACKEND, self.mail.line),
             ]

@@ -95,9 +95,15 @@ class BatchFeed:
         place = (*start, progress.steps, id(self.balancer_state))
         if self._prepared is not None and self._prepared[0] == place:
             return self._prepared[1]
-        config = self._config
-        loader = self._reading.loader(
-            self._reading.shuffled(config.seed),
+        config, reading = self._config, self._reading
+        loader = Loader(
+            reading.dataset,
+            reading.shuffled(config.seed),
+            name=reading.name,
+            rank=reading.rank,
+            world_size=reading.ranks,
+            parts=reading.parts,
+            agree=reading.agree,
             seed=config.seed,
             batch_size=self._batch_size,
             shares=self._shares,
@@ -105,6 +111,8 @@ class BatchFeed:
             collate=self._learner.task.collate,
             workers=config.workers,
             device=self._learner.session.device,
+            convert=self._learner.convert,
+            piece=self._learner.cut.trained if self._learner.cut.divides else None,
             epochs=self._epochs,
             start=start,
             first_step=progress.steps,
@@ -142,11 +150,10 @@ class BatchFeed:
         return loader is not None
 
     def next(self, source: Iterator[Batch], step: int) -> Batch | None:
-        """Returns the next batch, on the device, or None at the end."""
+        """Returns the next batch, or None at the end."""
         began = time.perf_counter()
         with self._learner.session.watchdog.phase("loading a batch", step=step):
             batch = next(source, None)
-            batch = batch and self._learner.local_part(self._learner.place(batch))
         if batch is not None and self.skips is not None:
             self.skips.read(batch)
         self.input_seconds = time.perf_counter() - began
