@@ -82,7 +82,7 @@ class StrategySettings:
         return self.dtype or self.precision.weights
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The result of one rank's forward and backward passes in a step, before the update. On a GPU, its numbers are read
     without waiting for the device."""
@@ -130,8 +130,8 @@ class Stepper(ABC):
         """Runs forward and backward on the rank's share. When it returns, the gradients have been synchronized.
 
         Args:
-            divisor: Returns the global divisor of the loss. It is called after the first forward pass, so that the
-                message that brings the divisor can travel during that pass.
+            divisor: Returns the global divisor of the loss, with the loss scale in it. It is called after the first
+                forward pass, so that the message that brings the divisor can travel during that pass.
         """
 
     @abstractmethod

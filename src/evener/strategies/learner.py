@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -111,6 +112,11 @@ class Learner:
         self._step = 0
         self._portion = portion
         self._portions: dict[int, Any] = {}  # by id(): the task's own data sets live as long as the learner
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next backward pass; 1 if the precision needs none."""
+        return 1.0 if self.scale is None else self.scale.value
 
     @property
     def data(self) -> DataAxis:
@@ -286,7 +292,11 @@ class Learner:
         return self.unsound.of_these(found, lambda: gradients.named((self.names[p], p) for p in given)())
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`."""
+        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`.
+
+        Returns:
+            The stepper's outcome, with what the learner knows of the step whichever stepper ran it.
+        """
         self.unsound.found.clear()
         self._step = step
         has_changed = self.trained.update(
@@ -298,19 +308,17 @@ class Learner:
         if self.may_leave_out:
             self._remember_buffers(step)
         try:
-            outcome = self.stepper.run(batch, self._scaled(divisor), step)
+            outcome = self.stepper.run(batch, divisor, step)
         except BaseException:
             self._clear_gradients()  # a caller that goes on must not find gradients of the failed step
             raise
-        outcome.unsound, outcome.memory = tuple(self.unsound.found), self.watch.end(batch)
-        outcome.changes, outcome.has_changed = self.trained.changes, has_changed
-        return outcome
-
-    def _scaled(self, divisor: Callable[[], float]) -> Callable[[], float]:
-        if self.scale is None:
-            return divisor
-        scale = self.scale.value
-        return lambda: divisor() / scale
+        return replace(
+            outcome,
+            unsound=tuple(self.unsound.found),
+            memory=self.watch.end(batch),
+            changes=self.trained.changes,
+            has_changed=has_changed,
+        )
 
     def _add_penalty(self) -> None:
         """Adds the gradient of the task's penalty. It is equal on all ranks, and added after synchronization: it counts

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -202,10 +202,10 @@ class Engine:
         with watchdog.explained(), watchdog.phase("training", step=number), recomputing:
             step = Step(batch, number, ledger.settle, learner.names_in_order)
             next_count = ledger.count(self._upcoming)
-            outcome = learner.run(batch, lambda: ledger.divisor(step), number)
+            outcome = learner.run(batch, partial(ledger.divisor, step, learner.loss_scale), number)
             elapsed = learner.pace.elapsed()
             forget = ledger.post(step, outcome, self._upcoming, next_count, elapsed, self.feed.input_seconds)
-            learner.update(forget, number, lambda: self.guard.passes(step))
+            learner.update(forget, number, partial(self.guard.passes, step))
             if ledger.buffers_changed:
                 share_buffers(learner, batch)
         step.lr = float(learner.optimizer.param_groups[0]["lr"])

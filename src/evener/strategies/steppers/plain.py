@@ -48,9 +48,8 @@ class Plain(Stepper):
             total = kept(term)
             current.rewind()
             with attending(micro.sequence):
-                term.backward(
-                    torch.full_like(term, 1 / divisor())
-                )  # the gradient of term / divisor, with one autograd node less
+                # The gradient of term / divisor, with one autograd node less.
+                term.backward(torch.full_like(term, 1 / divisor()))
         return total
 
     def outputs(self, micro: MicroBatch) -> Tree:

@@ -92,8 +92,9 @@ class StepSync:
 
     # Before backward
 
-    def divisor(self, step: Step) -> float:
-        """Returns the divisor for the sum of all terms. All ranks need it before backward, and call this together."""
+    def divisor(self, step: Step, loss_scale: float = 1.0) -> float:
+        """Returns the divisor for the sum of all terms, with which they get the scale of the loss. All ranks need it
+        before backward, and call this together."""
         with waiting():
             self.settle()
             place = (step.batch.epoch, step.batch.index)
@@ -102,7 +103,7 @@ class StepSync:
                 self._counts = {place: sum(row[0] for row in self._mesh.data.of_contributors(rows))}
         step.terms = self._counts[place]
         step.count = self._loss().divisor(step.terms)
-        return step.count or 1.0
+        return (step.count or 1.0) / loss_scale
 
     def count(self, batch: Batch | None) -> list[Readout]:
         """Returns the numbers of terms of this rank's micro-batches, counted on the host if the targets are there."""
