@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import math
-import platform
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from evener import checkpoint
 from evener.checkpoint.layout import CHECKPOINTS, CheckpointDirectory, saved_in
-from evener.components.model_init import named_tensors, whole_size
-from evener.components.optim import fused
-from evener.components.optim.eight_bit import words_of
+from evener.components.model_init import named_tensors
 from evener.core.config.run_config import RunConfig
 from evener.core.observer import Observer
-from evener.core.records import Note, RunStart, RunSummary
+from evener.core.records import Note, RunSummary
 from evener.core.task.task import Task
 from evener.data.batch import Batch
 from evener.distributed.recovery.deferred_free import bury
 from evener.distributed.session import Session
 from evener.distributed.signals import Deferral, asked, check, deferring, last_words
 from evener.errors import InterruptedRunError
-from evener.hardware import accelerators
 from evener.nn.fqn import clean_name
-from evener.strategies.steppers.optimizer_in_backward import updates_of
-from evener.strategies.sync_batch_norm import words_of_normalization
 from evener.training.engine import Engine
 from evener.training.lifecycle.callback import Callback
 from evener.training.lifecycle.early_stop import Stopping
@@ -39,10 +30,10 @@ from evener.training.lifecycle.handover import CarriedState, RestartWithStateErr
 from evener.training.lifecycle.rollback import falling_back
 from evener.training.lifecycle.save_schedule import Best, Saving
 from evener.training.reporting.run_dir import Records, RunDirectory, goes_on_in, words_of_earlier
-from evener.training.reporting.summary_counters import Clock, SummaryCounters, waiting_words
+from evener.training.reporting.summary_counters import Clock, SummaryCounters
 from evener.training.reporting.terminal import Terminal
+from evener.training.run_report import RankPart, RunReport
 from evener.training.survey import head_line
-from evener.version import evener_version
 
 
 @dataclass(frozen=True)
@@ -104,6 +95,7 @@ class Run:
             self._engine.learner.synchronizer.alone()
             self._tally = SummaryCounters(self._engine.learner.data.degree, task.metrics)
             self._engine.observers.add(self._tally)
+            self._report = RunReport(self._engine, self._tally, self._clock)
             self._best = Best(config.keep_best)
             self._engine.state.kept |= {"callback": self._callback, "best": self._best}
             self._engine.state.kept["guard"] = self._engine.guard
@@ -120,8 +112,6 @@ class Run:
                 )
             self._engine.state.agree_on_identity()
             self._notes += filter(None, [self._best.words])
-            throttle = self._engine.learner.settings.throttle
-            self._emulation = throttle.words if throttle else ""
             self._owned = undo.pop_all()
 
     def _taken_up(self, heir: CarriedState | None) -> CarriedState:
@@ -142,10 +132,10 @@ class Run:
         engine, summary = self._engine, None
         with self._owned, last_words(lambda: self._end(self._interrupted())):
             try:
-                engine.observers.start(self._start())
+                engine.observers.start(self._report.start())
                 if self._records is not None:
                     self._records.catch_up(self._heir.told)
-                for words in filter(None, (*self._header(), *self._notes)):
+                for words in filter(None, (*self._report.header(), *self._notes)):
                     engine.observers.event(Note(engine.steps_done, words))
                 with self._staying():
                     with self._deferring() as stop:
@@ -157,8 +147,8 @@ class Run:
                     engine.guard.check_terms(engine.steps_done)
                     tensors = engine.learner.tensors()
                     engine.learner.check_weights(engine.steps_done)
-                    parts = self._session.control.gather_objects(self._own_part())
-                summary = self._summary(parts, tensors)
+                    parts = self._session.control.gather_objects(RankPart.of_engine(engine))
+                summary = self._report.summary(parts, tensors)
             except RestartWithStateError:
                 self._end(None)
                 self._held.close()
@@ -171,28 +161,6 @@ class Run:
             finally:
                 self._end(summary)
             return Trained(summary, self._saved(tensors), self._session.rank, callback_result)
-
-    def _header(self) -> tuple[str, ...]:
-        """Returns lines that the user must see before the first step. Empty strings are not shown."""
-        precision, asked = self._engine.learner.settings.precision.words, self._config.precision
-        chosen = (
-            f"precision {precision}{', chosen by the devices' if asked == 'auto' else ''}"
-            if precision
-            else ""
-        )
-        learner = self._engine.learner
-        limits, offloaded = learner.settings.limits, learner.offloaded.words
-        return (
-            chosen,
-            limits.words if limits else "",
-            self._engine.recomputing.words,
-            offloaded,
-            fused.words_of(learner.optimizer),
-            words_of(learner.optimizer),
-            words_of_normalization(learner),
-            updates_of(learner),
-            self._emulation,
-        )
 
     def _staying(self) -> AbstractContextManager[None]:
         """Returns a context in which this rank survives the death of other ranks, if rank replacement is possible."""
@@ -211,31 +179,8 @@ class Run:
 
     def _interrupted(self) -> RunSummary:
         """Returns a summary from what this rank alone knows, because the other ranks may be gone."""
-        parts = [self._own_part()] * self._session.world_size
-        return self._summary(parts, named_tensors(self._engine.model), interrupted=True)
-
-    def _start(self) -> RunStart:
-        engine, world_size = self._engine, self._session.world_size
-        resolved = {"task": self._task.name, **self._config.as_dict()}
-        resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
-        devices = self._session.control.gather_objects(accelerators.words_of(self._session.device))
-        shares, learns = engine.feed.first_shares(engine.progress)
-        return RunStart(
-            devices=tuple(devices),
-            shares=shares,
-            learns=learns,
-            parameters=whole_size(engine.model),
-            strategy=engine.learner.name,
-            allreduce=engine.learner.synchronizer.words,
-            run_dir=str(self._config.run_dir) if self._config.run_dir else None,
-            task=self._task.name,
-            settings=resolved,
-            world_size=world_size,
-            batch_size=engine.batch_size,
-            total_steps=engine.total_steps,
-            steps_done=engine.steps_done,
-            parts=tuple(engine.learner.data.owners(range(engine.learner.data.degree))),
-        )
+        parts = [RankPart.of_engine(self._engine)] * self._session.world_size
+        return self._report.summary(parts, named_tensors(self._engine.model), interrupted=True)
 
     def _deferring(self) -> AbstractContextManager[Deferral]:
         """Returns a context that defers signals if the run can save. Otherwise a signal ends the run at once."""
@@ -308,71 +253,6 @@ class Run:
         record = self._tally.evaluation_record
         return record is not None and record.step == self._engine.steps_done
 
-    def _own_part(self) -> dict[str, Any]:
-        engine, times = self._engine, self._engine.times
-        return {
-            "device": accelerators.words_of(self._session.device),
-            "offloaded": engine.learner.offloaded.peaks,
-            "graphs": (engine.learner.graphs.made, engine.learner.graphs.breaks),
-            "workers": self._config.workers,
-            "times": {
-                "compute_seconds": times.compute,
-                "wait_seconds": times.wait,
-                "input_seconds": times.input,
-            },
-        }
-
-    def _summary(
-        self, parts: list[dict[str, Any]], weights: Mapping[str, Tensor], interrupted: bool = False
-    ) -> RunSummary:
-        engine, tally, seconds = self._engine, self._tally, self._clock.seconds
-        return RunSummary(
-            task=self._task.name,
-            strategy=engine.learner.name,
-            world_size=self._session.world_size,
-            devices=[part["device"] for part in parts],
-            steps=engine.steps_done,
-            epochs=engine.progress.epochs_begun,
-            samples=engine.samples_done,
-            seconds=seconds,
-            samples_per_second=tally.samples / seconds if seconds else 0.0,
-            samples_in_seconds=tally.samples,
-            final_loss=tally.last.loss if tally.last else float("nan"),
-            metrics=tally.evaluation_record.metrics if tally.evaluation_record else {},
-            shares=self._shares(),
-            weights_digest=checkpoint.weights_digest(weights),
-            versions=versions(),
-            batch_size=engine.batch_size,
-            seed=self._config.seed,
-            ranks=[part["times"] for part in parts],
-            sample_seconds=tally.sample_seconds(),
-            interrupted=interrupted,
-            run_dir=str(self._config.run_dir) if self._config.run_dir else None,
-            emulation=self._emulation,
-            allreduce=engine.learner.synchronizer.words,
-            precision=engine.learner.settings.precision.words,
-            memory=tally.memory,
-            recompute=engine.recomputing.words,
-            offload=engine.learner.offloaded.said([part["offloaded"] for part in parts]),
-            optimizer=fused.words_of(engine.learner.optimizer),
-            optimizer_state=words_of(engine.learner.optimizer),
-            batch_norm=words_of_normalization(engine.learner),
-            updates=updates_of(engine.learner),
-            graphs=[part["graphs"][0] for part in parts] if engine.learner.graphs.names else [],
-            uncompiled=engine.learner.graphs.uncompiled,
-            graph_breaks=sum(part["graphs"][1] for part in parts),
-            skipped_steps=engine.guard.skipped,
-            skipped=tally.skipped,
-            workers=[part["workers"] for part in parts],
-            reading=waiting_words(parts, seconds),
-        )
-
-    def _shares(self) -> list[float]:
-        """Returns the part of all samples that each rank computed. Ranks with the same samples all count them."""
-        tally = self._tally
-        parts = [count / tally.samples if tally.samples else 0.0 for count in tally.taken]
-        return self._engine.learner.data.owners(parts)
-
     def _saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the entries of ``tensors`` that ``model.load_state_dict`` takes, as copies on the CPU."""
         own = self._engine.model.state_dict()
@@ -381,13 +261,3 @@ class Run:
             for name, value in own.items()
             if isinstance(value, Tensor)
         }
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the software that a result depends on."""
-    return {
-        "evener": evener_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": version("numpy"),
-    }

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import pytest
+import math
 
-from evener.core.records import StepRecord
-from evener.training.reporting.summary_counters import WINDOW, SummaryCounters, waiting_words
+from evener.core.records import EvaluationRecord, StepRecord
+from evener.training.reporting.summary_counters import WINDOW, SummaryCounters
 
 
 def took(*seconds: float, shares: tuple[int, ...] = (4, 4)) -> StepRecord:
@@ -39,21 +39,13 @@ def test_few_steps_and_ranks_that_share_samples_have_no_time_for_a_sample() -> N
     assert idle.sample_seconds() == []
 
 
-@pytest.mark.parametrize(
-    ("waited", "workers", "words"),
-    [
-        ([1.0, 4.0], 2, "rank 1 waited for batches 40% of the time, with 2 workers"),
-        ([4.0, 1.0], 1, "rank 0 waited for batches 40% of the time, with 1 worker"),
-        (
-            [3.0, 1.0],
-            0,
-            "rank 0 waited for batches 30% of the time, without workers: --workers N (workers=N) has N processes read "
-            "meanwhile",
-        ),
-        ([0.5, 0.9], 1, ""),
-    ],
-)
-def test_the_summary_names_who_waited(waited: list[float], workers: int, words: str) -> None:
-    parts = [{"times": {"input_seconds": seconds}, "workers": workers} for seconds in waited]
-    assert waiting_words(parts, 10.0) == words
-    assert waiting_words(parts, 0.0) == ""
+def test_the_summary_gets_the_numbers_of_steps_and_of_the_last_evaluation() -> None:
+    tally = SummaryCounters(2)
+    assert tally.fractions() == [0.0, 0.0]
+    assert math.isnan(tally.describe(0.0)["final_loss"])
+    tally.step(took(0.4, 0.8, shares=(6, 2)))
+    tally.evaluation(EvaluationRecord(1, 0, {"accuracy": 0.5}, 10, 1.0))
+    told = tally.describe(2.0)
+    assert tally.fractions() == [0.75, 0.25]
+    assert (told["samples_in_seconds"], told["samples_per_second"]) == (8, 4.0)
+    assert (told["final_loss"], told["metrics"]) == (1.0, {"accuracy": 0.5})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import zip_longest
 from operator import gt
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, StepRecord
@@ -19,8 +20,18 @@ WINDOW = 128
 """Number of steps for which each rank's time per sample is kept."""
 _FEW = 5
 """Up to this number of steps, the median is not trusted: some steps are untypical, and the first is slow."""
-WAITING = 0.1
-"""Part of its time from which on a rank is reported to wait for batches."""
+
+
+class CountersRecord(TypedDict):
+    """The fields of :class:`~evener.core.records.RunSummary` that the counters know."""
+
+    samples_per_second: float
+    samples_in_seconds: int
+    final_loss: float
+    metrics: dict[str, float]
+    sample_seconds: list[float]
+    memory: list[dict[str, int]]
+    skipped: int
 
 
 class SummaryCounters(Observer):
@@ -70,9 +81,23 @@ class SummaryCounters(Observer):
         """
         return [median(times) for times in self._times] if min(map(len, self._times)) > _FEW else []
 
-    @property
-    def samples(self) -> int:
-        return sum(self.taken)
+    def fractions(self) -> list[float]:
+        """Returns the fraction of all samples that were of each part."""
+        samples = sum(self.taken)
+        return [count / samples if samples else 0.0 for count in self.taken]
+
+    def describe(self, seconds: float) -> CountersRecord:
+        """Returns what the summary says of steps and evaluations, for ``seconds`` of training."""
+        samples, evaluated = sum(self.taken), self.evaluation_record
+        return {
+            "samples_per_second": samples / seconds if seconds else 0.0,
+            "samples_in_seconds": samples,
+            "final_loss": self.last.loss if self.last else math.nan,
+            "metrics": evaluated.metrics if evaluated else {},
+            "sample_seconds": self.sample_seconds(),
+            "memory": self.memory,
+            "skipped": self.skipped,
+        }
 
 
 def _memory_of(record: StepRecord) -> list[dict[str, int]]:
@@ -102,19 +127,3 @@ class Clock:
     def seconds(self) -> float:
         """Seconds so far, also while the clock runs."""
         return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
-
-
-def waiting_words(parts: Sequence[Mapping[str, Any]], seconds: float) -> str:
-    """Says which rank waited longest for its batches in ``seconds`` of training. Returns "" if none waited for long.
-
-    Args:
-        parts: The ``times`` and ``workers`` of each rank.
-    """
-    waited = [part["times"]["input_seconds"] for part in parts]
-    rank = waited.index(max(waited))
-    if not waited[rank] > WAITING * seconds > 0:
-        return ""
-    workers = parts[rank]["workers"]
-    using = f"with {workers} worker{'s' * (workers != 1)}" if workers else "without workers"
-    hint = "" if workers else ": --workers N (workers=N) has N processes read meanwhile"
-    return f"rank {rank} waited for batches {waited[rank] / seconds:.0%} of the time, {using}{hint}"

@@ -1,0 +1,190 @@
+"""What a run reports of itself: lines before the first step, its start, and its summary.
+
+Each part describes itself: the learner, the counters, and every rank. Here the descriptions are put together.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from evener import checkpoint
+from evener.components.model_init import whole_size
+from evener.core.records import RunStart, RunSummary
+from evener.hardware import accelerators
+from evener.strategies.description import describe
+from evener.training.engine import Engine
+from evener.training.reporting.summary_counters import Clock, SummaryCounters
+from evener.version import evener_version
+
+WAITING = 0.1
+"""Part of its time from which on a rank is reported to wait for batches."""
+
+
+class RanksRecord(TypedDict):
+    """The fields of :class:`~evener.core.records.RunSummary` to which every rank contributes."""
+
+    devices: list[str]
+    ranks: list[dict[str, float]]
+    workers: list[int]
+    reading: str
+    graph_breaks: int
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank contributes to the summary."""
+
+    device: str
+    times: dict[str, float]
+    """Seconds, by the names that they have in the summary."""
+    workers: int
+    offloaded: dict[str, int]
+    """The peak number of offloaded bytes, by kind."""
+    graphs: int
+    graph_breaks: int
+
+    @classmethod
+    def of_engine(cls, engine: Engine) -> RankPart:
+        """Returns the part of this rank."""
+        learner, times = engine.learner, engine.times
+        return cls(
+            accelerators.words_of(engine.session.device),
+            {"compute_seconds": times.compute, "wait_seconds": times.wait, "input_seconds": times.input},
+            engine.config.workers,
+            learner.offloaded.peaks,
+            learner.graphs.made,
+            learner.graphs.breaks,
+        )
+
+
+def joined(parts: Sequence[RankPart], seconds: float) -> RanksRecord:
+    """Returns what the summary says of all ranks after ``seconds`` of training."""
+    return {
+        "devices": [part.device for part in parts],
+        "ranks": [part.times for part in parts],
+        "workers": [part.workers for part in parts],
+        "reading": waiting_words(parts, seconds),
+        "graph_breaks": sum(part.graph_breaks for part in parts),
+    }
+
+
+def waiting_words(parts: Sequence[RankPart], seconds: float) -> str:
+    """Says which rank waited longest for its batches in ``seconds`` of training. Returns "" if none waited for long."""
+    waited = [part.times["input_seconds"] for part in parts]
+    rank = waited.index(max(waited))
+    if not waited[rank] > WAITING * seconds > 0:
+        return ""
+    workers = parts[rank].workers
+    using = f"with {workers} worker{'s' * (workers != 1)}" if workers else "without workers"
+    hint = "" if workers else ": --workers N (workers=N) has N processes read meanwhile"
+    return f"rank {rank} waited for batches {waited[rank] / seconds:.0%} of the time, {using}{hint}"
+
+
+class RunReport:
+    """Reports of one run.
+
+    Args:
+        counters: An observer of the run's engine.
+        clock: Measures the training.
+    """
+
+    def __init__(self, engine: Engine, counters: SummaryCounters, clock: Clock) -> None:
+        self._engine, self._counters, self._clock = engine, counters, clock
+
+    @property
+    def _run_dir(self) -> str | None:
+        run_dir = self._engine.config.run_dir
+        return None if run_dir is None else str(run_dir)
+
+    def header(self) -> tuple[str, ...]:
+        """Returns lines that the user must see before the first step. Empty strings are not shown."""
+        engine, learner = self._engine, self._engine.learner
+        about, limits = describe(learner), learner.settings.limits
+        chosen = ", chosen by the devices" if engine.config.precision == "auto" else ""
+        return (
+            f"precision {about['precision']}{chosen}" if about["precision"] else "",
+            limits.words if limits else "",
+            engine.recomputing.words,
+            learner.offloaded.words,
+            about["optimizer"],
+            about["optimizer_state"],
+            about["batch_norm"],
+            about["updates"],
+            about["emulation"],
+        )
+
+    def start(self) -> RunStart:
+        """Describes the run before its first step. A collective call."""
+        engine, world_size, data = self._engine, self._engine.session.world_size, self._engine.learner.data
+        resolved = {"task": engine.task.name, **engine.config.as_dict()}
+        resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
+        devices = engine.session.control.gather_objects(accelerators.words_of(engine.session.device))
+        shares, learns = engine.feed.first_shares(engine.progress)
+        about = describe(engine.learner)
+        return RunStart(
+            devices=tuple(devices),
+            shares=shares,
+            learns=learns,
+            parameters=whole_size(engine.model),
+            strategy=about["strategy"],
+            allreduce=about["allreduce"],
+            run_dir=self._run_dir,
+            task=engine.task.name,
+            settings=resolved,
+            world_size=world_size,
+            batch_size=engine.batch_size,
+            total_steps=engine.total_steps,
+            steps_done=engine.steps_done,
+            parts=tuple(data.owners(range(data.degree))),
+        )
+
+    def summary(
+        self, parts: Sequence[RankPart], weights: Mapping[str, Tensor], interrupted: bool = False
+    ) -> RunSummary:
+        """Describes the run at its end.
+
+        Args:
+            parts: The parts of all ranks.
+            weights: All parameters and buffers by name, whole.
+        """
+        engine, learner, seconds = self._engine, self._engine.learner, self._clock.seconds
+        return RunSummary(
+            **describe(learner),
+            **self._counters.describe(seconds),
+            **joined(parts, seconds),
+            task=engine.task.name,
+            world_size=engine.session.world_size,
+            steps=engine.steps_done,
+            epochs=engine.progress.epochs_begun,
+            samples=engine.samples_done,
+            seconds=seconds,
+            shares=learner.data.owners(self._counters.fractions()),
+            weights_digest=checkpoint.weights_digest(weights),
+            versions=versions(),
+            batch_size=engine.batch_size,
+            seed=engine.config.seed,
+            interrupted=interrupted,
+            run_dir=self._run_dir,
+            recompute=engine.recomputing.words,
+            offload=learner.offloaded.said([part.offloaded for part in parts]),
+            graphs=[part.graphs for part in parts] if learner.graphs.names else [],
+            uncompiled=learner.graphs.uncompiled,
+            skipped_steps=engine.guard.skipped,
+        )
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the software that a result depends on."""
+    return {
+        "evener": evener_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": version("numpy"),
+    }
