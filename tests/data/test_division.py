@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.data.division import by_weights, check_shares, divide
+from evener.data.division import by_weights, check_shares, divide, own_slice
 from evener.errors import ShareError
 
 shares_lists = st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any)
@@ -93,3 +93,11 @@ def test_weights_round_by_largest_remainder_and_ties_go_to_lower_ranks() -> None
 def test_weights_without_a_proportion_are_refused(weights: list[float]) -> None:
     with pytest.raises(ShareError, match="cannot divide a batch"):
         by_weights(10, weights)
+
+
+def test_the_slices_of_the_ranks_follow_each_other_and_may_be_empty() -> None:
+    assert [list(range(9))[own_slice([4, 0, 5], rank)] for rank in range(3)] == [
+        [0, 1, 2, 3],
+        [],
+        [4, 5, 6, 7, 8],
+    ]

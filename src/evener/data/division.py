@@ -73,6 +73,12 @@ def by_weights(size: int, weights: Sequence[float]) -> list[int]:
     return result
 
 
+def own_slice(shares: Sequence[int], rank: int) -> slice:
+    """Returns the samples of ``rank`` in a batch whose shares follow each other in the order of the ranks."""
+    start = sum(shares[:rank])
+    return slice(start, start + shares[rank])
+
+
 def check_shares(shares: Sequence[int], size: int, world_size: int) -> None:
     """Raises ``ShareError`` unless ``shares`` are ``world_size`` integers of at least 0 that add up to ``size``."""
     if len(shares) != world_size:

@@ -9,6 +9,7 @@ import torch
 
 from evener.balance.base import Balancer, Equal
 from evener.balance.by_speed_large import BySpeedOfMany
+from evener.balance.controller import DEFAULT_LOOKAHEAD
 from evener.balance.registry import BALANCERS, decides, fixed_weights, make_balancer
 from evener.balance.shares import parse_caps
 from evener.balance.throttle import Throttle
@@ -63,11 +64,18 @@ def balancer_of(
         if reading.parts is not None:
             _refuse_ignored(config, "the data are partitioned by sample, and a rank computes what it holds")
         return Equal(reading.ranks)
-    caps = parse_caps(config.caps, reading.ranks)
     if data is not None and balance == "auto":
-        limits = {"caps": caps, "quantum": config.quantum, "lookahead": lookahead}
-        return BySpeedOfMany(reading.ranks, data.index, data.teams, **limits)
-    return make_balancer(balance, reading.ranks, caps=caps, quantum=config.quantum, lookahead=lookahead)
+        limits = {"caps": parse_caps(config.caps, reading.ranks), "quantum": config.quantum}
+        return BySpeedOfMany(reading.ranks, data.index, data.teams, lookahead=lookahead, **limits)
+    return balancer_called(balance, config, reading.ranks, lookahead)
+
+
+def balancer_called(
+    balance: str, config: RunConfig, parts: int, lookahead: int = DEFAULT_LOOKAHEAD
+) -> Balancer:
+    """Returns the balancer with that name, within the limits of the settings, for ``parts`` parts of a batch."""
+    caps = parse_caps(config.caps, parts)
+    return make_balancer(balance, parts, caps=caps, quantum=config.quantum, lookahead=lookahead)
 
 
 def strategy_of(config: RunConfig, world_size: int) -> Strategy:
@@ -218,5 +226,4 @@ def check_division(config: RunConfig, world_size: int) -> None:
     if config.compress is not None:
         check_compression(config.compress, config.allreduce, others=["powersgd"])
     if settings.weights is None:
-        balance = balance_of(config, degree, unlike=True)
-        make_balancer(balance, degree, caps=parse_caps(config.caps, degree), quantum=config.quantum)
+        balancer_called(balance_of(config, degree, unlike=True), config, degree)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from evener.balance.registry import make_balancer
-from evener.balance.shares import parse_caps
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
@@ -28,6 +26,7 @@ from evener.tools.verify_script.comparison import (
 from evener.tools.verify_script.events import Record, ScriptLine, What
 from evener.tools.verify_script.recorder import RunPlan
 from evener.tools.verify_script.script_run import ScriptCommand, ScriptError, alone, together
+from evener.training.factory import balancer_called
 
 STEPS = 20
 """Default number of optimizer steps after which a run ends."""
@@ -119,9 +118,7 @@ def verify_script(
     if processes < 2:
         raise ConfigurationError("there is nothing to verify with 1 process: give at least --processes 2")
     balance = given.balance or ",".join(_UNEVEN[rank % len(_UNEVEN)] for rank in range(processes))
-    make_balancer(
-        balance, processes, caps=parse_caps(given.caps, processes), quantum=given.quantum, lookahead=1
-    )
+    balancer_called(balance, given, processes, lookahead=1)
     proof = _Proof(
         ScriptCommand(path.resolve(), tuple(args), given.timeout_seconds),
         given.replace(processes=processes, balance=balance, steps=given.steps or STEPS),

@@ -10,18 +10,17 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evener.balance.registry import make_balancer
-from evener.balance.shares import parse_caps
 from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
+from evener.data.division import own_slice
 from evener.data.fingerprint import digest_of
 from evener.errors import ConfigurationError, DataError
+from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.loop_state import CurrentBatch, LoopState
 from evener.training.prepare.prepare import current, settings
@@ -45,13 +44,7 @@ class Batches:
 
     def __init__(self, config: RunConfig, place: LoopState) -> None:
         self._place = place
-        self.balancer = make_balancer(
-            config.balance or "equal",
-            place.world_size,
-            caps=parse_caps(config.caps, place.world_size),
-            quantum=config.quantum,
-            lookahead=_AHEAD,
-        )
+        self.balancer = balancer_called(config.balance or "equal", config, place.world_size, _AHEAD)
         self.step = 0
 
     @contextmanager
@@ -72,11 +65,9 @@ class Batches:
 
     def _turn(self, size: int, mark: float, dim: int) -> tuple[CurrentBatch, slice]:
         shares = self.balancer.shares(self.step, size)
-        end = list(accumulate(shares))[self._place.rank]
-        begin = end - shares[self._place.rank]
-        own = slice(begin, end) if end > begin else slice(0, 1)
-        samples = torch.arange(own.start, own.stop)
-        micro = MicroBatch(None, None, samples, int(end > begin))
+        counts = bool(shares[self._place.rank])
+        own = own_slice(shares, self._place.rank) if counts else slice(0, 1)
+        micro = MicroBatch(None, None, torch.arange(own.start, own.stop), int(counts))
         batch = Batch(0, self.step, self.step * size, size, tuple(shares), [micro], last=False)
         return CurrentBatch(batch, mark, dim=dim), own
 

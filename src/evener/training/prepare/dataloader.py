@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from evener.balance.base import Balancer
-from evener.balance.registry import make_balancer
-from evener.balance.shares import parse_caps
 from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
+from evener.data.division import own_slice
 from evener.errors import ConfigurationError
+from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.loop_state import CurrentBatch, LoopState
 from evener.training.prepare.rng import apart
@@ -84,8 +84,7 @@ class Shares:
     def _share(self, indices: list[Any], index: int, position: int) -> tuple[Batch, list[Any]]:
         shares = self._balancer.shares(self.step, len(indices))
         self.step += 1
-        end = list(accumulate(shares))[self._place.rank]
-        own = indices[end - shares[self._place.rank] : end]
+        own = indices[own_slice(shares, self._place.rank)]
         samples = torch.tensor([_number(each) for each in own or indices[:1]], dtype=torch.int64)
         micro = MicroBatch(None, None, samples, int(bool(own)))
         batch = Batch(self.epoch, index, position, len(indices), tuple(shares), [micro], last=False)
@@ -114,13 +113,7 @@ class PreparedLoader:
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self.balancer = make_balancer(
-            config.balance or "equal",
-            place.world_size,
-            caps=parse_caps(config.caps, place.world_size),
-            quantum=config.quantum,
-            lookahead=ahead + 2,
-        )
+        self.balancer = balancer_called(config.balance or "equal", config, place.world_size, ahead + 2)
         self._shares = Shares(loader.batch_sampler, self.balancer, place)
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
         self._generator = apart(0, place.rank)

@@ -8,13 +8,13 @@ gradients are averaged over the ranks later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evener.collectives.all_gather_rows import rows_of_all
+from evener.data.division import own_slice
 from evener.training.prepare.loop_state import LoopState
 
 
@@ -39,12 +39,11 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, shares: tuple[int, ...], place: LoopState) -> Tensor:
-        ctx.place, ctx.end = place, list(accumulate(shares))[place.rank]
-        ctx.begin = ctx.end - shares[place.rank]
+        ctx.place, ctx.own = place, own_slice(shares, place.rank)
         found = _rows(own, shares, place)
         return found.clone() if found.data_ptr() == own.data_ptr() else found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.place.comes_to_loss()
-        return gradients[0][ctx.begin : ctx.end] * ctx.place.mean.ranks, None, None
+        return gradients[0][ctx.own] * ctx.place.mean.ranks, None, None

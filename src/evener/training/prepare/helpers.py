@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evener.data.batch import map_leaves
+from evener.data.division import own_slice
 from evener.distributed.environment import detect
 from evener.distributed.loop_watch import loop_watch
 from evener.errors import ConfigurationError
@@ -107,9 +107,7 @@ def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor
     turn = place.turn("evener.draw was called")
     with place.random.drawn():
         whole = function(turn.batch.size, *sizes, **options)
-    shares = turn.batch.shares
-    end = list(accumulate(shares))[place.rank]
-    own = whole[end - shares[place.rank] : end] if turn.samples else whole[:1]
+    own = whole[own_slice(turn.batch.shares, place.rank)] if turn.samples else whole[:1]
     return own.to(place.session.device)
 
 
