@@ -47,7 +47,7 @@ from evener.training.batches.progress import Progress
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.consistency.replicas import ReplicaCheck
 from evener.training.consistency.startup import agree_on_optimizer, agreement
-from evener.training.evaluation import InputsOnly, evaluate, predict
+from evener.training.evaluation import InputsOnly, examine, predict
 from evener.training.factory import settings_of, strategy_of
 from evener.training.state.run_state import RunState
 from evener.training.step.exchange import way_to_tell
@@ -298,12 +298,13 @@ class Engine:
         self.tell()
         began = time.perf_counter()
         with self.session.watchdog.phase("evaluation", step=self.steps_done):
-            metrics, samples = evaluate(self.learner, chosen, self.feed.evaluation_options(self.steps_done))
+            found = examine(self.learner, chosen, self.feed.evaluation_options(self.steps_done))
         if dataset is None:
             seconds = time.perf_counter() - began
             epoch = max(0, self.progress.epoch - (self.progress.position == 0))
-            self.observers.evaluation(EvaluationRecord(self.steps_done, epoch, metrics, samples, seconds))
-        return metrics
+            record = EvaluationRecord(self.steps_done, epoch, found.metrics, found.samples, seconds)
+            self.observers.evaluation(record)
+        return found.metrics
 
     def predict(
         self, dataset: Dataset[Any], *, targets: bool = True, everywhere: bool = False

@@ -56,17 +56,6 @@ class EvaluationResult:
     """Kept data in dataset order, on rank 0 or on every rank. None on other ranks, and if nothing was to be kept."""
 
 
-def evaluate(
-    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
-) -> tuple[dict[str, float], int]:
-    """Returns the task's loss and metrics over ``dataset``, the same on every rank, and the number of samples.
-
-    All ranks must call this together.
-    """
-    found = examine(learner, dataset, options)
-    return found.metrics, found.samples
-
-
 def examine(
     learner: Learner,
     dataset: Dataset[Any],
@@ -75,7 +64,8 @@ def examine(
     measured: bool = True,
     everywhere: bool = False,
 ) -> EvaluationResult:
-    """Computes the metrics as :func:`evaluate` does, and keeps data from the same forward passes. A collective call.
+    """Computes the task's loss and metrics over ``dataset``, the same on every rank, and keeps data from the same
+    forward passes. A collective call.
 
     Args:
         keep: Maps the outputs and targets of a forward pass to the data to keep. If None, nothing is kept.

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -25,16 +24,6 @@ from evener.version import evener_version
 
 WAITING = 0.1
 """Part of its time from which on a rank is reported to wait for batches."""
-
-
-class RanksRecord(TypedDict):
-    """The fields of :class:`~evener.core.records.RunSummary` to which every rank contributes."""
-
-    devices: list[str]
-    ranks: list[dict[str, float]]
-    workers: list[int]
-    reading: str
-    graph_breaks: int
 
 
 @dataclass(frozen=True)
@@ -62,17 +51,6 @@ class RankPart:
             learner.graphs.made,
             learner.graphs.breaks,
         )
-
-
-def joined(parts: Sequence[RankPart], seconds: float) -> RanksRecord:
-    """Returns what the summary says of all ranks after ``seconds`` of training."""
-    return {
-        "devices": [part.device for part in parts],
-        "ranks": [part.times for part in parts],
-        "workers": [part.workers for part in parts],
-        "reading": waiting_words(parts, seconds),
-        "graph_breaks": sum(part.graph_breaks for part in parts),
-    }
 
 
 def waiting_words(parts: Sequence[RankPart], seconds: float) -> str:
@@ -158,9 +136,12 @@ class RunReport:
         return RunSummary(
             **describe(learner),
             **self._counters.describe(seconds),
-            **joined(parts, seconds),
             task=engine.task.name,
             world_size=engine.session.world_size,
+            devices=[part.device for part in parts],
+            ranks=[part.times for part in parts],
+            workers=[part.workers for part in parts],
+            reading=waiting_words(parts, seconds),
             steps=engine.steps_done,
             epochs=engine.progress.epochs_begun,
             samples=engine.samples_done,
@@ -176,6 +157,7 @@ class RunReport:
             offload=learner.offloaded.said([part.offloaded for part in parts]),
             graphs=[part.graphs for part in parts] if learner.graphs.names else [],
             uncompiled=learner.graphs.uncompiled,
+            graph_breaks=sum(part.graph_breaks for part in parts),
             skipped_steps=engine.guard.skipped,
         )
 

@@ -27,7 +27,7 @@ from evener.nn.fqn import clean_name
 from evener.torch_internals.compiling import compiled_so_far
 from evener.torch_internals.dispatch import fake_mode, is_fake
 from evener.training.engine import Engine
-from evener.training.reporting.terminal import _graphs_line
+from evener.training.reporting.terminal import _graphs_words
 from tests import tasks
 from tests.comparing import worst
 from tests.components.compile_check import wrong_code
@@ -532,8 +532,8 @@ def test_a_call_without_numbers_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_summary_names_what_ran_uncompiled() -> None:
     summary: Any = SimpleNamespace(graphs=[2, 2], graph_breaks=0, uncompiled=["blocks.0"])
-    assert _graphs_line(summary) == (
-        "  compiled 2 graphs on each rank; uncompiled, for compiled code computed something else: blocks.0"
+    assert _graphs_words(summary) == (
+        "compiled 2 graphs on each rank; uncompiled, for compiled code computed something else: blocks.0"
     )
 
 

@@ -120,17 +120,12 @@ class BatchFeed:
         )
         # Besides the loader's read-ahead, a batch is looked at one step early, and times are known late.
         drawn_ahead = max(self._learner.session.control.gather_objects(loader.lookahead))
-        self.balancer = self._balancer(drawn_ahead + 1 + self._steps_late)
+        data = self._learner.data if adds_up(self._learner.session) else None
+        self.balancer = balancer_of(config, reading, drawn_ahead + 1 + self._steps_late, data)
+        if self.balancer_state:
+            self.balancer.load_state_dict(self.balancer_state)
         self._prepared = place, loader
         return loader
-
-    def _balancer(self, lookahead: int) -> Balancer:
-        """Makes the balancer with what it has learned so far."""
-        data = self._learner.data if adds_up(self._learner.session) else None
-        made = balancer_of(self._config, self._reading, lookahead, data)
-        if self.balancer_state:
-            made.load_state_dict(self.balancer_state)
-        return made
 
     def first_shares(self, progress: Progress) -> tuple[tuple[int, ...], bool]:
         """Returns the samples of the next batch for each part, and True if shares change with speed. A collective call.
@@ -163,13 +158,6 @@ class BatchFeed:
         assert self.balancer is not None
         return self.balancer.shares(step, size)
 
-    def observe(self, number: int, batch: Batch, seconds: Sequence[float]) -> None:
-        """Gives the balancer the time of each part that had samples. The time of a part is that of its slowest rank."""
-        assert self.balancer is not None
-        of_parts = self._learner.data.slowest(seconds)
-        known = [time if n else math.nan for n, time in zip(batch.shares, of_parts, strict=True)]
-        self.balancer.observe(number, batch.shares, known)
-
     def observe_step(self, step: Step) -> None:
         """Processes a step once all ranks know its times and its number of unreadable samples.
 
@@ -185,11 +173,18 @@ class BatchFeed:
         self._events += noticed(step, self._learner.session.device.type)
 
     def observe_times(self, step: Step) -> None:
-        """Gives the balancer the times of a step: those of all ranks, or this rank's own and the sum of all reports."""
+        """Gives the balancer the times of a step: those of all ranks, or this rank's own and the sum of all reports.
+
+        The time of a part is that of its slowest rank. Only parts that had samples have one.
+        """
+        shares = step.batch.shares
         if self._alone is not None and step.speeds is not None:
-            self._alone.hear(step.number, step.batch.shares, _of_own_work(step), step.speeds, step.lines)
+            self._alone.hear(step.number, shares, _of_own_work(step), step.speeds, step.lines)
         elif self._learns:
-            self.observe(step.number, step.batch, self._of_work_alone(step))
+            assert self.balancer is not None
+            of_parts = self._learner.data.slowest(self._of_work_alone(step))
+            known = [time if n else math.nan for n, time in zip(shares, of_parts, strict=True)]
+            self.balancer.observe(step.number, shares, known)
             self._graphs = step.graphs
 
     def _of_work_alone(self, step: Step) -> Sequence[float]:

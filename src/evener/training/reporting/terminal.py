@@ -245,26 +245,27 @@ def summary_text(summary: RunSummary) -> str:
         lines += [f"  {summary.steps:,} steps, {summary.epochs} epochs were done before; {why}{metrics}"]
     if summary.world_size > 1 and trained:
         lines += ["  rank   share   compute      wait     input"]
-        lines += [_rank_line(rank, share, times) for rank, (share, times) in _by_rank(summary)]
+        of_ranks = enumerate(zip(summary.shares, summary.ranks, strict=True))
+        lines += [_rank_line(rank, share, times) for rank, (share, times) in of_ranks]
         lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
-    lines += [f"  {summary.reading}"] if summary.reading else []
-    lines += [_memory_line(summary)] if summary.memory else []
-    if summary.skipped:
-        lines += [f"  {summary.skipped:,} samples could not be read and count for nothing"]
-    lines += [f"  computed in {summary.precision}"] if summary.precision else []
-    lines += [f"  {summary.recompute}"] if summary.recompute else []
-    lines += [f"  {summary.offload}"] if summary.offload else []
-    lines += [f"  {summary.optimizer}"] if summary.optimizer else []
-    lines += [f"  {summary.optimizer_state}"] if summary.optimizer_state else []
-    lines += [f"  {summary.batch_norm}"] if summary.batch_norm else []
-    lines += [f"  {summary.updates}"] if summary.updates else []
-    lines += [_graphs_line(summary)] if summary.graphs else []
-    if summary.emulation:
-        lines += [f"  {summary.emulation}"]
-    if summary.run_dir:
-        lines += [f"  records, summary and weights in {from_here(summary.run_dir)}"]
-    gained = balance_words(summary)
-    return "\n".join([*lines, *([f"  {gained}"] if gained else [])])
+    unread = f"{summary.skipped:,} samples could not be read and count for nothing"
+    further = (
+        summary.reading,
+        _memory_words(summary) if summary.memory else "",
+        unread if summary.skipped else "",
+        f"computed in {summary.precision}" if summary.precision else "",
+        summary.recompute,
+        summary.offload,
+        summary.optimizer,
+        summary.optimizer_state,
+        summary.batch_norm,
+        summary.updates,
+        _graphs_words(summary) if summary.graphs else "",
+        summary.emulation,
+        f"records, summary and weights in {from_here(summary.run_dir)}" if summary.run_dir else "",
+        balance_words(summary),
+    )
+    return "\n".join([*lines, *(f"  {words}" for words in further if words)])
 
 
 def _took_no_step(summary: RunSummary) -> bool:
@@ -304,26 +305,22 @@ def _times_words(gain: float) -> str:
     return f"about {gain:.1f}x" if gain <= _MOST_TOLD else f"more than {_MOST_TOLD}x"
 
 
-def _memory_line(summary: RunSummary) -> str:
+def _memory_words(summary: RunSummary) -> str:
     rank, most = max(enumerate(summary.memory), key=lambda pair: pair[1]["peak"])
     kinds = ", ".join(
         f"{name} {size_words(nbytes)}" for name, nbytes in most.items() if nbytes and name != "peak"
     )
     where = f" on rank {rank}" if len(summary.memory) > 1 else ""
-    return f"  memory at most {size_words(most['peak'])}{where}: {kinds}"
+    return f"memory at most {size_words(most['peak'])}{where}: {kinds}"
 
 
-def _graphs_line(summary: RunSummary) -> str:
+def _graphs_words(summary: RunSummary) -> str:
     made = sorted(set(summary.graphs))
     number = f"{made[0]}" if len(made) == 1 else f"{made[0]} to {made[-1]}"
     breaks = f", with {summary.graph_breaks:,} breaks" if summary.graph_breaks else ""
     shown = ", ".join(summary.uncompiled[:4]) + (", ..." if len(summary.uncompiled) > 4 else "")
     wrong = f"; uncompiled, for compiled code computed something else: {shown}" if shown else ""
-    return f"  compiled {number} graphs on each rank{breaks}{wrong}"
-
-
-def _by_rank(summary: RunSummary) -> list[tuple[int, tuple[float, dict[str, float]]]]:
-    return list(enumerate(zip(summary.shares, summary.ranks, strict=True)))
+    return f"compiled {number} graphs on each rank{breaks}{wrong}"
 
 
 def _rank_line(rank: int, share: float, times: dict[str, float]) -> str:
