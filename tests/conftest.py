@@ -3,12 +3,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
 from tests.ranks import Modules, RankPool
+from tests.warm import Warm
 
 _MODULES = Modules()
 
@@ -25,6 +27,13 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
 def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
     """``ranks(3).run(function, *args)`` calls the function on three ranks that stay up between tests."""
     return lambda world_size: rank_pools.setdefault(world_size, RankPool(world_size))
+
+
+@pytest.fixture
+def warm(tmp_path: Path, ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> Warm:
+    """Whatever the test launches runs on ranks that are up already, and in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return Warm(tmp_path, ranks, monkeypatch)
 
 
 def pytest_configure() -> None:

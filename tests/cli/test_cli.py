@@ -17,6 +17,7 @@ import torch
 from evener.cli.main import command, main
 from evener.distributed.launch import exit_watch as ends
 from tests.distributed.processes import await_death, end, run, start
+from tests.tiers import NIGHTLY, SLOW, spread
 
 TRAIN = ["--processes", "1", "--device", "cpu"]
 PAIR = ["--processes", "2", "--device", "cpu", "--timeout-seconds", "60"]
@@ -197,6 +198,7 @@ def test_a_few_epochs_of_digits_on_two_ranks(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_division_of_the_work_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["verify", "digits", "--device", "cpu", "--processes", "3", "--steps", "6", "--json", "out.json"]
     verify += ["--dtype", "float64", "--batch-size", "97"]
@@ -211,6 +213,7 @@ def test_a_division_of_the_work_is_verified(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_wrong_division_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["verify", "tests.tasks:plain", *PAIR, "--steps", "4", "--json", "out.json"]
     assert status_of(*verify, "--strategy", "tests.training.test_exactness:Averaging", "--shares", "3,1") == 1
@@ -233,6 +236,7 @@ def test_a_model_that_fails_on_one_rank_is_shown_once_with_its_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_nan_on_one_rank_names_step_and_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("train", "tests.tasks:one_bad_target", *PAIR) == 1
     shown = capsys.readouterr().err
@@ -241,8 +245,7 @@ def test_a_nan_on_one_rank_names_step_and_rank(capsys: pytest.CaptureFixture[str
     assert "on rank" in shown
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", spread([signal.SIGINT, signal.SIGTERM], SLOW, NIGHTLY))
 def test_a_signal_ends_all_ranks_and_leaves_the_summary(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C goes to all processes of the terminal, SIGTERM to the command alone."""
     train = ["train", "tests.tasks:slow", *PAIR, "--run-dir", str(tmp_path / "run")]
@@ -257,7 +260,7 @@ def test_a_signal_ends_all_ranks_and_leaves_the_summary(tmp_path: Path, number: 
             os.killpg(program.pid, number)
         else:
             program.send_signal(number)
-        ended = end(program, timeout=30)
+        ended = end(program, timeout=120)
     finally:
         program.kill()
     assert ended.status == 128 + number
@@ -284,7 +287,7 @@ def test_a_rank_that_is_stuck_leaves_its_summary(tmp_path: Path) -> None:
         os.kill(second, signal.SIGSTOP)
         time.sleep(0.5)
         program.send_signal(signal.SIGTERM)
-        ended = end(program, timeout=30)
+        ended = end(program, timeout=120)
     finally:
         program.kill()
     assert ended.status == 128 + signal.SIGTERM

@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.processes import Ended, await_files, end, start
+from tests.tiers import NIGHTLY, SLOW
 from tests.warm import Warm
 
-START_SECONDS = 25.0
+START_SECONDS = 60.0
 """A command on a busy machine takes so long to start its ranks; it counts to no promise."""
+QUIET_START_SECONDS = 10.0
+"""How long that takes on two cores of which nobody else wants anything."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Fault:
     words: tuple[str, ...]
     """Regular expressions that standard error must hold, each once or more."""
     seconds: float
-    """How long after its fault the run may last."""
+    """How long after its fault the run may last, on a machine that has nothing else to do."""
     arguments: tuple[str, ...] = ()
     signals: tuple[tuple[float, signal.Signals], ...] = ()
     """What the launcher gets: so many seconds after the file ``fault`` is there, this signal."""
@@ -43,10 +46,16 @@ class Fault:
 
 
 def rows(*faults: Fault, slow: Sequence[str] = ()) -> list[object]:
-    """Parameters of a test, those whose names are in ``slow`` marked so."""
-    marks = {fault.name: [pytest.mark.slow] if fault.name in slow else [] for fault in faults}
-    assert set(slow) <= set(marks)
-    return [pytest.param(fault, id=fault.name.replace(" ", "-"), marks=marks[fault.name]) for fault in faults]
+    """Parameters of a test: those whose names are in ``slow``, by default all, are slow, and the others nightly."""
+    assert set(slow) <= {fault.name for fault in faults}
+    return [
+        pytest.param(
+            fault,
+            id=fault.name.replace(" ", "-"),
+            marks=SLOW if not slow or fault.name in slow else NIGHTLY,
+        )
+        for fault in faults
+    ]
 
 
 def suffer(fault: Fault, directory: Path, processes: int = 2) -> Ended:
@@ -82,9 +91,10 @@ def command(fault: Fault, directory: Path, processes: int = 2) -> tuple[str, ...
 
 
 def check(fault: Fault, ended: Ended, directory: Path, lasted: float) -> None:
-    """Fails where the promise is not kept."""
+    """Fails where the promise is not kept. A machine that was slow to come to the fault may be as slow after it."""
     if (directory / "fault").exists():
-        assert time.time() - (directory / "fault").stat().st_mtime < fault.seconds, ended.err
+        since = time.time() - (directory / "fault").stat().st_mtime
+        assert since < fault.seconds * max(1.0, (lasted - since) / QUIET_START_SECONDS), ended.err
     else:
         assert lasted < START_SECONDS + fault.seconds, ended.err
     assert ended.status == fault.status, ended.err

@@ -16,16 +16,13 @@ FAULTS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", rows(*FAULTS))
+@pytest.mark.parametrize("fault", rows(*FAULTS, slow=("killed",)))
 def test_it_ends_as_promised(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_rank_that_joins_late_is_waited_for(
-    tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_rank_that_joins_late_is_waited_for(tmp_path: Path, warm: Warm, capsys: Any) -> None:
     """Within the timeout: one that never joins is among the hangs."""
     fault = Fault("joins late", "joins_late", 0, ("evaluation: loss",), 30, never=("Traceback", "evener: "))
-    suffer_warm(fault, tmp_path, Warm(tmp_path, ranks, monkeypatch), capsys)
+    suffer_warm(fault, tmp_path, warm, capsys)

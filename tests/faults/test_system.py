@@ -9,16 +9,19 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from evener.cli.main import main
+from evener.training.fit import fit
 from tests.distributed.processes import await_files, end, start
 from tests.faults.running import Fault, rows, suffer
 from tests.tiers import NIGHTLY, SLOW, spread
+from tests.warm import Warm
 
 TASK = "tests.faults.tasks_input:items"
 FAULTS = (
@@ -42,7 +45,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", spread(rows(*FAULTS), SLOW, NIGHTLY))
+@pytest.mark.parametrize("fault", rows(*FAULTS, slow=("5 MB of text",)))
 def test_an_exception_ends_in_words_of_bounded_size(fault: Fault, tmp_path: Path) -> None:
     assert len(suffer(fault, tmp_path).err) < 30_000
 
@@ -72,34 +75,61 @@ def shell(line: str, directory: Path, **variables: str) -> subprocess.CompletedP
             1,
             "records cannot be written to run: .*--on-full-disk go-on",
         ),
-        ("TRAIN --run-dir /proc/run", 2, "/proc/run cannot hold a run: "),
-        ("touch runs; TRAIN", 2, "runs cannot hold a run: "),
         ("ulimit -n 12; TRAIN --workers 4 --run-dir run", 1, "(?i)too many open files|open files"),
-        ("TRAIN --json /proc/x --run-dir run", 1, "No such file or directory: /proc/"),
         ("TRAIN --run-dir run > /dev/full", 1, "No space left on device"),
-        ("echo no > w.pt; TRAIN --weights w.pt --run-dir run", 1, "w.pt is refused"),
-        ("TRAIN --weights none --run-dir run", 2, "there are no weights at none"),
     ],
-    ids=["full", "read-only", "no-directory", "open-files", "json", "full-output", "weights", "no-weights"],
+    ids=["full", "open-files", "full-output"],
 )
 def test_it_is_one_line_and_a_status(line: str, status: int, words: str, tmp_path: Path) -> None:
     ended = shell(line, tmp_path)
     assert ended.returncode == status, ended.stderr
-    last = ended.stderr.splitlines()[-1]
+    check_one_line(ended.stderr, words)
+
+
+def check_one_line(said: str, words: str) -> None:
+    last = said.splitlines()[-1]
     assert last.startswith("evener: ")
-    assert re.search(words, last), ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert re.search(words, last), said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line",
+    ("arguments", "status", "words"),
     [
-        "TRAIN --run-dir run | head -c 1",
-        "TRAIN --run-dir run 2>&1 | true",
-        "TRAIN --run-dir run <&- >&- 2>&-",
-        "TRAIN --run-dir run 2> /dev/full",
+        (("--run-dir", "/proc/run"), 2, "/proc/run cannot hold a run: "),
+        ((), 2, "runs cannot hold a run: "),
+        (("--json", "/proc/x", "--run-dir", "run"), 1, "No such file or directory: /proc/"),
+        (("--weights", "w.pt", "--run-dir", "run"), 1, "w.pt is refused"),
+        (("--weights", "none", "--run-dir", "run"), 2, "there are no weights at none"),
     ],
+    ids=["read-only", "no-directory", "json", "weights", "no-weights"],
+)
+def test_what_cannot_be_used_is_one_line_and_a_status(
+    arguments: tuple[str, ...], status: int, words: str, tmp_path: Path, warm: Warm, capsys: Any
+) -> None:
+    for name in ("runs", "w.pt"):
+        (tmp_path / name).write_text("no")
+    found = warm.status(
+        "evener", "train", "tests.tasks:plain", "--device", "cpu", "--processes", "1", *arguments
+    )
+    said = capsys.readouterr().err
+    assert found == status, said
+    check_one_line(said, words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    spread(
+        [
+            "TRAIN --run-dir run | head -c 1",
+            "TRAIN --run-dir run 2>&1 | true",
+            "TRAIN --run-dir run <&- >&- 2>&-",
+            "TRAIN --run-dir run 2> /dev/full",
+        ],
+        SLOW,
+        NIGHTLY,
+    ),
 )
 def test_a_reader_that_left_does_not_fail_a_run(line: str, tmp_path: Path) -> None:
     ended = shell(line, tmp_path)
@@ -139,19 +169,27 @@ def test_two_runs_never_share_a_directory(running: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_refused_before_ranks_are_started(tmp_path: Path) -> None:
-    assert shell("TRAIN --steps 1 --run-dir run", tmp_path).returncode == 0
+def test_a_finished_run_is_refused_before_ranks_are_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("tests.tasks:plain", device="cpu", processes=1, steps=1, run_dir=tmp_path / "run", show=False)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    began = time.monotonic()
-    ended = shell("TRAIN --processes 2 --run-dir run", tmp_path)
-    assert ended.returncode == 2
-    assert "holds a finished run" in ended.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evener.distributed.launch.launch.run_job", lambda *_: pytest.fail("ranks are started"))
+        status = main(
+            [
+                *("train", "tests.tasks:plain", "--device", "cpu", "--processes", "2", "--run-dir"),
+                str(tmp_path / "run"),
+            ]
+        )
+    assert status == 2
+    assert "holds a finished run" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
-    assert time.monotonic() - began < 40
 
 
 @pytest.mark.slow
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    """By rank 0 alone, which is why it is a whole command."""
     torch.save({"0.weight": torch.zeros(2, 2)}, tmp_path / "w.pt")
     ended = shell("TRAIN --processes 2 --weights w.pt --run-dir run", tmp_path)
     assert ended.returncode == 2

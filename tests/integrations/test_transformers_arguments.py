@@ -152,6 +152,7 @@ def test_arguments_that_are_settings(arguments: Any, settings: dict[str, Any], t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_sharded_as_fsdp_trains_the_same(tmp_path: Path) -> None:
     weights = []
     for arguments in ({}, {"fsdp": "shard_grad_op auto_wrap"}):

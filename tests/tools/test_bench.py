@@ -174,6 +174,7 @@ def test_the_chart_has_a_line_for_each_algorithm() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_what_cannot_be_made_here_is_left_out_and_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -222,6 +222,7 @@ def test_an_auto_balancer_is_what_the_name_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_learned_shares_are_verified_against_one_device_that_is_not_throttled() -> None:
     settings = {
         "balance": "auto",

@@ -350,6 +350,7 @@ def test_replicas_with_other_codes_are_found_and_healed(ranks: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_it_is_the_same_training_where_blocks_are_the_same() -> None:
     """Pieces that are multiples of 256 numbers have the blocks of one device."""
     settings: dict[str, Any] = {"strategy": "sharded", "strategy_option": ("zero=2",), "steps": 4, **EIGHT}

@@ -126,6 +126,7 @@ def test_a_run_goes_on_as_itself_and_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_it_is_verified_against_a_usual_update() -> None:
     assert verify(eight.task, processes=2, strategy="sharded", steps=4, device="cpu", **EARLY).passed
 

@@ -1,4 +1,4 @@
-"""The whole proof, which starts ranks of its own."""
+"""The whole proof, on ranks that are up already."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_verification_on_two_processes() -> None:
     """Batches of 9 out of 47, so that the last one of an epoch has 2 samples; BatchNorm; layouts."""
     result = verify(tasks.batch_norm, processes=2, balance="0.9,0.1", steps=7, device="cpu")

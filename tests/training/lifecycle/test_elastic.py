@@ -24,7 +24,6 @@ from evener.training.fit import fit
 from evener.training.lifecycle.elastic import headcount_of, restarting
 from tests.faults import chaos
 from tests.faults.running import Fault, rows, suffer
-from tests.tiers import NIGHTLY, SLOW, spread
 
 SAMPLES, BATCH, EPOCHS = 240, 40, 3
 
@@ -123,8 +122,10 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_with_what_three_began(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    whole = train(processes=3)
+def test_two_ranks_go_on_with_what_three_began(
+    tmp_path: Path, ranks: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = ranks(3).run(train)[0]
     capfd.readouterr()
     trained = train(processes="2:3", run_dir=tmp_path / "run", observers=[DyingJournal(tmp_path)])
     shown = capfd.readouterr().err
@@ -209,6 +210,6 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", spread(rows(*FAULTS), SLOW, NIGHTLY))
+@pytest.mark.parametrize("fault", rows(*FAULTS, slow=("no restart is left",)))
 def test_it_goes_on_as_promised(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)

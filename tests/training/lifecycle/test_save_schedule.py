@@ -381,6 +381,7 @@ def drawn_dropout() -> evener.Task:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_same_bits_on_the_same_ranks(tmp_path: Path, processes: int) -> None:
     """In mid-epoch, with random numbers that go on where they were."""
