@@ -29,16 +29,20 @@ class Ended(NamedTuple):
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """A Python program in a session of its own, with pipes."""
+    """A Python program in a session of its own, with pipes; it ends at SIGHUP even if the tests run under ``nohup``."""
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=variables,
-        start_new_session=True,
-    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the program inherits
+    try:
+        return subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=variables,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def end(process: subprocess.Popen[str], timeout: float = 60) -> Ended:
@@ -74,7 +78,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def await_death(pids: list[int], timeout: float = 20) -> None:
+def await_death(pids: list[int], timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if is_alive(pid)]}"

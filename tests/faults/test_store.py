@@ -33,7 +33,7 @@ def lose_the_store(
 
 @pytest.mark.slow
 def test_ranks_that_need_nobody_train_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, said = lose_the_store("tasks:runs_for_a_while", tmp_path, monkeypatch, 40)
+    ranks, said = lose_the_store("tasks:runs_for_a_while", tmp_path, monkeypatch, 120)
     assert len(ranks) == 2
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["steps"], summary["interrupted"]) == (60, False), said
@@ -44,7 +44,7 @@ def test_ranks_that_need_nobody_train_to_the_end(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 def test_a_hang_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank knows of itself that its wait is hopeless, or that it makes no progress."""
-    ranks, said = lose_the_store("tasks_hangs:forward", tmp_path, monkeypatch, TIMEOUT_SECONDS + 10)
+    ranks, said = lose_the_store("tasks_hangs:forward", tmp_path, monkeypatch, TIMEOUT_SECONDS + 60)
     assert len(ranks) == 2
     assert "the store of the run has not answered for" in said
     assert "RankTimeoutError: rank 0 has waited" in said

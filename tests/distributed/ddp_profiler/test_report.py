@@ -20,7 +20,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(4):
     out = model(torch.ones(3 - dist.get_rank(), 4))
     if dist.get_rank() == 1:
-        time.sleep(0.05)
+        time.sleep(0.3)
     out.sum().backward()
     optimizer.step()
 if len(sys.argv) > 1:
@@ -47,10 +47,11 @@ def test_the_command_shows_which_rank_is_slow(script: Path, tmp_path: Path) -> N
         (0, 3, 3, 1),
         (1, 3, 2, 1),
     ]
-    assert ranks[0]["compute_seconds"] < 0.05 <= ranks[1]["compute_seconds"]
+    assert ranks[1]["compute_seconds"] >= 0.3
+    assert ranks[0]["compute_seconds"] < ranks[1]["compute_seconds"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_that_fails_is_told_about_too(script: Path) -> None:
     ended = run(
         "-m", "evener.cli.main", "run", "--processes", "2", "--device", "cpu", "--observe", script, "3"
