@@ -15,7 +15,7 @@ from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.training.engine import Engine
 from tests import tasks
-from tests.tiers import ALWAYS, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 
 class Odd(nn.Module):
@@ -278,7 +278,7 @@ PLACES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("after", "how"), spread(PLACES, ALWAYS, SLOW), ids=str)
+@pytest.mark.parametrize(("after", "how"), spread(PLACES, ALWAYS, SLOW, ALWAYS, NIGHTLY), ids=str)
 def test_fifty_steps_later_elsewhere_it_is_still_the_same_training(
     ranks: Any, tmp_path: Path, after: int, how: dict[str, Any]
 ) -> None:

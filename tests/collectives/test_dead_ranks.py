@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiers import NIGHTLY, SLOW, spread
+
 pytestmark = pytest.mark.slow
 
 WORLD_SIZE = 3
@@ -101,7 +103,7 @@ def test_a_rank_that_stopped_is_said_to_be_stopped(tmp_path: Path) -> None:
         assert "rank 2" not in errors[0]
 
 
-@pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("blow", spread([signal.SIGSTOP, signal.SIGKILL], SLOW, NIGHTLY))
 def test_messages_that_do_not_come_lead_to_the_missing_rank(tmp_path: Path, blow: int) -> None:
     """Gloo may see a closed connection or time out, on some ranks after others; the roll call finds the rank."""
     for errors in errors_of_survivors(tmp_path, "ring", blow).values():

@@ -167,7 +167,9 @@ def reference(model: str) -> Outcome:
 
 
 def tiers(row: str) -> tuple[Tier, ...]:
-    return (SLOW, NIGHTLY, NIGHTLY) if ROWS[row].slow else (ALWAYS, SLOW, NIGHTLY)
+    if ROWS[row].slow:
+        return SLOW, *[NIGHTLY] * 5
+    return ALWAYS, SLOW, NIGHTLY, ALWAYS, NIGHTLY, NIGHTLY
 
 
 @pytest.mark.parametrize(("row", "model"), crossed(ROWS, list(MODELS), tiers))

@@ -102,7 +102,18 @@ KEEPER = (
 )
 
 
-@pytest.mark.parametrize("fault", spread(rows(*ONE, *ALL, *LEFT, *WORKERS, *KEEPER), SLOW, NIGHTLY))
+EACH_KIND = (
+    "loop in a worker",
+    "all loop in forward",
+    "all hold the lock",
+    "exit 0",
+    "worker killed",
+    "launcher stopped",
+)
+"""A rank that loops in a forward pass or is stopped is among the tests of the store and of the launcher."""
+
+
+@pytest.mark.parametrize("fault", rows(*ONE, *ALL, *LEFT, *WORKERS, *KEEPER, slow=EACH_KIND))
 def test_it_ends_as_promised(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)
 
@@ -167,8 +178,7 @@ def test_collectives_in_another_order_are_told_apart_by_rank_and_line(tmp_path: 
     assert f"RankTimeoutError: the ranks call different collectives: {words}" in ended.err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["shape", "type"])
+@pytest.mark.parametrize("mode", spread(["shape", "type"], SLOW, NIGHTLY))
 def test_another_shape_or_type_is_told_with_its_line(tmp_path: Path, mode: str) -> None:
     """gloo ends the process, and has to be seen from outside."""
     ended, lines = run_script(tmp_path / "calls.py", CALLS, mode)
@@ -220,18 +230,23 @@ except evener.EvenerError as error:
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
-        ("return", r"rank 1 has left after step 3 of 6, epoch 1.*; but rank 0 waits in .*"),
-        (
+        pytest.param(
+            "return",
+            r"rank 1 has left after step 3 of 6, epoch 1.*; but rank 0 waits in .*",
+            marks=NIGHTLY,
+        ),
+        pytest.param(
             "break",
             r"(?s)rank 0 .*waits in barrier.*, after step 4 of 6.*waits in .* of step 4.*, after step 4 of 6",
+            marks=SLOW,
         ),
-        (
+        pytest.param(
             "more",
             r"(?s)(?=.*rank 0 \([^\n]*waits in barrier)(?=.*rank 1 \([^\n]*waits in [^\n]* of step 6, at loop.py)",
+            marks=NIGHTLY,
         ),
     ],
     ids=["return", "break", "more"],
@@ -247,8 +262,7 @@ def test_a_loop_that_ranks_leave_apart(
     assert re.search(words, ended.err), ended.err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", spread(["c10d", "static"], SLOW, NIGHTLY))
 def test_a_machine_that_never_comes(backend: str) -> None:
     where = (
         ("--rdzv-endpoint", "localhost:0", "--rdzv-id", "1") if backend == "c10d" else ("--master-port", "0")
@@ -267,5 +281,5 @@ def test_a_machine_that_never_comes(backend: str) -> None:
     )
     ended = end(start("-m", "evener.cli.main", *command, "--rdzv-backend", backend, *where), 150)
     assert ended.status == 1, ended.err
-    assert re.search(r"evener: waiting for (1|the other) of 2 machines at .* for \d s", ended.err), ended.err
+    assert re.search(r"evener: waiting for (1|the other) of 2 machines at .* for \d+ s", ended.err), ended.err
     assert "RankTimeoutError: the machines of the run did not find each other within 3 s" in ended.err

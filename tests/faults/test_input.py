@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.running import Fault, rows, suffer
-from tests.tiers import NIGHTLY, SLOW, spread
 
 READING = r"reading sample 53 \(pictures/29.png\) of the training set failed: OSError: cannot identify image"
 SKIP = ("--on-bad-sample", "skip")
@@ -58,7 +57,10 @@ FAULTS = (
 ALONE = ("item raises", "memory limit in a worker")
 
 
-@pytest.mark.parametrize("fault", spread(rows(*FAULTS), SLOW, NIGHTLY))
+EACH_KIND = ("item raises", "corrupt samples skipped", "memory limit in a worker")
+
+
+@pytest.mark.parametrize("fault", rows(*FAULTS, slow=EACH_KIND))
 def test_it_ends_as_promised(fault: Fault, tmp_path: Path) -> None:
     ended = suffer(fault, tmp_path, processes=1 if fault.name in ALONE else 2)
     if fault.status == 0:

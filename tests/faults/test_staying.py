@@ -15,6 +15,7 @@ from evener.distributed.launch.rendezvous import Rendezvous
 from evener.training.fit import fit
 from evener.training.run import Trained
 from tests.faults import tasks_staying
+from tests.tiers import NIGHTLY, SLOW, spread
 
 PROCESSES = 3
 LAST = 20
@@ -85,15 +86,18 @@ def test_deaths_at_every_place_leave_no_trace(
     assert not [note for note in notes if "begin anew" in note]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "place", "why"),
-    [
-        # The buffers of all are rank 0's, which it gives after its update: the others wait for them in theirs.
-        ("holds", "first update", "no rank that stayed was between two updates: all have to start again"),
-        ("one_module", "forward", "Task.model returned a module that this process has trained before"),
-        ("dies_twice", "forward", r"rank 1 \(pid \d+\) was killed by SIGKILL"),
-    ],
+    spread(
+        [
+            # The buffers of all are rank 0's, which it gives after its update: the others wait for them in theirs.
+            ("holds", "first update", "no rank that stayed was between two updates: all have to start again"),
+            ("one_module", "forward", "Task.model returned a module that this process has trained before"),
+            ("dies_twice", "forward", r"rank 1 \(pid \d+\) was killed by SIGKILL"),
+        ],
+        SLOW,
+        NIGHTLY,
+    ),
 )
 def test_where_memory_does_not_do_all_start_again_from_the_file(
     homes: tuple[Path, Path],

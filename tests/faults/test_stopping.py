@@ -15,7 +15,6 @@ from evener import checkpoint
 from tests.distributed.processes import await_death, await_files, end, start
 from tests.faults import tasks
 from tests.faults.running import Fault, rows, suffer
-from tests.tiers import NIGHTLY, SLOW, spread
 
 SAVED = r"\d, saved. Continue: evener train \S+ (\S+ )*--resume \S+"
 INT, TERM, USR1, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT
@@ -45,7 +44,7 @@ ONCE = (
 )
 
 
-@pytest.mark.parametrize("fault", spread(rows(*ONCE), SLOW, NIGHTLY))
+@pytest.mark.parametrize("fault", rows(*ONCE, slow=("Ctrl-C", "SIGTERM with workers that load data")))
 def test_it_saves_where_it_stands(fault: Fault, tmp_path: Path) -> None:
     suffer(fault, tmp_path)
     stood = checkpoint.find(tmp_path / "run").rest["progress"]["steps"]

@@ -40,7 +40,7 @@ from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module
     step_by_hand,
     task,
 )
-from tests.tiers import NIGHTLY, SLOW
+from tests.tiers import NIGHTLY, SLOW, spread
 
 TWO_AXES = "tests.strategies.two_axes:TwoAxes"
 
@@ -245,13 +245,16 @@ def diverging() -> Task:
     return broken("loss", 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
-    [
-        ("raising", RankError, "rank 2.*this layer has no luck"),
-        ("diverging", DivergenceError, "the loss is nan in step 3 on rank 2;"),
-    ],
+    spread(
+        [
+            ("raising", RankError, "rank 2.*this layer has no luck"),
+            ("diverging", DivergenceError, "the loss is nan in step 3 on rank 2;"),
+        ],
+        SLOW,
+        NIGHTLY,
+    ),
 )
 def test_what_ends_a_run_names_the_rank_of_the_world(name: str, kind: type[EvenerError], words: str) -> None:
     settings: dict[str, Any] = {"strategy": TWO_AXES, "processes": 4, "device": "cpu", "timeout_seconds": 60}

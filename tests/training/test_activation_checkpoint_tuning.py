@@ -27,6 +27,7 @@ from evener.training.engine import Engine
 from evener.training.factory import check_division
 from tests import tasks
 from tests.tasks import classes, draws
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, Tier
 
 WIDTH, SAMPLES, LENGTH = 8, 90, 24
 
@@ -169,9 +170,8 @@ class ExpertWords(Words):
         self.layers = nn.ModuleList(Mixture() for _ in range(3))
 
 
-def of_two(name: str, strategy: Any, task: Any = words, slow: bool = True, **settings: Any) -> Any:
-    marks = [pytest.mark.slow] if slow else []
-    return pytest.param(task, {"strategy": strategy} | settings, id=name, marks=marks)
+def of_two(name: str, strategy: Any, task: Any = words, tier: Tier = SLOW, **settings: Any) -> Any:
+    return pytest.param(task, {"strategy": strategy} | settings, id=name, marks=tier)
 
 
 STAGES = ("balance=equal", "microbatches=3")
@@ -180,15 +180,15 @@ STAGES = ("balance=equal", "microbatches=3")
 @pytest.mark.parametrize(
     ("task", "settings"),
     [
-        of_two("uneven", "ddp", tower, slow=False, balance="2,1", micro_batch=24),
-        of_two("weights in parts", Sharded(zero=3), slow=False),
+        of_two("uneven", "ddp", tower, tier=ALWAYS, balance="2,1", micro_batch=24),
+        of_two("weights in parts", Sharded(zero=3), tier=ALWAYS),
         of_two("a rank without samples", "ddp", tower, balance="1,0"),
-        of_two("gradients in parts", Sharded(zero=2, owns="2,1"), tower),
+        of_two("gradients in parts", Sharded(zero=2, owns="2,1"), tower, NIGHTLY),
         of_two("optimizer in parts", Sharded(zero=1), tower),
-        of_two("tensor", "tensor"),
+        of_two("tensor", "tensor", tier=NIGHTLY),
         of_two("context", "context"),
-        of_two("experts", "experts", expert_words),
-        of_two("pipeline", "pipeline", strategy_option=STAGES),
+        of_two("experts", "experts", expert_words, NIGHTLY),
+        of_two("pipeline", "pipeline", tier=NIGHTLY, strategy_option=STAGES),
         of_two(
             "interleaved", "pipeline", strategy_option=(*STAGES, "schedule=interleaved", "stages_per_rank=2")
         ),

@@ -36,7 +36,9 @@ def comparison(one: OneDevice, divided: list[Trajectory], config: RunConfig) -> 
     return compare(ComparedRuns(one.reference, divided, one.disturbed, one.reordered), config, "name")
 
 
-@pytest.mark.parametrize(("place", "name"), crossed(PLACES, list(MODELS), lambda place: (SLOW, NIGHTLY)))
+@pytest.mark.parametrize(
+    ("place", "name"), crossed(PLACES, list(MODELS), lambda place: (SLOW, NIGHTLY, NIGHTLY))
+)
 def test_the_verdict_on_a_model_in_stages(ranks: Any, place: str, name: str) -> None:
     world, settings = PLACES[place]
     config = RunConfig(strategy="pipeline", dtype="float64", device="cpu", steps=4, **settings)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ SETTINGS = {"steps": 4, "balance": "3,1"}
 CLEARLY = STRONGER * LIMIT
 """Times the floor."""
 everywhere = pytest.mark.parametrize("name", TASKS)
-SINGLE = pytest.param("float32", marks=pytest.mark.slow)
+SINGLE = pytest.param("float32", marks=NIGHTLY)
 exactly = pytest.mark.parametrize("dtype", ["float64", SINGLE])
 
 
@@ -188,7 +188,7 @@ SQUARE = [
 """Each model meets every regime and every type, and each regime every type."""
 
 
-@pytest.mark.parametrize(("name", "regime", "dtype"), spread(SQUARE, SLOW, NIGHTLY, NIGHTLY))
+@pytest.mark.parametrize(("name", "regime", "dtype"), spread(SQUARE, SLOW, NIGHTLY, NIGHTLY, NIGHTLY))
 def test_the_verdict_holds_where_small_differences_grow(
     ranks: Any, name: str, regime: str, dtype: str
 ) -> None:
@@ -196,8 +196,7 @@ def test_the_verdict_holds_where_small_differences_grow(
     assert found.passed, (found.times_floor, found.hint)
 
 
-@everywhere
-@pytest.mark.slow
+@pytest.mark.parametrize("name", spread(TASKS, NIGHTLY, SLOW))
 def test_averaged_gradients_are_found_in_bfloat16_and_in_long_runs(ranks: Any, name: str) -> None:
     assert not verdict(ranks, name, faults.averaged, dtype="bfloat16").passed
     clear(ranks, name, faults.averaged, dtype="float32", steps=60)

@@ -628,9 +628,10 @@ EVERYWHERE: list[tuple[str, int, str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "world", "code", "how", "settings"), EVERYWHERE, ids=[str(each[-1]) for each in EVERYWHERE]
+    ("name", "world", "code", "how", "settings"),
+    spread(EVERYWHERE, SLOW, NIGHTLY),
+    ids=[str(each[-1]) for each in EVERYWHERE],
 )
 def test_it_is_found_under_every_strategy(
     ranks: Any, name: str, world: int, code: str, how: str, settings: dict[str, Any]

@@ -30,6 +30,7 @@ from evener.tools.estimate.measure import measure_memory
 from evener.training.engine import Engine
 from tests.components.offload.late import late
 from tests.strategies.seven import step_by_hand
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 from tests.training.test_activation_checkpoint_tuning import STAGES, expert_words, of_two, tower, words
 
 BOTH = "optimizer,activations"
@@ -77,9 +78,6 @@ def assert_same(found: tuple[dict[str, int], float], offload: str = BOTH) -> Non
     assert error == 0
     assert peaks.keys() == set(offload.split(","))
     assert all(peaks.values()), peaks
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["computed with", "apart"])
@@ -163,14 +161,14 @@ def test_memory_that_runs_out_in_the_midst_gives_the_rooms_back() -> None:
 @pytest.mark.parametrize(
     ("task", "settings"),
     [
-        of_two("uneven", "ddp", tower, slow=False, balance="2,1", micro_batch=24),
+        of_two("uneven", "ddp", tower, tier=ALWAYS, balance="2,1", micro_batch=24),
         of_two("weights in parts", Sharded(zero=3)),
         of_two("gradients in parts", Sharded(zero=2, owns="2,1"), tower),
-        of_two("optimizer in parts", Sharded(zero=1), tower),
+        of_two("optimizer in parts", Sharded(zero=1), tower, NIGHTLY),
         of_two("tensor", "tensor"),
-        of_two("context", "context"),
-        of_two("experts", "experts", expert_words),
-        of_two("pipeline", "pipeline", strategy_option=STAGES),
+        of_two("context", "context", tier=NIGHTLY),
+        of_two("experts", "experts", expert_words, NIGHTLY),
+        of_two("pipeline", "pipeline", tier=NIGHTLY, strategy_option=STAGES),
         of_two("in two parts", "pipeline", strategy_option=(*STAGES, "schedule=zero-bubble")),
         of_two("bf16", "ddp", dtype=None, precision="bf16"),
     ],
@@ -187,8 +185,7 @@ def test_it_is_the_same_training_on_ranks_with_memory_apart(ranks: Any, strategy
         assert_same(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compile", ["blocks", "whole"])
+@pytest.mark.parametrize("compile", spread(["blocks", "whole"], SLOW, NIGHTLY))
 def test_what_compiled_models_save_goes_outside(ranks: Any, compile: str) -> None:
     settings: dict[str, Any] = {"compile": compile, "compile_backend": "aot_eager", "steps": 3}
     for found in ranks(2).run(pair, words, BOTH, timeout=200, strategy="ddp", **settings):

@@ -19,6 +19,7 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.launch.script import run_script
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.errors import RankError
+from tests.tiers import NIGHTLY, SLOW, spread
 
 LEFT = Heartbeat(
     rank=1,
@@ -70,10 +71,8 @@ def stays(first: str) -> str:
     return first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "named"),
-    [("thread", "the thread 'uploader'"), pytest.param("atexit", "atexit", marks=pytest.mark.slow)],
+    ("what", "named"), spread([("thread", "the thread 'uploader'"), ("atexit", "atexit")], SLOW, NIGHTLY)
 )
 def test_a_launched_rank_that_does_not_end_is_named_with_its_stack(what: str, named: str) -> None:
     with pytest.raises(RankError, match=named) as raised:

@@ -16,6 +16,7 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import RankError, RankTimeoutError
 from tests.distributed.processes import run
+from tests.tiers import NIGHTLY, SLOW, spread
 
 pytestmark = pytest.mark.slow
 
@@ -72,13 +73,19 @@ except evener.EvenerError as error:
 
 @pytest.mark.parametrize(
     ("processes", "all_reduce", "place", "norm"),
-    [
-        (2, "", "forward", ""),  # rank 0 waits in DDP's hook, in shared memory
-        (3, "", "loop", ""),  # ... on the board of shared memory, where nothing is marked by DDP
-        (2, "", "forward", "norm"),  # in an exchange of BatchNorm over gloo
-        (2, "native", "forward", ""),  # in gloo, below DDP's reducer
-        (2, "ring", "forward", ""),  # for a thread that exchanges messages
-    ],
+    spread(
+        [
+            (2, "", "forward", ""),  # rank 0 waits in DDP's hook, in shared memory
+            (3, "", "loop", ""),  # ... on the board of shared memory, where nothing is marked by DDP
+            (2, "", "forward", "norm"),  # in an exchange of BatchNorm over gloo
+            (2, "native", "forward", ""),  # in gloo, below DDP's reducer
+            (2, "ring", "forward", ""),  # for a thread that exchanges messages
+        ],
+        SLOW,
+        NIGHTLY,
+        NIGHTLY,
+        NIGHTLY,
+    ),
 )
 def test_a_rank_that_does_not_come_is_named_once_with_its_line(
     tmp_path: Path, processes: int, all_reduce: str, place: str, norm: str
@@ -89,7 +96,7 @@ def test_a_rank_that_does_not_come_is_named_once_with_its_line(
     ended = run(script, str(processes), all_reduce, place, norm)
     seconds = time.time() - float(script.with_suffix(".hung").read_text())
     assert ended.status == 1, ended.err
-    assert TIMEOUT_SECONDS < seconds < TIMEOUT_SECONDS + 10
+    assert TIMEOUT_SECONDS < seconds < TIMEOUT_SECONDS + 60, "a limit and not the five minutes of the default"
     assert ended.err.count("RankTimeoutError") == 1
     frame, told = r'^      (File "|\.\.\. and )', ended.err.strip().splitlines()
     first, late, *others = (line for line in told if not re.match(frame, line))
@@ -127,10 +134,10 @@ def test_what_all_ranks_do_together_may_take_longer_than_the_timeout() -> None:
     assert min(launch(save_together, 7.0, "", processes=2, device="cpu")) > 6
 
 
-@pytest.mark.parametrize("fault", ["elsewhere", "stopped"])
+@pytest.mark.parametrize("fault", spread(["elsewhere", "stopped"], SLOW, NIGHTLY))
 def test_a_rank_that_leaves_the_others_to_save_alone_is_named(fault: str) -> None:
     with pytest.raises(
-        RankTimeoutError, match=r"rank 1 was missing for \d s from checkpoint of step 1"
+        RankTimeoutError, match=r"rank 1 was missing for \d+ s from checkpoint of step 1"
     ) as caught:
         launch(save_together, 0.0, fault, processes=2, device="cpu")
     late = str(caught.value).splitlines()[1]

@@ -36,6 +36,10 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
     options = settings.pop("options", None)
     usual: dict[str, Any] = {"dtype": "float64", "device": "cpu", "steps": 7}
@@ -51,11 +55,11 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
         (2, "layers", {"microbatches": 5, "cut": "3"}, {"micro_batch": 4, "clip_norm": 0.05}),
         (2, "layers", {"schedule": "interleaved", "stages_per_rank": 2}, {}),
         slow(2, "layers", {"schedule": "interleaved", "stages_per_rank": 3, "microbatches": 3}, {}),
-        slow(2, "layers", {"schedule": "zero-bubble", "stages_per_rank": 2, "balance": "equal"}, {}),
+        nightly(2, "layers", {"schedule": "zero-bubble", "stages_per_rank": 2, "balance": "equal"}, {}),
         (3, "layers", {"schedule": "zero-bubble"}, {"balance": "2,0,1"}),
         slow(2, "penalised", {}, {"clip_norm": 0.1, "balance": "3,1"}),
         (2, "language", {}, {"clip_norm": 0.1}),
-        slow(3, "language", {"cut": "blocks.1,head"}, {"micro_batch": 4}),
+        nightly(3, "language", {"cut": "blocks.1,head"}, {"micro_batch": 4}),
         slow(3, "language", {"cut": "embed,blocks.2", "schedule": "zero-bubble"}, {}),
         (
             2,
@@ -64,7 +68,7 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
             {},
         ),
         (2, "normalized", {}, {}),
-        slow(3, "normalized", {"schedule": "gpipe"}, {"micro_batch": 4}),
+        nightly(3, "normalized", {"schedule": "gpipe"}, {"micro_batch": 4}),
         (2, "choosing", {"cut": "2"}, {}),
         (2, "moved_on", {"microbatches": 1}, {}),
         (2, "sized", {}, {}),
@@ -87,7 +91,7 @@ def test_weights_are_those_of_one_device(
     [
         ("language", {"balance": "5,1", "clip_norm": 0.1}),
         slow("normalized", {"balance": "3,1", "micro_batch": 4}),
-        slow("layers", {"balance": "0,1"}),
+        nightly("layers", {"balance": "0,1"}),
         slow("choosing", {"balance": "3,1"}),
     ],
     ids=str,

@@ -476,6 +476,8 @@ def test_the_battery_of_strategies(ranks: Any) -> None:
             (3, {"strategy": EachLayer(reshard=False), "without": ("sparse",)}),
             (4, {"strategy": FSDP, "without": ("sparse",), "mesh": "data=2,shard=2"}),
         ],
+        NIGHTLY,
+        NIGHTLY,
         SLOW,
         NIGHTLY,
     ),

@@ -35,6 +35,10 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def exact(ranks: Any, size: int, task: str, settings: dict[str, Any], **division: Any) -> None:
     reference = trajectory(task, Environment(), strategy="single", **settings)
     divided = ranks(size).run(trajectory, task, **settings, **division)
@@ -61,10 +65,10 @@ def staged(zero: int, owns: str | None = None, **options: Any) -> tuple[Any, ...
         ("language", staged(2, "3,1"), "5,1", {"clip_norm": 0.1}),
         ("layers", staged(1, schedule="zero-bubble"), "0,1", {"micro_batch": 4}),
         slow("language", staged(1, "1,2", schedule="gpipe"), "1,2", {"micro_batch": 4, "bucket_mb": 1e-5}),
-        slow("normalized", staged(2), "3,1", {"micro_batch": 4}),
+        nightly("normalized", staged(2), "3,1", {"micro_batch": 4}),
         slow("penalised", staged(2, "0,1"), "3,1", {"clip_norm": 0.1}),
-        slow("choosing", staged(2), "3,1", {}),
-        slow("choosing", staged(1, "2,1", cut="2"), "1,3", {"clip_norm": 0.05}),
+        nightly("choosing", staged(2), "3,1", {}),
+        nightly("choosing", staged(1, "2,1", cut="2"), "1,3", {"clip_norm": 0.05}),
         slow(
             "language",
             staged(2, "1,3", schedule="interleaved", stages_per_rank=2, cut="blocks.0,blocks.2,norm"),
@@ -161,9 +165,9 @@ def test_a_gradient_that_is_no_number_stops_all_stages(
         ("mlp", {"reshard": False}, "0,1", {"micro_batch": 3}),
         slow("words", {"wrap": "encoder.layers.*,decoder"}, "1,2", {"micro_batch": 4}),
         slow("words", {"offload": True}, "1,1", {}),
-        slow("scores_apart", {}, "1,3", {"micro_batch": 3, "clip_norm": 0.1}),
-        slow("convolutions", {"wrap": ""}, "3,1", {}),
-        slow("gated", {}, "3,1", {}),
+        nightly("scores_apart", {}, "1,3", {"micro_batch": 3, "clip_norm": 0.1}),
+        nightly("convolutions", {"wrap": ""}, "3,1", {}),
+        nightly("gated", {}, "3,1", {}),
     ],
     ids=str,
 )
@@ -175,7 +179,7 @@ def test_divided_layers_are_in_parts(
     exact(ranks, 4, task, settings, strategy=strategy, mesh=FEATURES, balance=balance)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_battery_of_strategies_on_divided_layers(ranks: Any) -> None:
     without = ("idle", "tied", "accumulation", "unused", "by_hand", "several", "buffers", "sparse")
     ranks(4).run(check_strategy, (Sharded(), TensorParallel()), mesh=FEATURES, without=without, timeout=300)

@@ -179,22 +179,30 @@ def test_rows_are_divided_over_one_axis_of_a_mesh(ranks: Any, name: str, setting
     compared(ranks, 4, name, settings)
 
 
-@pytest.mark.parametrize("size", spread([2, 3], SLOW, NIGHTLY))
 @pytest.mark.parametrize(
-    "strategy", [Zero(), Zero(stage=1, owns="2,1"), Zero(owns="3,1")], ids=["2", "1 unequal", "2 unequal"]
+    ("size", "strategy"),
+    spread(
+        [
+            (2, Zero(owns="3,1")),
+            *((size, strategy) for size in (2, 3) for strategy in (Zero(), Zero(stage=1, owns="2,1"))),
+            (3, Zero(owns="3,1")),
+        ],
+        SLOW,
+        *[NIGHTLY] * 5,
+    ),
+    ids=str,
 )
 def test_the_promises_are_kept(ranks: Any, strategy: Zero, size: int) -> None:
     owns = strategy.owns and f"{strategy.owns}{',0' * (size - 2)}"
     ranks(size).run(check_strategy, Zero(strategy.stage, owns))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_promises_are_kept_by_unequal_owners(ranks: Any) -> None:
     ranks(3).run(check_strategy, Zero(owns="3,1,0"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Zero(owns="2,1"), Zero(stage=1)], ids=str)
+@pytest.mark.parametrize("strategy", spread([Zero(stage=1), Zero(owns="2,1")], SLOW, NIGHTLY), ids=str)
 def test_the_promises_are_kept_on_a_mesh(ranks: Any, strategy: Zero) -> None:
     ranks(4).run(check_strategy, strategy, mesh="data=2,shard=2")
 

@@ -17,6 +17,7 @@ from evener.tools.verify import Trajectory, record
 from evener.training.engine import Engine
 from tests.comparing import worst
 from tests.strategies import foreign
+from tests.tiers import NIGHTLY, SLOW, spread
 
 ATTENTION_AND_MLP = {
     "mingpt": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
@@ -64,17 +65,20 @@ def test_attention_and_feed_forward_are_divided(ranks: Any, name: str) -> None:
         assert {f"h.{block}.{layer}" for block in range(2) for layer in ATTENTION_AND_MLP[name]} <= divided
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "name", "settings"),
-    [
-        (2, "mingpt", {"balance": "2,1", "micro_batch": 3, "clip_norm": 0.1}),
-        (3, "gpt2", {"clip_norm": 0.1}),
-        (3, "bert", {"micro_batch": 3}),
-        (4, "llama", {"mesh": "data=2,tensor=2", "clip_norm": 0.1}),
-        (2, "mingpt", {"recompute": "blocks"}),
-        (4, "bert", {"mesh": "shard=2,tensor=2"}),
-    ],
+    spread(
+        [
+            (2, "mingpt", {"balance": "2,1", "micro_batch": 3, "clip_norm": 0.1}),
+            (3, "bert", {"micro_batch": 3}),
+            (3, "gpt2", {"clip_norm": 0.1}),
+            (4, "llama", {"mesh": "data=2,tensor=2", "clip_norm": 0.1}),
+            (4, "bert", {"mesh": "shard=2,tensor=2"}),
+            (2, "mingpt", {"recompute": "blocks"}),
+        ],
+        SLOW,
+        NIGHTLY,
+    ),
     ids=str,
 )
 def test_they_go_together_with_others(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from tests.comparing import worst
 from tests.strategies import streams
 from tests.strategies.test_standin import STEPS, trained
 from tests.strategies.test_standin import task as device_task
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 DERIVED = TensorParallel(sequence=True)
 OWN = TensorParallel(streams.OWN)
@@ -55,16 +56,27 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [case if case[0] == "in_a_row" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    spread(CASES, ALWAYS, SLOW, NIGHTLY, SLOW, NIGHTLY, NIGHTLY, SLOW),
     ids=str,
 )
 def test_weights_are_those_of_one_device(ranks: Any, name: str, strategy: Any) -> None:
     exact(ranks, 3, name, strategy)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("pre_norm", DERIVED), ("own_blocks", OWN)])
-@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "shard=2,tensor=2"])
+@pytest.mark.parametrize(
+    ("name", "strategy", "mesh"),
+    spread(
+        [
+            ("pre_norm", DERIVED, "data=2,tensor=2"),
+            ("pre_norm", DERIVED, "shard=2,tensor=2"),
+            ("own_blocks", OWN, "shard=2,tensor=2"),
+            ("own_blocks", OWN, "data=2,tensor=2"),
+        ],
+        SLOW,
+        NIGHTLY,
+    ),
+    ids=str,
+)
 def test_samples_are_divided_too(ranks: Any, name: str, strategy: Any, mesh: str) -> None:
     strategies = (evener.strategies.Sharded(zero=2), strategy) if "shard" in mesh else strategy
     exact(ranks, 4, name, strategies, mesh=mesh, balance="3,1")

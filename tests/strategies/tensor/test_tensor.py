@@ -30,6 +30,7 @@ from tests.conformance import models
 from tests.strategies import wide
 from tests.strategies.test_standin import STEPS, TRAITS, trained
 from tests.strategies.test_standin import task as device_task
+from tests.tiers import NIGHTLY, SLOW, spread
 
 
 def trajectory(
@@ -72,8 +73,10 @@ def test_weights_are_those_of_one_device(
     exact(ranks, 3, name, one, **settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "gated", "convolutions", "words", "scores_apart", "penalised"])
+@pytest.mark.parametrize(
+    "name",
+    spread(["mlp", "gated", "convolutions", "words", "scores_apart", "penalised"], NIGHTLY, SLOW),
+)
 def test_weights_are_those_of_one_device_on_two_ranks(ranks: Any, name: str) -> None:
     exact(ranks, 2, name, {"micro_batch": 3}, balance="2,1")
 
@@ -98,8 +101,7 @@ NOT_DERIVED = ("idle", "tied", "accumulation", "unused", "by_hand", "several", "
 TRIED_BY_PLAN = ("tied", "accumulation", "unused", "by_hand", "buffers")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.slow
+@pytest.mark.parametrize("size", spread([2, 3], SLOW, NIGHTLY))
 def test_the_battery_of_strategies(ranks: Any, size: int) -> None:
     ranks(size).run(check_strategy, "tensor", without=NOT_DERIVED)
 
@@ -146,10 +148,16 @@ def test_evaluation_is_that_of_one_device(ranks: Any, name: str) -> None:
     [
         ("words", (("tensor", 3), ("single", 1))),
         ("convolutions", (("single", 1), ("tensor", 3))),
-        pytest.param("words", (("tensor", 2), ("tensor", 3)), marks=pytest.mark.slow),
-        pytest.param("words", (("tensor", 3), ("ddp", 2)), marks=pytest.mark.slow),
-        pytest.param("words", (("ddp", 2), ("tensor", 2)), marks=pytest.mark.slow),
-        pytest.param("convolutions", (("tensor", 2), ("ddp", 2)), marks=pytest.mark.slow),
+        *spread(
+            [
+                ("words", (("tensor", 2), ("tensor", 3))),
+                ("words", (("tensor", 3), ("ddp", 2))),
+                ("words", (("ddp", 2), ("tensor", 2))),
+                ("convolutions", (("tensor", 2), ("ddp", 2))),
+            ],
+            SLOW,
+            NIGHTLY,
+        ),
     ],
     ids=str,
 )

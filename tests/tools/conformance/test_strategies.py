@@ -25,17 +25,20 @@ TWO_LAYERS = ("several", "buffers")
 """Tasks whose models cannot be cut into three stages."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes", "without"),
-    [
-        pytest.param("ddp", 2, (), marks=pytest.mark.slow),
-        ("ddp", 3, ()),
-        ("dimension", 2, NOT_BY_FEATURES),
-        pytest.param("dimension", 3, NOT_BY_FEATURES, marks=pytest.mark.slow),
-        pytest.param("pipeline", 2, NOT_IN_STAGES, marks=pytest.mark.slow),
-        pytest.param("pipeline", 3, (*NOT_IN_STAGES, *TWO_LAYERS), marks=pytest.mark.slow),
-    ],
+    spread(
+        [
+            ("ddp", 3, ()),
+            ("ddp", 2, ()),
+            ("dimension", 2, NOT_BY_FEATURES),
+            ("dimension", 3, NOT_BY_FEATURES),
+            ("pipeline", 2, NOT_IN_STAGES),
+            ("pipeline", 3, (*NOT_IN_STAGES, *TWO_LAYERS)),
+        ],
+        SLOW,
+        NIGHTLY,
+    ),
 )
 def test_evener_keeps_its_own_promises(
     ranks: Any, strategy: str, processes: int, without: tuple[str, ...]
@@ -130,9 +133,8 @@ def test_ranks_are_started_where_there_are_none() -> None:
         check_strategy("tests.tools.conformance.wrong_strategies:Averages", processes=(2,), without=without)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "without"), spread([("ddp", ()), ("dimension", NOT_BY_FEATURES)], SLOW, NIGHTLY)
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("strategy", "without"), [("ddp", ()), ("dimension", NOT_BY_FEATURES)])
 def test_evener_keeps_its_own_promises_on_ranks_of_its_own(strategy: str, without: tuple[str, ...]) -> None:
     check_strategy(strategy, without=without)
 

@@ -26,6 +26,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.synchronizer import Synchronizer
 from evener.tools.estimate.measure import measure_memory
 from evener.tools.estimate.result import RankMemory
+from tests.tiers import NIGHTLY, SLOW, spread
 
 ABOVE, BELOW, MEDIAN = 0.10, -0.03, 0.03
 """How far an estimate may be from what is counted."""
@@ -127,12 +128,20 @@ def test_a_mesh_is_estimated() -> None:
     assert along.shares == (12, 12)
 
 
-@pytest.mark.slow
-def test_estimates_of_models_optimizers_and_strategies(ranks: Callable[[int], Any]) -> None:
-    """Each model with each optimizer once and with each strategy once or twice; all of it is benchmarks/memory.py."""
+@pytest.mark.parametrize("part", spread([0, 1], SLOW, NIGHTLY))
+def test_estimates_of_models_optimizers_and_strategies(ranks: Callable[[int], Any], part: int) -> None:
+    """Both parts together have each model with each optimizer once and with each strategy once or twice.
+
+    Each part has all models, optimizers and strategies; all of it is benchmarks/memory.py.
+    """
     names = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
     strategies = [name for name in STRATEGIES if name != "tensor"]  # not for every model
-    cases = [(*name, strategies[number % len(strategies)]) for number, name in enumerate(names)]
+    cases = [(*name, strategies[number % len(strategies)]) for number, name in enumerate(names)][part::2]
+    assert [set(column) for column in zip(*cases, strict=True)] == [
+        set(MODELS),
+        set(OPTIMIZERS),
+        set(strategies),
+    ]
     peaks, refused = estimated(cases)
     assert all("pipeline" in case or "sharded" in case[2] for case in refused), refused
     rows = []
@@ -147,7 +156,7 @@ def test_estimates_of_models_optimizers_and_strategies(ranks: Callable[[int], An
         )
         for number, case in enumerate(own):
             rows.append(Compared(case, peaks[case], tuple(of_rank[number].peak for of_rank in found)))
-    assert len(rows) > 20
+    assert len(rows) > 10
     errors = sorted(abs(row.error) for row in rows)
     assert errors[len(errors) // 2] <= MEDIAN, words(rows)
     assert all(BELOW <= row.error <= ABOVE for row in rows), words(rows)
