@@ -11,7 +11,7 @@ from evener.distributed.watchdog.hang_rules import complaint, left_words, may_lo
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.distributed.watchdog.peer_state import PeerState
 
-FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0)
+FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0, limit=10.0)
 LEFT = replace(FAR, ended=True, status=0, progress="step 3 of 16")
 WAITS = replace(FAR, rank=0, phase="all-reduce", step=4, waits=True, seconds=4.0)
 AT_WORK = replace(FAR, rank=2, phase="training", step=4, seconds=4.0)
@@ -24,13 +24,13 @@ def of(here: Heartbeat, *others: Heartbeat, ago: float = 4.0) -> str | None:
     for standing in standings:
         if standing.state == "ended":
             standing._since -= ago
-    return verdict(here, standings, 10.0, 1.0)
+    return verdict(here, standings)
 
 
 def test_a_rank_that_has_left_is_told_within_a_few_heartbeats() -> None:
     assert of(WAITS, LEFT) == "left"
     assert of(WAITS, LEFT, replace(WAITS, rank=2)) == "left"
-    assert may_look(WAITS, 300.0)
+    assert may_look(replace(WAITS, limit=300.0))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_a_rank_gave_before_it_left_may_be_on_its_way() -> None:
     rest._since -= 2.5
     left = PeerState(1, LEFT)
     left._since -= 4
-    assert verdict(WAITS, [left, rest], 10.0, 1.0) is None
+    assert verdict(WAITS, [left, rest]) is None
 
 
 def test_who_has_left_is_told_with_its_progress() -> None:
@@ -72,13 +72,8 @@ def test_no_progress_on_any_rank_for_the_timeout_ends_the_run() -> None:
     assert of(STILL) == "still"
     assert of(STILL, LEFT) == "still"
     others = [PeerState(1, STILL)]
-    assert (
-        complaint("still", STILL, others, 10.0, 1.0)
-        == "no rank has made any progress for 11 s (timeout 10 s)"
-    )
-    assert complaint("still", STILL, [], 10.0, 1.0).startswith(
-        "this rank, the only one, has not made any progress"
-    )
+    assert complaint("still", STILL, others) == "no rank has made any progress for 11 s (timeout 10 s)"
+    assert complaint("still", STILL, []).startswith("this rank, the only one, has not made any progress")
 
 
 @pytest.mark.parametrize(
@@ -102,13 +97,13 @@ def test_ranks_that_call_different_collectives_are_told_apart(other: dict[str, A
     )
     there = replace(here, rank=1, where=("a.py:7 in f",), **other)
     others = [PeerState(1, there)]
-    assert verdict(here, others, 10.0, 1.0) == "late"
-    words = complaint("late", here, others, 10.0, 1.0)
+    assert verdict(here, others) == "late"
+    words = complaint("late", here, others)
     assert words.startswith(
         "the ranks call different collectives: rank 0 all_reduce of float32[3], at a.py:3 in f; rank 1 "
     )
     assert there.place in words
-    same = complaint("late", here, [PeerState(1, replace(here, rank=1))], 10.0, 1.0)
+    same = complaint("late", here, [PeerState(1, replace(here, rank=1))])
     assert same.startswith("rank 0 has waited 11 s in all_reduce of float32[3], at a.py:3 in f")
 
 

@@ -12,7 +12,7 @@ from evener.distributed.watchdog.hang_rules import may_look, verdict
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.distributed.watchdog.peer_state import PeerState, report_on, should_look
 
-FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0)
+FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0, limit=10.0)
 
 
 def waiting(rank: int, seconds: float, step: int = 41) -> Heartbeat:
@@ -20,7 +20,7 @@ def waiting(rank: int, seconds: float, step: int = 41) -> Heartbeat:
 
 
 def speaks(here: Heartbeat, *others: Heartbeat) -> bool:
-    return verdict(here, [PeerState(beat.rank, beat) for beat in others], 10.0, 1.0) == "late"
+    return verdict(here, [PeerState(beat.rank, beat) for beat in others]) == "late"
 
 
 def test_a_wait_shorter_than_the_timeout_goes_on() -> None:
@@ -46,7 +46,7 @@ def test_all_stuck_in_one_place_is_hopeless_too() -> None:
 
 
 def test_a_rank_never_heard_of_is_missing() -> None:
-    assert verdict(waiting(0, 10.5), [PeerState(1)], 10.0, 1.0) == "late"
+    assert verdict(waiting(0, 10.5), [PeerState(1)]) == "late"
 
 
 def test_the_lowest_rank_that_waits_speaks_and_others_only_after_it_did_not() -> None:
@@ -57,7 +57,7 @@ def test_the_lowest_rank_that_waits_speaks_and_others_only_after_it_did_not() ->
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    assert verdict(waiting(0, 500.0), [], 10.0, 1.0) is None
+    assert verdict(waiting(0, 500.0), []) is None
 
 
 def saving(rank: int, **changes: object) -> Heartbeat:
@@ -69,11 +69,11 @@ def saving(rank: int, **changes: object) -> Heartbeat:
 
 def together(other: PeerState, here: Heartbeat, since: float) -> bool:
     """Whether the rank of ``here`` ends the run, if ``other`` has looked as it does now for ``since`` seconds."""
-    other.compare(here, 1.0)
+    other.compare(here)
     if other._apart_since is not None:
         other._apart_since -= since
-    other.compare(here, 1.0)
-    return verdict(here, [other, PeerState(7, saving(7))], 10.0, 1.0) == "apart"
+    other.compare(here)
+    return verdict(here, [other, PeerState(7, saving(7))]) == "apart"
 
 
 def test_what_all_do_together_takes_as_long_as_it_takes() -> None:
@@ -100,12 +100,12 @@ def test_a_rank_that_came_back_starts_anew() -> None:
     standing = PeerState(1, replace(FAR, phase="forward"))
     assert together(standing, saving(0), since=10.5)
     standing.update(saving(1, count=2))
-    standing.compare(saving(0), 1.0)
+    standing.compare(saving(0))
     assert standing.apart_seconds == 0
     standing.update(replace(FAR, count=3))
-    standing.compare(saving(0), 1.0)
+    standing.compare(saving(0))
     assert standing.apart_seconds < 1
-    standing.compare(waiting(0, 1.0), 1.0)
+    standing.compare(waiting(0, 1.0))
     assert standing.apart_seconds == 0
 
 
@@ -115,9 +115,9 @@ def test_who_saves_is_missing_for_who_waits_elsewhere() -> None:
 
 def test_the_one_that_waits_longest_looks_and_of_several_the_lowest() -> None:
     def looks(here: Heartbeat, looker: Heartbeat) -> bool:
-        return should_look(here, PeerState(looker.rank, looker), 1.0)
+        return should_look(here, PeerState(looker.rank, looker))
 
-    assert should_look(waiting(5, 4.0), PeerState(-1), 1.0)
+    assert should_look(waiting(5, 4.0), PeerState(-1))
     assert looks(waiting(5, 4.0), waiting(5, 3.0))
     assert looks(waiting(0, 4.0), waiting(1, 5.0))
     assert not looks(waiting(1, 5.0), waiting(0, 4.0))
@@ -129,15 +129,15 @@ def test_the_one_that_waits_longest_looks_and_of_several_the_lowest() -> None:
 def test_another_looks_when_the_looker_is_silent_or_has_left() -> None:
     silent = PeerState(0, waiting(0, 9.0))
     silent._since -= 4
-    assert should_look(waiting(1, 9.0), silent, 1.0)
-    assert should_look(waiting(1, 9.0), PeerState(0, replace(waiting(0, 9.0), ended=True)), 1.0)
+    assert should_look(waiting(1, 9.0), silent)
+    assert should_look(waiting(1, 9.0), PeerState(0, replace(waiting(0, 9.0), ended=True)))
 
 
 def test_nobody_looks_without_a_reason() -> None:
-    assert not may_look(waiting(0, 3.0), 10.0)
-    assert may_look(waiting(0, 4.0), 10.0)
-    assert not may_look(replace(FAR, phase="forward", seconds=500.0), 10.0)
-    assert may_look(saving(0, seconds=0.0), 10.0)
+    assert not may_look(waiting(0, 3.0))
+    assert may_look(waiting(0, 4.0))
+    assert not may_look(replace(FAR, phase="forward", seconds=500.0))
+    assert may_look(saving(0, seconds=0.0))
 
 
 def test_silence_is_counted_from_the_last_new_heartbeat() -> None:
@@ -146,10 +146,19 @@ def test_silence_is_counted_from_the_last_new_heartbeat() -> None:
     assert 5 <= standing.silent_seconds < 6
     standing.update(FAR)
     assert standing.silent_seconds >= 5
-    assert standing.is_lost(1.0)
+    assert standing.is_lost
     standing.update(replace(FAR, count=2))
     assert standing.silent_seconds < 1
-    assert not standing.is_lost(1.0)
+    assert not standing.is_lost
+
+
+def test_silence_is_measured_in_heartbeats_which_a_short_limit_brings_closer_together() -> None:
+    short, long = (PeerState(1, replace(FAR, limit=limit)) for limit in (1.0, 10.0))
+    for standing, is_silent in ((short, True), (long, False)):
+        standing._since -= 1.5
+        assert standing.is_silent == is_silent
+        assert ("no sign of life" in standing.describe()) == is_silent
+        assert standing.lateness[0] != is_silent
 
 
 def test_a_dead_process_of_this_machine_is_known_at_once() -> None:
@@ -157,13 +166,13 @@ def test_a_dead_process_of_this_machine_is_known_at_once() -> None:
     assert PeerState(1, here).state == "running"
     gone = PeerState(1, replace(here, pid=2**22 - 1))
     assert gone.state == "gone"
-    assert gone.is_lost(1.0)
+    assert gone.is_lost
 
 
 def test_a_process_of_a_container_of_the_same_name_is_not_looked_for_here() -> None:
     beside = replace(FAR, host=socket.gethostname(), token="another", pid=2**22 - 1)
     assert PeerState(1, beside).state == "running"
-    assert not PeerState(1, beside).is_lost(1.0)
+    assert not PeerState(1, beside).is_lost
 
 
 def test_the_report_names_the_late_ones_first() -> None:
@@ -194,4 +203,4 @@ def test_a_clock_that_is_set_makes_nobody_silent(monkeypatch: pytest.MonkeyPatch
     standing = PeerState(1, here)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     assert standing.silent_seconds < 5
-    assert not standing.is_lost(2.0)
+    assert not standing.is_lost

@@ -48,6 +48,17 @@ def test_who_waits_for_whom_and_where() -> None:
     assert stall_words(WAITS, [PeerState(1)]).endswith(f"{waits} for rank 1 (no sign of life yet)")
 
 
+@pytest.mark.parametrize(("limit", "said"), [(1.0, "no sign of life for 2 s"), (10.0, "in its program")])
+def test_silence_is_measured_in_heartbeats(limit: float, said: str) -> None:
+    silent = PeerState(1, replace(LATE, limit=limit))
+    silent._since -= 1.5
+    assert f" for rank 1 ({said}" in stall_words(WAITS, [silent])
+    assert ("rank 1 no sign of life" in live_words(WAITS, [silent])) == (limit == 1.0)
+    waits = PeerState(1, replace(WAITS, rank=1, limit=limit))
+    waits._since -= 1.5
+    assert ("ranks 0, 1 wait" in stall_words(WAITS, [waits])) == (limit == 10.0)
+
+
 def test_a_rank_that_computes_is_said_to_compute() -> None:
     at_work = replace(LATE, still=0.0, phase="training", step=4)
     assert words(WAITS, at_work).startswith("still computing after 12 s: rank 0 waits")

@@ -172,7 +172,7 @@ class Agent(ElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in self.get_worker_group().workers}
         for local_rank, pid in context.pids().items():
             beat = self._beat(ranks[local_rank])
-            if beat and beat.pid == pid and not beat.ended and PeerState(beat.rank, beat).is_lost(1.0):
+            if beat and beat.pid == pid and not beat.ended and PeerState(beat.rank, beat).is_lost:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import SILENT_BEATS, PeerState
+from evener.distributed.watchdog.peer_state import PeerState
 
 Verdict = Literal["left", "late", "apart", "still"]
 
@@ -27,84 +27,71 @@ AT_WORK = ("backward", "forward")
 """Calls in which a main thread may be idle while its device computes."""
 
 
-def may_look(here: Heartbeat, timeout_seconds: float) -> bool:
+def may_look(here: Heartbeat) -> bool:
     """Returns True if the rank of heartbeat ``here`` has reason to check all others."""
-    stuck = here.stuck_seconds > min(timeout_seconds / 3, _LOOK_SECONDS)
-    idle = here.idle > min(timeout_seconds / 3, _IDLE_SECONDS)
+    stuck = here.stuck_seconds > min(here.limit / 3, _LOOK_SECONDS)
+    idle = here.idle > min(here.limit / 3, _IDLE_SECONDS)
     return bool(here.together) or (stuck and (here.waits or idle))
 
 
-def verdict(
-    here: Heartbeat, others: Collection[PeerState], timeout_seconds: float, interval_seconds: float
-) -> Verdict | None:
+def verdict(here: Heartbeat, others: Collection[PeerState]) -> Verdict | None:
     """Returns why the rank of heartbeat ``here`` must end the run. Returns None if it need not."""
     if here.together:
-        return "apart" if any(other.apart_seconds >= timeout_seconds for other in others) else None
-    if is_left(here, others, interval_seconds):
+        return "apart" if any(other.apart_seconds >= here.limit for other in others) else None
+    if is_left(here, others):
         return "left"
-    if must_speak(here, others, timeout_seconds, interval_seconds):
+    if must_speak(here, others):
         return "late"
-    return "still" if all_still(here, others, timeout_seconds, interval_seconds) else None
+    return "still" if all_still(here, others) else None
 
 
-def is_left(here: Heartbeat, others: Collection[PeerState], interval_seconds: float) -> bool:
+def is_left(here: Heartbeat, others: Collection[PeerState]) -> bool:
     """Returns True if the wait can never end, because some ranks have left and all others wait as this rank does.
 
     A rank that still works may be the one that is waited for, and a rank may leave after giving its data. So a rank
     must have left, and all remaining ranks must have waited, for a few heartbeats.
     """
-    patience = SILENT_BEATS * interval_seconds
+    patience = here.patience_seconds
     if not here.waits or here.phase in AT_WORK or here.seconds < patience:
         return False
     left = [other for other in others if other.state in ("ended", "gone")]
     rest = [other for other in others if other not in left]
     long_ago = any(other.silent_seconds >= patience for other in left)
-    return long_ago and all(other.waits_for(patience, 2 * interval_seconds) for other in rest)
+    return long_ago and all(other.waits_for(patience, 2 * here.interval_seconds) for other in rest)
 
 
-def must_speak(
-    here: Heartbeat, others: Collection[PeerState], timeout_seconds: float, interval_seconds: float
-) -> bool:
+def must_speak(here: Heartbeat, others: Collection[PeerState]) -> bool:
     """Returns True if the rank of heartbeat ``here`` must end the run, because its wait is hopeless.
 
     A wait is hopeless if this rank has waited for the timeout, and another rank is elsewhere or silent, or all ranks
     have been where they are for as long. The lowest waiting rank reports; the others give it a few heartbeats to do so.
     """
-    if not others or not here.waits or here.seconds < timeout_seconds:
+    if not others or not here.waits or here.seconds < here.limit:
         return False
-    missing = [other for other in others if other.is_missing(here, interval_seconds)]
-    patience = timeout_seconds - SILENT_BEATS * interval_seconds
+    missing = [other for other in others if other.is_missing(here)]
+    patience = here.limit - here.patience_seconds
     all_stuck = all(other.beat is not None and other.beat.seconds >= patience for other in others)
     if not missing and not all_stuck:
         return False
     lower = any(other.rank < here.rank for other in others if other not in missing)
-    return not lower or here.seconds > timeout_seconds + 4 * interval_seconds
+    return not lower or here.seconds > here.limit + 4 * here.interval_seconds
 
 
-def all_still(
-    here: Heartbeat, others: Collection[PeerState], timeout_seconds: float, interval_seconds: float
-) -> bool:
+def all_still(here: Heartbeat, others: Collection[PeerState]) -> bool:
     """Returns True if no rank has made progress for the timeout.
 
     Always False for a run of one rank outside of Evener's phases: nobody waits for it. A waiting rank is given a few
     heartbeats more, because the other verdicts say more.
     """
-    patience = SILENT_BEATS * interval_seconds
-    limit = timeout_seconds + (patience if here.waits else 0.0)
+    limit = here.limit + (here.patience_seconds if here.waits else 0.0)
     if here.idle < limit or (not others and here.phase is None):
         return False
-    return all(other.is_still(timeout_seconds - patience) for other in others)
+    return all(other.is_still(here.limit - here.patience_seconds) for other in others)
 
 
-def complaint(
-    why: Verdict,
-    here: Heartbeat,
-    others: Iterable[PeerState],
-    timeout_seconds: float,
-    interval_seconds: float,
-) -> str:
+def complaint(why: Verdict, here: Heartbeat, others: Iterable[PeerState]) -> str:
     """Returns the first line of the report."""
-    limit = f"(timeout {timeout_seconds:g} s)"
+    limit = f"(timeout {here.limit:g} s)"
     if why == "left":
         return left_words(here, others)
     if why == "still":
@@ -118,7 +105,7 @@ def complaint(
             )
             return f"the ranks call different collectives: {calls} {limit}"
         return f"rank {here.rank} has waited {here.seconds:.0f} s in {here.place} {limit}"
-    lost = [other for other in others if other.apart_seconds >= timeout_seconds]
+    lost = [other for other in others if other.apart_seconds >= here.limit]
     who = ", ".join(str(standing.rank) for standing in lost)
     seconds = max(standing.apart_seconds for standing in lost)
     return f"rank {who} was missing for {seconds:.0f} s from {here.together}, in which rank {here.rank} is {limit}"

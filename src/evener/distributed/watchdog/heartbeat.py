@@ -37,6 +37,12 @@ _PAYLOADS = ("tensor", "tensors", "input_tensor", "input", "input_tensor_list", 
 _DEBUGGERS = (f"{os.sep}pdb.py", f"{os.sep}pydevd.py")
 _USER_FRAMES = 3
 _BUSY_SECONDS = 1e-3
+INTERVAL_SECONDS = 1.0
+"""Seconds between two heartbeats of a rank, unless its time limit is short."""
+_BEATS = 5
+"""A rank sends at least so many heartbeats within its time limit."""
+_SILENT_BEATS = 3
+"""Number of heartbeats that may be missing before a rank counts as silent."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,16 @@ class Heartbeat:
         return cls(**fields)
 
     @property
+    def interval_seconds(self) -> float:
+        """Seconds between two heartbeats of the rank."""
+        return interval_of(self.limit)
+
+    @property
+    def patience_seconds(self) -> float:
+        """Seconds without a new heartbeat after which the rank counts as silent."""
+        return _SILENT_BEATS * self.interval_seconds
+
+    @property
     def place(self) -> str:
         """Description of where the rank is: ``all-reduce of step 41, at train.py:33 in main``."""
         words = in_words(self.phase or "its program", self.step)
@@ -111,6 +127,11 @@ class Heartbeat:
     @property
     def who(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+def interval_of(limit_seconds: float) -> float:
+    """Returns the seconds between two heartbeats of a rank with this time limit."""
+    return min(INTERVAL_SECONDS, limit_seconds / _BEATS)
 
 
 def in_words(name: str, step: int | None) -> str:

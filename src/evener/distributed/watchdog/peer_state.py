@@ -16,9 +16,6 @@ from evener.distributed.hosts import host_token
 from evener.distributed.processes import find, state_of
 from evener.distributed.watchdog.heartbeat import Heartbeat
 
-SILENT_BEATS = 3
-"""Number of heartbeats that may be missing before a rank counts as silent."""
-
 
 class PeerState:
     """State of one rank, as seen from this one."""
@@ -54,6 +51,11 @@ class PeerState:
         return observed
 
     @property
+    def is_silent(self) -> bool:
+        """True if several heartbeats of the rank are missing."""
+        return self.beat is None or self.silent_seconds > self.beat.patience_seconds
+
+    @property
     def state(self) -> str:
         """``unknown`` (no heartbeat yet), ``ended``, ``gone``, ``stopped`` or ``running``. A rank of another host that
         has not ended counts as running."""
@@ -63,14 +65,15 @@ class PeerState:
             return "ended"
         return state_of(self._process) if self._is_local(self.beat) else "running"
 
-    def is_lost(self, interval_seconds: float) -> bool:
-        """Returns True if the rank does not run, or has been silent for several heartbeats."""
-        return self.state != "running" or self.silent_seconds > SILENT_BEATS * interval_seconds
+    @property
+    def is_lost(self) -> bool:
+        """True if the rank does not run, or is silent."""
+        return self.state != "running" or self.is_silent
 
-    def is_missing(self, here: Heartbeat, interval_seconds: float) -> bool:
+    def is_missing(self, here: Heartbeat) -> bool:
         """Returns True if the rank is not where the rank of heartbeat ``here`` waits for it."""
         beat = self.beat
-        if beat is None or self.is_lost(interval_seconds):
+        if beat is None or self.is_lost:
             return True
         if here.together or beat.together:
             return beat.together != here.together
@@ -89,9 +92,9 @@ class PeerState:
         idle = self.beat.idle if not self.beat.together else 0.0
         return self.state in ("ended", "gone") or max(idle, self.silent_seconds) >= seconds
 
-    def compare(self, here: Heartbeat, interval_seconds: float) -> None:
+    def compare(self, here: Heartbeat) -> None:
         """Updates `apart_seconds`: checks if the rank is missing from the joint operation of the rank of ``here``."""
-        if not here.together or not self.is_missing(here, interval_seconds):
+        if not here.together or not self.is_missing(here):
             self._apart_since = None
         elif self._apart_since is None or self._apart_from != here.together:
             self._apart_since = time.monotonic()
@@ -128,7 +131,7 @@ class PeerState:
         if self.state == "stopped":
             silence = f"no sign of life for {self.silent_seconds:.0f} s"
             return f"is stopped (SIGSTOP, or a debugger), {silence}; {last}"
-        if self.silent_seconds > SILENT_BEATS:
+        if self.is_silent:
             return f"no sign of life for {self.silent_seconds:.0f} s; {last}"
         verb = "waits in" if beat.waits else "is in"
         return f"{verb} {beat.place}, for {beat.seconds:.0f} s"
@@ -137,10 +140,10 @@ class PeerState:
     def lateness(self) -> tuple[bool, bool, bool, int]:
         """Sort key: lost ranks first, then missing ranks, then those that work, then those that wait."""
         waits = self.beat is not None and self.beat.waits
-        return (not self.is_lost(1.0), self._apart_since is None, waits, self.rank)
+        return (not self.is_lost, self._apart_since is None, waits, self.rank)
 
 
-def should_look(here: Heartbeat, looker: PeerState, interval_seconds: float) -> bool:
+def should_look(here: Heartbeat, looker: PeerState) -> bool:
     """Returns True if the rank of heartbeat ``here`` must check all others from now on, in place of ``looker``.
 
     If every waiting rank checked every other, a hang of N ranks would make N squared requests a second. So only one
@@ -148,11 +151,11 @@ def should_look(here: Heartbeat, looker: PeerState, interval_seconds: float) -> 
     over when it falls silent, which it also does when its wait is over.
     """
     beat = looker.beat
-    if beat is None or beat.rank == here.rank or looker.is_lost(interval_seconds):
+    if beat is None or beat.rank == here.rank or looker.is_lost:
         return True
     ahead = here.stuck_seconds - beat.stuck_seconds
     # Heartbeats are up to an interval old, so a small difference counts as equal. Joint operations have no timeout.
-    if not here.together and not beat.together and abs(ahead) > SILENT_BEATS * interval_seconds:
+    if not here.together and not beat.together and abs(ahead) > here.patience_seconds:
         return ahead > 0
     return here.rank < beat.rank
 

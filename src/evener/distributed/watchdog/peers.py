@@ -82,7 +82,7 @@ class PeerStates:
             for rank, text in zip(known, texts, strict=True):
                 self.standings[rank].update(Heartbeat.from_json(text))
 
-    def looks(self, beat: Heartbeat, interval_seconds: float) -> bool:
+    def looks(self, beat: Heartbeat) -> bool:
         """Returns True if this rank is the one that checks all others (the looker). Then it says so in the store.
 
         Two ranks may become looker at once. One of them finds the other's entry a heartbeat later and stops.
@@ -91,7 +91,7 @@ class PeerStates:
             return True
         if self.store.check([_LOOKER]):
             self.looker.update(Heartbeat.from_json(self.store.get(_LOOKER)))
-        looks = should_look(beat, self.looker, interval_seconds)
+        looks = should_look(beat, self.looker)
         if looks:
             self.store.set(_LOOKER, beat.to_json())
         return looks
@@ -102,7 +102,7 @@ class PeerStates:
         with suppress(RuntimeError, OSError):
             while time.monotonic() < deadline:
                 self.refresh()
-                if any(standing.is_lost(interval_seconds) for standing in self.others):
+                if any(standing.is_lost for standing in self.others):
                     return
                 time.sleep(interval_seconds / 2)
 

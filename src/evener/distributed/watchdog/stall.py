@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from evener.distributed.watchdog.hang_rules import AT_WORK
 from evener.distributed.watchdog.heartbeat import Heartbeat, in_words
-from evener.distributed.watchdog.peer_state import SILENT_BEATS, PeerState
+from evener.distributed.watchdog.peer_state import PeerState
 
 FIRST_SECONDS = "EVENER__FIRST_WORD_SECONDS"
 """Environment variable with the seconds without progress after which the first message is printed; 10 by default."""
@@ -127,8 +127,7 @@ def _waiting_words(waiting: dict[int, str]) -> list[str]:
 
 def _waits(standing: PeerState) -> bool:
     beat = standing.beat
-    is_there = standing.state == "running" and standing.silent_seconds <= SILENT_BEATS
-    return beat is not None and is_there and beat.waits and beat.phase not in AT_WORK
+    return beat is not None and not standing.is_lost and beat.waits and beat.phase not in AT_WORK
 
 
 def _place(beat: Heartbeat) -> str:
@@ -148,7 +147,7 @@ def _doing(standing: PeerState) -> str:
     }
     if standing.state in fates:
         return fates[standing.state]
-    if standing.silent_seconds > SILENT_BEATS:
+    if standing.is_silent:
         return f"no sign of life for {standing.silent_seconds:.0f} s, last in {_place(beat)}"
     return f"{'computing ' * (beat.still < _COMPUTES_SECONDS)}in {_place(beat)}"
 
@@ -156,8 +155,7 @@ def _doing(standing: PeerState) -> str:
 def _at(standing: PeerState) -> str:
     """Describes where a late rank is, for the live line: its line of code first, if known."""
     beat = standing.beat
-    lives = standing.state == "running" and standing.silent_seconds <= SILENT_BEATS
-    if beat is None or not lives or not beat.where:
+    if beat is None or standing.is_lost or not beat.where:
         return _doing(standing)
     return f"at {beat.where[0]}, {in_words(beat.phase or 'its program', beat.step)}"
 

@@ -41,7 +41,14 @@ from evener.distributed.hosts import host_token
 from evener.distributed.recovery.replacement import may_be_recalled
 from evener.distributed.restart_count import next_name
 from evener.distributed.watchdog.hang_rules import complaint, left_words, may_look, verdict
-from evener.distributed.watchdog.heartbeat import Heartbeat, MainThread, awaited_threads, in_words
+from evener.distributed.watchdog.heartbeat import (
+    INTERVAL_SECONDS,
+    Heartbeat,
+    MainThread,
+    awaited_threads,
+    in_words,
+    interval_of,
+)
 from evener.distributed.watchdog.idle_time import Activity
 from evener.distributed.watchdog.peer_state import PeerState, report_on
 from evener.distributed.watchdog.peers import PeerStates
@@ -53,8 +60,6 @@ from evener.errors import EvenerError, RankError, RankTimeoutError
 TIMEOUT_SECONDS = 300.0
 BACKSTOP_SECONDS = 30.0
 """Other timeouts are this much longer than the watchdog's, whose report says more."""
-
-_INTERVAL_SECONDS = 1.0
 
 
 def current_watchdog() -> Watchdog | None:
@@ -133,7 +138,7 @@ class Watchdog:
         """
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=2 * _INTERVAL_SECONDS)
+            self._thread.join(timeout=2 * INTERVAL_SECONDS)
         with suppress(RuntimeError, OSError):
             last = replace(self._beat(), threads=awaited_threads(), works_on=works_on)
             self._publish(replace(last, ended=True, status=status))
@@ -151,7 +156,7 @@ class Watchdog:
     def stand_down(self) -> None:
         """Stops the thread like :meth:`close`, but publishes nothing: this rank goes on with another watchdog."""
         self._stop.set()
-        self._thread.join(timeout=2 * _INTERVAL_SECONDS)
+        self._thread.join(timeout=2 * INTERVAL_SECONDS)
         self._roster.close()
 
     def phase(self, name: str, step: int | None = None, *, waits: bool = False) -> Phase:
@@ -205,7 +210,7 @@ class Watchdog:
 
     @property
     def _interval(self) -> float:
-        return min(_INTERVAL_SECONDS, self.timeout_seconds / 5)
+        return interval_of(self.timeout_seconds)
 
     @property
     def progress_text(self) -> str:
@@ -346,7 +351,7 @@ class Watchdog:
         self._publish(beat)
         self._keeper.heard()
         self._roster.answer()
-        looks = may_look(beat, self.timeout_seconds) and self._roster.looks(beat, self._interval)
+        looks = may_look(beat) and self._roster.looks(beat)
         if looks:
             self._look_after_others(beat)
         elif self._stall.show is not None and is_stalled(beat) and self._roster.others:
@@ -354,17 +359,14 @@ class Watchdog:
         self._stall.tell(beat, self._roster.others, looks)
 
     def _look_after_others(self, beat: Heartbeat) -> None:
-        limits = self.timeout_seconds, self._interval
         others = self._roster.others
         if others:
             self._roster.refresh()
         for other in others:
-            other.compare(beat, self._interval)
-        why = verdict(beat, others, *limits)
+            other.compare(beat)
+        why = verdict(beat, others)
         if why is not None:
-            self._speak(
-                complaint(why, beat, others, *limits), RankError if why == "left" else RankTimeoutError
-            )
+            self._speak(complaint(why, beat, others), RankError if why == "left" else RankTimeoutError)
 
     def _speak(self, words: str, kind: type[EvenerError] = RankTimeoutError, aloud: bool = False) -> None:
         """Records the error and ends the process in any case. Evener's launcher prints the recorded error; ``aloud``
