@@ -15,6 +15,7 @@ Until all ranks are done, only rank r reads and writes slice r of any tensor. So
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -120,6 +121,13 @@ def slice_of(count: int, dtype: torch.dtype, world_size: int, rank: int) -> tupl
     line = max(1, _LINE_NBYTES // dtype.itemsize)
     length = -(-count // (world_size * line)) * line
     return min(rank * length, count), min((rank + 1) * length, count)
+
+
+@lru_cache(maxsize=1024)
+def slices_of(count: int, dtype: torch.dtype, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the starts and the sizes of all ranks' slices (:func:`slice_of`)."""
+    slices = [slice_of(count, dtype, world_size, rank) for rank in range(world_size)]
+    return tuple(start for start, _ in slices), tuple(stop - start for start, stop in slices)
 
 
 def add_chunks(terms: Sequence[Tensor], out: Tensor) -> None:

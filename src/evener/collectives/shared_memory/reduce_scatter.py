@@ -1,17 +1,14 @@
 """Reduce-scatter and all-gather with unequal ranges, through memory that the CPU ranks of one host share.
 
 Each is one half of the all-reduce in :mod:`evener.collectives.shared_memory.all_reduce`. Both cut every range into the
-same number of pieces, so that all ranks go through the same chunks however unequal the ranges are::
+same number of pieces, so that all ranks go through the same chunks of the ring however unequal the ranges are::
 
     summed      rank r, chunk c                                 says when done
                 copy in    its terms of the others' pieces      entered[r] = c + 1
                 add up     all terms of its own piece           left[r]    = c + 1
 
-    gathered    copy in    its own piece                        entered[r] = c + 1
+    gathered    copy own   its own piece                        entered[r] = c + 1
                 copy out   the others' pieces                   left[r]    = c + 1
-
-A rank copies the next chunk into its slots before it works on the current one, so that ranks seldom wait for each
-other.
 
 A caller may write its terms directly into a *room*, a buffer in shared memory. If all ranks did so, nothing is copied:
 one chunk number stands for the whole call, and each rank adds up its range from the rooms::
@@ -25,19 +22,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from evener.collectives.reduce_scatter import Pending, RangeOwners
-from evener.collectives.shared_memory.in_place import add_chunks, add_terms
+from evener.collectives.shared_memory.chunk_ring import SLOTS, Chunk, ChunkRing, check_carried, run
+from evener.collectives.shared_memory.in_place import add_chunks
 from evener.distributed.shm.segment import Segment
-from evener.distributed.shm.slots import DTYPE_CODES, ENTERED, LEFT, Slots, map_segments, tag_of
+from evener.distributed.shm.slots import DTYPE_CODES, ENTERED, LEFT, map_segments, tag_of
 from evener.errors import ConfigurationError
 
-_SLOTS = 4
 _SLOT_NBYTES = 1024 * 1024
 _LINE = 64
 ROOMS = 2
@@ -49,13 +45,7 @@ slots."""
 _NO_ROOM = 1
 
 
-class _Chunk(NamedTuple):
-    number: int
-    pieces: list[Tensor]
-    """This chunk's piece of every rank's range, in this rank's tensor."""
-
-
-SHARED_NBYTES = _SLOTS * _SLOT_NBYTES
+SHARED_NBYTES = SLOTS * _SLOT_NBYTES
 """Bytes of shared memory that each rank allocates for its slots."""
 
 
@@ -73,14 +63,12 @@ class SharedOwners(RangeOwners):
     words = "shared-memory"
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        self._group, self._rank, self._degree, self._count = group, group.rank(), group.size(), 0
+        self._group, self._rank, self._degree = group, group.rank(), group.size()
         self._rooms: list[Segment] = []
         self._room_nbytes = 0
         self._free: dict[int, int] = {}
         self._lent: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
-        self._slots: Slots | None = Slots(
-            group, _SLOTS, _SLOT_NBYTES, timeout_seconds, "exchange with owners"
-        )
+        self._made: ChunkRing | None = ChunkRing(group, _SLOT_NBYTES, timeout_seconds, "exchange with owners")
 
     def prepare(self, nbytes: int) -> None:
         try:
@@ -93,7 +81,7 @@ class SharedOwners(RangeOwners):
         if like.device.type != "cpu" or like.dtype not in DTYPE_CODES or not self._fits(like, count):
             return like.new_empty(count)
         number, left = self._free.popitem()
-        self._slots_in_use.wait(LEFT, left)  # other ranks may still read the room's former content
+        self._ring.slots.wait(LEFT, left)  # other ranks may still read the room's former content
         flat = self._in_room(self._rank, number, like.dtype, 0, count)
         self._lent[flat.data_ptr()] = number, weakref.ref(flat)
         return flat
@@ -117,8 +105,7 @@ class SharedOwners(RangeOwners):
 
     def _summed_in_rooms(self, flat: Tensor, sizes: Sequence[int], own: Tensor) -> bool:
         """Sums from the rooms, if the tensors of all ranks lie in rooms. Returns True if so."""
-        slots, chunk = self._slots_in_use, self._count
-        self._count += 1
+        slots, chunk = self._ring.slots, self._ring.next_number()
         lent, _ = self._lent.pop(flat.data_ptr(), (None, None))
         tag = tag_of(flat, _NO_ROOM if lent is None else _NO_ROOM + 1 + lent)
         slots.begin(chunk, tag)
@@ -141,81 +128,43 @@ class SharedOwners(RangeOwners):
         return self._rooms[rank].view(dtype, room * self._room_nbytes + start * dtype.itemsize, count)
 
     def _summed_through_slots(self, flat: Tensor, sizes: Sequence[int], own: Tensor) -> None:
-        chunks = self._begun(flat, sizes, sum(sizes))
-        into = own.tensor_split(len(chunks)) if chunks else []
-        for turn in range(len(chunks) + 1):
-            if turn < len(chunks):
-                self._give_terms(chunks[turn])
-            if turn:
-                self._add_up(chunks[turn - 1], into[turn - 1])
+        ring = self._ring
+        pieces = self._pieces(flat, sizes, sum(sizes))
+        chunks = [ring.chunk(each, _starts(each)) for each in pieces]
+        into = iter(own.tensor_split(len(chunks)) if chunks else ())
+
+        def add_up(chunk: Chunk) -> None:
+            ring.add_up(chunk, next(into), LEFT)
+
+        run(chunks, ring.copy_in, add_up)
 
     def gather(self, flat: Tensor, sizes: Sequence[int]) -> None:
-        chunks = self._begun(flat, sizes, max(sizes))
-        for turn in range(len(chunks) + 1):
-            if turn < len(chunks):
-                self._give_own(chunks[turn])
-            if turn:
-                self._take_others(chunks[turn - 1])
+        ring = self._ring
+        pieces, starts = self._pieces(flat, sizes, max(sizes)), (0,) * self._degree
+        run([ring.chunk(each, starts) for each in pieces], ring.copy_own, ring.copy_out)
 
     def close(self) -> None:
-        self._slots, self._rooms, self._room_nbytes = None, [], 0
+        self._made, self._rooms, self._room_nbytes = None, [], 0
         self._free.clear()
 
     @property
-    def _slots_in_use(self) -> Slots:
-        if self._slots is None:
+    def _ring(self) -> ChunkRing:
+        if self._made is None:
             raise ConfigurationError("this exchange through shared memory has been closed")
-        return self._slots
+        return self._made
 
-    def _begun(self, flat: Tensor, sizes: Sequence[int], at_once: int) -> list[_Chunk]:
-        """Returns the chunks of a call. ``at_once`` is the number of elements that a slot would need for one chunk."""
-        if flat.dtype not in DTYPE_CODES or flat.device.type != "cpu":
-            raise ConfigurationError(
-                f"shared memory carries CPU tensors of the dtypes that torch adds, not {flat.dtype} on {flat.device}; "
-                "'native' carries what the backend can"
-            )
+    def _pieces(self, flat: Tensor, sizes: Sequence[int], at_once: int) -> list[list[Tensor]]:
+        """Returns every rank's piece of each chunk of a call. ``at_once`` is the number of elements that a slot would
+        need for one chunk."""
+        check_carried(flat, "carries")
         if not flat.numel():
             return []
         # Each piece begins at a cache line; leave space for that.
         length = _SLOT_NBYTES // flat.element_size() - (_LINE + 1) * self._degree
         number = -(-at_once // length)
         ranges = [piece.tensor_split(number) for piece in flat.split_with_sizes(list(sizes))]
-        first, self._count = self._count, self._count + number
-        self._slots_in_use.count_call()
-        return [_Chunk(first + turn, [piece[turn] for piece in ranges]) for turn in range(number)]
-
-    def _give_terms(self, chunk: _Chunk) -> None:
-        self._slots_in_use.wait(LEFT, chunk.number - _SLOTS + 1)
-        for rank, start in enumerate(_starts(chunk.pieces)):
-            if rank != self._rank:
-                self._view(self._rank, chunk, start, chunk.pieces[rank]).copy_(chunk.pieces[rank])
-        self._slots_in_use.publish(ENTERED, chunk.number + 1)
-
-    def _add_up(self, chunk: _Chunk, out: Tensor) -> None:
-        mine, start = chunk.pieces[self._rank], _starts(chunk.pieces)[self._rank]
-        self._slots_in_use.wait(ENTERED, chunk.number + 1)
-        terms = [
-            mine if rank == self._rank else self._view(rank, chunk, start, mine)
-            for rank in range(self._degree)
-        ]
-        add_terms(terms, out)
-        self._slots_in_use.publish(LEFT, chunk.number + 1)
-
-    def _give_own(self, chunk: _Chunk) -> None:
-        mine = chunk.pieces[self._rank]
-        self._slots_in_use.wait(LEFT, chunk.number - _SLOTS + 1)
-        self._view(self._rank, chunk, 0, mine).copy_(mine)
-        self._slots_in_use.publish(ENTERED, chunk.number + 1)
-
-    def _take_others(self, chunk: _Chunk) -> None:
-        self._slots_in_use.wait(ENTERED, chunk.number + 1)
-        for rank, piece in enumerate(chunk.pieces):
-            if rank != self._rank:
-                piece.copy_(self._view(rank, chunk, 0, piece))
-        self._slots_in_use.publish(LEFT, chunk.number + 1)
-
-    def _view(self, rank: int, chunk: _Chunk, start: int, like: Tensor) -> Tensor:
-        return self._slots_in_use.view(rank, chunk.number % _SLOTS, like.dtype, start, like.numel())
+        self._ring.slots.count_call()
+        return [[piece[turn] for piece in ranges] for turn in range(number)]
 
 
 def rooms_nbytes(nbytes: int) -> int:
@@ -223,7 +172,7 @@ def rooms_nbytes(nbytes: int) -> int:
     return ROOMS * min(nbytes, _MOST_ROOM_NBYTES)
 
 
-def _starts(pieces: Sequence[Tensor]) -> list[int]:
+def _starts(pieces: Sequence[Tensor]) -> tuple[int, ...]:
     """Returns the start of each piece in a slot that holds all pieces. Each piece starts at its own cache line."""
     lengths = [-(-piece.numel() // _LINE) * _LINE for piece in pieces]
-    return list(accumulate(lengths[:-1], initial=0))
+    return tuple(accumulate(lengths[:-1], initial=0))
