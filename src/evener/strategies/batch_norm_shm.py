@@ -1,16 +1,11 @@
-"""Exchanges BatchNorm statistics between the ranks of one host through shared memory.
+"""Exchanges BatchNorm statistics between the ranks of one host through a mailbox in shared memory.
 
 A model has tens of BatchNorm layers, and each exchanges a few numbers twice a step. Through sockets an exchange takes
-0.2 ms and wakes up threads while the computation needs the cores. In shared memory it is one store and a few loads::
+0.2 ms and wakes up threads while the computation needs the cores. In a mailbox
+(:mod:`evener.distributed.shm.mailbox`) it is one store and a few loads.
 
-    post(message n)   title and numbers ─▶ this rank's slot n mod 4, then  entered[rank] = n + 1
-    take()            wait until entered[all] > n, compare the titles, return the numbers of all in order of rank
-
-The title names the layer, the direction and the length of the message, so that ranks that reach different layers get an
-error. A message longer than a slot is sent in several parts.
-
-A rank posts a message only after it has taken the previous one. So a slot is free again when it is reused: a rank that
-posts message n + 2 has taken n + 1, so all ranks have posted n + 1, so all have taken n. Two slots would be enough.
+A message begins with a title, which names the layer, the direction and the length of the message, so that ranks that
+reach different layers get an error. Numbers that do not fit into one message are sent in several parts.
 """
 
 from __future__ import annotations
@@ -19,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.distributed.shm.slots import ENTERED, Slots
+from evener.distributed.shm.mailbox import MESSAGES, Mailbox
 from evener.errors import ConfigurationError, EvenerError, RankError
 from evener.hardware.timers import waiting
 from evener.nn.batch_norm_peers import Later, Peers
 
 WHAT = "exchange of BatchNorm"
-_SLOTS = 4
 _TITLE_NBYTES = 256
 _NUMBERS_NBYTES = 64 * 1024
 
@@ -47,13 +41,14 @@ class Neighbors(Peers):
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)
-        slots = Slots(group, _SLOTS, _TITLE_NBYTES + _NUMBERS_NBYTES, timeout_seconds, WHAT)
-        self._slots: Slots | None = slots
-        self.held_nbytes = self._ranks * _SLOTS * (_TITLE_NBYTES + _NUMBERS_NBYTES)  # all are mapped
-        self._titles = [[self._title(slots, rank, slot) for rank in self._all()] for slot in range(_SLOTS)]
+        box = Mailbox(group, _TITLE_NBYTES + _NUMBERS_NBYTES, timeout_seconds, WHAT)
+        self._box: Mailbox | None = box
+        self.held_nbytes = self._ranks * MESSAGES * (_TITLE_NBYTES + _NUMBERS_NBYTES)  # all are mapped
+        titles = box.views(torch.uint8, 0, _TITLE_NBYTES)
+        self._titles = [[memoryview(view.numpy()) for view in of_ranks] for of_ranks in titles]  # type: ignore[arg-type]
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
         self._texts: dict[tuple[str, torch.dtype, int], bytes] = {}
-        self._posted = self._taken = 0
+        self._taken = 0
         self._failure: EvenerError | None = None
 
     def size(self) -> int:
@@ -74,61 +69,54 @@ class Neighbors(Peers):
 
     def close(self) -> None:
         """Frees the shared memory once no views of it are left."""
-        self._slots = None
+        self._box = None
         self._titles.clear()
         self._views.clear()
 
     def _post(self, part: Tensor, title: bytes) -> int:
-        slots, number = self._ready(), self._posted
+        box = self._ready()
+        number = box.posted
         if self._taken != number:
             raise RankError(f"an earlier {WHAT} was given up: {self._read(number - 1, self._rank)}")
-        self._titles[number % _SLOTS][self._rank][:] = title
-        self._of(slots, part)[number % _SLOTS][self._rank].copy_(part)
-        self._posted = number + 1
-        slots.count_call()
-        slots.publish(ENTERED, number + 1)  # stored after title and numbers; x86 keeps that order: see slots
-        return number
+        self._titles[number % MESSAGES][self._rank][:] = title
+        self._of(box, part)[number % MESSAGES][self._rank].copy_(part)
+        return box.post()
 
     def _take(self, number: int, part: Tensor, title: bytes) -> Tensor:
-        slots = self._ready()
+        box = self._ready()
         try:
             with waiting():
-                slots.wait(ENTERED, number + 1)
-            if any(other != title for other in self._titles[number % _SLOTS]):
+                box.wait(number)
+            if any(other != title for other in self._titles[number % MESSAGES]):
                 raise ConfigurationError(self._differ(number))
         except BaseException as error:
             self._failure = RankError(f"an earlier {WHAT} failed: {error}")
             raise
-        found = torch.stack(self._of(slots, part)[number % _SLOTS])
+        found = torch.stack(self._of(box, part)[number % MESSAGES])
         self._taken = number + 1
         return found
 
-    def _ready(self) -> Slots:
+    def _ready(self) -> Mailbox:
         if self._failure is not None:
             raise self._failure
-        if self._slots is None:
+        if self._box is None:
             raise ConfigurationError(
                 f"the {WHAT} over the ranks has been closed with their run; in a model of one process use eval(), or "
                 "evener.nn.exact_batch_norm(model, None)"
             )
-        return self._slots
+        return self._box
 
     def _differ(self, number: int) -> str:
-        seen = ", ".join(f"rank {self._names[rank]} to {self._read(number, rank)}" for rank in self._all())
+        seen = ", ".join(
+            f"rank {self._names[rank]} to {self._read(number, rank)}" for rank in range(self._ranks)
+        )
         return (
             f"the ranks came to different layers that look at all samples: {seen}. All must call the same BatchNorm "
             "modules in the same order, whatever their samples"
         )
 
     def _read(self, number: int, rank: int) -> str:
-        return bytes(self._titles[number % _SLOTS][rank]).rstrip(b"\0").decode(errors="replace")
-
-    def _all(self) -> range:
-        return range(self._ranks)
-
-    def _title(self, slots: Slots, rank: int, slot: int) -> memoryview:
-        view = slots.view(rank, slot, torch.uint8, 0, _TITLE_NBYTES)
-        return memoryview(view.numpy())  # type: ignore[arg-type]
+        return bytes(self._titles[number % MESSAGES][rank]).rstrip(b"\0").decode(errors="replace")
 
     def _text(self, of: str, message: Tensor) -> bytes:
         key = of, message.dtype, len(message)
@@ -137,13 +125,9 @@ class Neighbors(Peers):
             self._texts[key] = words[:_TITLE_NBYTES].ljust(_TITLE_NBYTES, b"\0")
         return self._texts[key]
 
-    def _of(self, slots: Slots, part: Tensor) -> list[list[Tensor]]:
-        """Returns views of all slots of all ranks, each as long as ``part``."""
+    def _of(self, box: Mailbox, part: Tensor) -> list[list[Tensor]]:
+        """Returns views of the numbers of all messages, each as long as ``part``."""
         key = part.dtype, len(part)
         if key not in self._views:
-            before = _TITLE_NBYTES // part.itemsize
-            self._views[key] = [
-                [slots.view(rank, slot, part.dtype, before, len(part)) for rank in self._all()]
-                for slot in range(_SLOTS)
-            ]
+            self._views[key] = box.views(part.dtype, _TITLE_NBYTES // part.itemsize, len(part))
         return self._views[key]

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.distributed.shm.slots import ENTERED, Slots, map_segments
+from evener.distributed.shm.mailbox import Mailbox
+from evener.distributed.shm.slots import map_segments
 
 _ALIGNED_NBYTES = 64
 
@@ -38,8 +39,7 @@ class Common:
         timeout_seconds: float,
         what: str,
     ) -> None:
-        self._met = 0
-        self._slots = Slots(group, 1, _ALIGNED_NBYTES, timeout_seconds, what)
+        self._box = Mailbox(group, 0, timeout_seconds, what)
         nbytes = sum(_nbytes(*each) for each in shapes)
         self._made = map_segments(group, nbytes if dist.get_rank(group) == 0 else 0, what)[0]
         self.tensors: list[Tensor] = []
@@ -55,10 +55,7 @@ class Common:
             RankError: The process of a rank died.
             RankTimeoutError: A rank did not call it in time.
         """
-        self._met += 1
-        self._slots.count_call()
-        self._slots.publish(ENTERED, self._met)
-        self._slots.wait(ENTERED, self._met)
+        self._box.wait(self._box.post())
 
 
 def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
