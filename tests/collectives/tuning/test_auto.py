@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from evener.collectives.base import AllReduce, Done, Key, Work
 from evener.collectives.native import Native
@@ -153,6 +154,36 @@ def test_an_algorithm_that_flows_is_measured_whole_and_in_segments(ranks: Any) -
     (ways,) = ranks(1).run(ways_measured)
     assert [name for name, _ in ways] == ["tree", "tree", "ring", "native"]
     assert [segments > 1 for _, segments in ways] == [False, True, False, False]
+
+
+class Recorder(Native):
+    """Records which calls it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.group.WORLD)
+        self.calls: list[str] = []
+
+    def start(self, tensor: Tensor) -> Work:
+        self.calls.append("once")
+        return super().start(tensor)
+
+    def start_lasting(self, tensor: Tensor, key: Key) -> Work:
+        self.calls.append("lasting")
+        return super().start(tensor)
+
+
+def calls_measured() -> tuple[set[str], set[str]]:
+    """Calls while the costs are measured, and in a run."""
+    measured, used = Recorder(), Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_module, "SIZES", (1024,))
+        costs = measure_module.measure({"native": measured}, Topology.of_hosts([1, 1]), measured.group)
+    Fastest({"native": used}, costs)(torch.zeros(256), lasting=True).wait()
+    return set(measured.calls), set(used.calls)
+
+
+def test_the_way_that_a_run_uses_is_measured(ranks: Any) -> None:
+    assert ranks(2).run(calls_measured) == [({"lasting"}, {"lasting"})] * 2
 
 
 def test_the_closest_run_once_more() -> None:

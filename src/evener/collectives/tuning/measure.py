@@ -12,6 +12,7 @@ import json
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
@@ -73,8 +74,9 @@ def measure(
 ) -> MeasuredCosts:
     """Times every all-reduce at the sizes ``SIZES``; takes some seconds. All ranks must call this together.
 
-    All-reduces run in turn, so that disturbances affect all of them. A pipelined algorithm runs in one segment, and in
-    the number of segments that is simulated to be best over the measured links.
+    All-reduces run in turn, so that disturbances affect all of them, and as in a run, with ``lasting`` buffers. A
+    pipelined algorithm runs in one segment, and in the number of segments that is simulated to be best over the
+    measured links.
 
     The best round counts, as other programs running at the same time can only make it slower; if several all-reduces
     are close, the median of further rounds decides.
@@ -87,7 +89,8 @@ def measure(
     for nbytes in SIZES:
         buffer = torch.zeros(nbytes // 4, device=device)
         ways = _ways(all_reduces, topology, network, nbytes)
-        seconds = _times([way for _, _, way in ways], buffer, group)
+        with warnings.catch_warnings(action="ignore"):  # of the buffer's size, which a run may not need
+            seconds = _times([way for _, _, way in ways], buffer, group)
         samples += [TimingSample(n, nbytes, s, k) for (n, k, _), s in zip(ways, seconds, strict=True)]
         if sum(seconds) > _ENOUGH_SECONDS:
             break
@@ -119,7 +122,7 @@ def _ways(
 ) -> list[tuple[str, int, Sum]]:
     """Returns (name, segments, all-reduce) for each all-reduce with one segment and with the simulated best number."""
     return [
-        (name, segments, partial(each.start_in, segments=segments))
+        (name, segments, partial(each.start_in, segments=segments) if segments > 1 else each)
         for name, each in all_reduces.items()
         for segments in sorted({1, best_segments(topology, network, name, nbytes)})
     ]
@@ -138,6 +141,8 @@ def time_in_turn(
     The number of rounds fits ``budget_seconds`` for each all-reduce, within limits. ``of_rounds`` reduces the times of
     the rounds to one.
     """
+    for each in all_reduces:
+        _call(each, buffer)  # the next call may move a lasting buffer, and later ones are those of a run
     rough = sum(_all_gather_max([_seconds(each, buffer, 1) for each in all_reduces], group))
     calls = _CALLS if rough < _SHORT_SECONDS else 1
     rounds = int(min(max(budget_seconds * len(all_reduces) / (rough * (calls + 1)), _LEAST), _MOST))
@@ -252,7 +257,15 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def cache_path(topology: Topology, names: Sequence[str], group: dist.ProcessGroup) -> Path:
     """Returns the cache file for this topology and these all-reduces. All ranks must call this together."""
     hosts = all_gather((host_identity()[0], usable_cores(), torch.get_num_threads()), group)
-    what = ["in segments", topology.hosts, hosts, sorted(names), SIZES, str(dist.get_backend(group))]
+    what = [
+        "in segments",
+        "lasting",
+        topology.hosts,
+        hosts,
+        sorted(names),
+        SIZES,
+        str(dist.get_backend(group)),
+    ]
     key = json.dumps([*what, torch.__version__, platform.python_version(), platform.machine()])
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     return user_cache_path("evener") / "collectives" / f"{name}.json"
