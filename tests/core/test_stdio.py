@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from evener.core.stdio import Unheard, unheard
+from evener.core.stdio import Unheard, to_stderr, unheard
 
 
 class Broken(io.StringIO):
@@ -64,3 +64,14 @@ def test_help_onto_a_full_disk_is_one_line() -> None:
     assert ended.returncode in (0, 1)
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("\n") <= 1
+
+
+def test_a_line_is_dropped_if_standard_error_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to_stderr("seen")
+    assert capsys.readouterr().err == "seen\n"
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    to_stderr("unseen")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from evener.data.fetch import Fetch, ReadFailure
+from evener.data.fetch import Fetch, ReadFailure, first_inputs
 
 
 class OnGpu(Dataset[Any]):
@@ -32,3 +32,12 @@ def test_another_error_keeps_its_traceback() -> None:
     found = Fetch(Broken(), None, "training set")[np.array([3])]
     assert isinstance(found, ReadFailure)
     assert "RuntimeError: CUDA is a word\nTraceback" in found.message
+
+
+def test_the_first_inputs_of_any_training_set() -> None:
+    pairs = [(torch.tensor(float(number)), number) for number in range(5)]
+    for dataset in (pairs, iter(pairs)):
+        assert first_inputs(dataset, None, 3).tolist() == [0.0, 1.0, 2.0]
+    assert first_inputs(pairs, None, 9).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert first_inputs(pairs, lambda items: (len(items), items), 2) == 2
+    assert first_inputs([], None, 3) is None

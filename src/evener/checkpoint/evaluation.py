@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from evener.checkpoint.layout import BEST, BEST_VALUE, EVALUATION, foreign_value
 from evener.checkpoint.run_mark import Identity, mark_in
 from evener.checkpoint.structure import is_kept
 from evener.errors import CheckpointError
-from evener.files import read_json
+from evener.files import read_json, replace_text
 
 
 def is_of(checkpoint: Path, identity: Identity) -> bool:
@@ -22,9 +21,8 @@ def is_of(checkpoint: Path, identity: Identity) -> bool:
 
 def write_evaluation(checkpoint: Path, kept: str) -> None:
     """Adds the state after the evaluation of its weights to a checkpoint."""
-    partial = checkpoint / f".{EVALUATION}.{os.getpid()}"
-    partial.write_text(json.dumps({"crc32": zlib.crc32(kept.encode()), "kept": kept}) + "\n")
-    partial.replace(checkpoint / EVALUATION)
+    text = json.dumps({"crc32": zlib.crc32(kept.encode()), "kept": kept})
+    replace_text(checkpoint / EVALUATION, text + "\n")
 
 
 def evaluation_of(checkpoint: Path) -> str | None:
@@ -48,9 +46,8 @@ def mark_best(directory: Path, name: str, metric: str, value: float) -> None:
     """
     for path in foreign_value(directory):
         raise CheckpointError(f"{path} is there and is not of Evener: move it away")
-    partial = directory / f".{BEST_VALUE}.{os.getpid()}"
-    partial.write_text(json.dumps({"checkpoint": name, "metric": metric, "value": value}) + "\n")
-    partial.replace(directory / BEST_VALUE)
+    text = json.dumps({"checkpoint": name, "metric": metric, "value": value})
+    replace_text(directory / BEST_VALUE, text + "\n")
     point(directory / BEST, name)
 
 

@@ -15,13 +15,13 @@ Inside one machine, NCCL's ``Tree`` is a chain: its double binary tree runs betw
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from evener.collectives.base import AllReduce, NativeWork, Work, start_native
+from evener.core.process_variables import variable_set
 from evener.errors import ConfigurationError
 
 NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
@@ -52,12 +52,5 @@ def nccl_algorithm(name: str | None) -> Iterator[None]:
     known = {algorithm.lower(): algorithm for algorithm in NCCL_ALGORITHMS}
     if name.lower() not in known:
         raise ConfigurationError(f"NCCL has no all-reduce {name!r}; it has {', '.join(NCCL_ALGORITHMS)}")
-    before = os.environ.get("NCCL_ALGO")
-    os.environ["NCCL_ALGO"] = known[name.lower()]
-    try:
+    with variable_set("NCCL_ALGO", known[name.lower()]):
         yield
-    finally:
-        if before is None:
-            del os.environ["NCCL_ALGO"]
-        else:
-            os.environ["NCCL_ALGO"] = before

@@ -12,6 +12,12 @@ from typing import Any, TextIO
 from evener.core.os_errors import CLOSED
 
 
+def to_stderr(text: str) -> None:
+    """Prints a line to standard error, if that is open and has a reader."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
 class Unheard:
     """A text stream that forwards output to ``stream``, and discards it once the reader is gone.
 

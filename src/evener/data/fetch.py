@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -179,3 +180,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _pin(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+
+
+def first_inputs(dataset: Any, collate: Collate | None, count: int) -> Any:
+    """Returns the inputs of a training set's first ``count`` samples as one batch; None if it has no samples."""
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    items = list(islice((dataset[index] for index in range(len(dataset))) if by_index else dataset, count))
+    return join(items, list(range(len(items))), collate, "the training set").inputs if items else None

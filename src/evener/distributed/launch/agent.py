@@ -26,7 +26,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from evener.core.process_variables import variable_set
 from evener.core.stacks import crash_in, stacks_of
+from evener.core.stdio import to_stderr
 from evener.core.text import printable
 from evener.distributed import loopback
 from evener.distributed.failure import Failure, first, is_hopeless, recorded_failure
@@ -336,8 +338,7 @@ def _was_told(process: ProcessFailure) -> bool:
 
 
 def _say(words: str) -> None:
-    with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
-        print(f"evener: {printable(words)}", file=sys.stderr, flush=True)
+    to_stderr(f"evener: {printable(words)}")
 
 
 @contextmanager
@@ -366,18 +367,5 @@ def _signals_restored() -> Iterator[None]:
     with ExitStack() as stack:
         for number, handler in before.items():
             stack.callback(signal.signal, number, handler)
-        stack.enter_context(_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", handled))
+        stack.enter_context(variable_set("TORCHELASTIC_SIGNALS_TO_HANDLE", handled))
         yield
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -6,11 +6,10 @@ that waits says so every few seconds, and ends after the same timeout as every o
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -23,6 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from evener.core.stdio import to_stderr
 from evener.distributed.file_descriptors import shortage_words
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.rendezvous_state import JsonBackend
@@ -98,13 +98,10 @@ class RendezvousWait:
             came = participants(self._handler)
             self._came = None if came is None else max(1, came)  # counts this machine also while it leaves
             missing = "the other" if self._came is None else self._machines - self._came
-            with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
-                print(
-                    f"evener: waiting for {missing} of {self._machines} machines at {self._rendezvous.endpoint} for "
-                    f"{time.monotonic() - began:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            to_stderr(
+                f"evener: waiting for {missing} of {self._machines} machines at {self._rendezvous.endpoint} for "
+                f"{time.monotonic() - began:.0f} s"
+            )
 
     def words(self, error: BaseException) -> str:
         """Returns the message for a wait that ended with ``error``."""

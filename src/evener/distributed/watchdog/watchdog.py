@@ -36,6 +36,7 @@ from torch.distributed import Store
 
 from evener.core.phase_marks import process_watchdogs
 from evener.core.stacks import listen
+from evener.core.stdio import to_stderr
 from evener.distributed.failure import is_timeout, record_failure
 from evener.distributed.hosts import host_token
 from evener.distributed.recovery.replacement import may_be_recalled
@@ -334,14 +335,8 @@ class Watchdog:
         if self._told:
             return
         self._told = True
-        with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
-            trace = "".join(traceback.format_exception(error))
-            print(
-                f"the watchdog of rank {self.rank} failed, and goes on:\n{trace}",
-                file=sys.stderr,
-                end="",
-                flush=True,
-            )
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        to_stderr(f"the watchdog of rank {self.rank} failed, and goes on:\n{trace}")
 
     def _tick(self) -> None:
         self._activity.update(self._marks, self._interval, self._main.take_sample().debugs)

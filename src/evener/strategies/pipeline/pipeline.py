@@ -13,7 +13,6 @@ slowest stage, so the model is cut by the measured times of its layers and by th
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,7 +25,7 @@ from evener.components.model_init import in_type
 from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec
 from evener.core.config.recompute import Recompute
 from evener.data.batch import map_leaves
-from evener.data.collate import collate_pairs, collate_with
+from evener.data.fetch import first_inputs
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError
 from evener.nn.experts import Experts
@@ -268,15 +267,9 @@ def _example(model: nn.Module, learner: Learner, pieces: int) -> dict[str, Any] 
     """Returns the arguments of ``forward`` for as many samples as a micro-batch may have; None without samples."""
     task = learner.task
     count = max(2, task.batch_size // pieces)
-    items = list(itertools.islice(_items(task.train), count))
-    if not items:
+    inputs = first_inputs(task.train, task.collate, count)
+    if inputs is None:
         return None
-    numbers = range(len(items))
-    inputs, _ = (
-        collate_with(task.collate, items, numbers, "the training set")
-        if task.collate
-        else collate_pairs(items, numbers, "the training set")
-    )
     dtype, device = learner.settings.weight_type, learner.session.device
 
     def moved(leaf: Any) -> Any:
@@ -285,9 +278,3 @@ def _example(model: nn.Module, learner: Learner, pieces: int) -> dict[str, Any] 
         return leaf.to(device, dtype and in_type(leaf, dtype))
 
     return called_with(model, task.forward, map_leaves(moved, inputs))
-
-
-def _items(dataset: Any) -> Any:
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        return iter(dataset)
-    return (dataset[index] for index in range(len(dataset)))

@@ -152,7 +152,7 @@ class Stages:
         """Raises TaskError if a module that keeps state from its calls is called on two ranks."""
         callers: dict[nn.Module, dict[int, str]] = {}
         for number, stage in enumerate(self._modes[True]):
-            for node in stage.calls if stage.calls else ():
+            for node in stage.calls:
                 if node.op == "call_module":
                     module = self.model.get_submodule(str(node.target))
                     callers.setdefault(module, {})[rank_of[number]] = str(node.target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from evener.components.model_init import in_type
 from evener.data.batch import map_leaves
-from evener.data.collate import collate_pairs, collate_with
+from evener.data.fetch import first_inputs
 from evener.distributed import signals as interrupt
 from evener.hardware import accelerators
 from evener.strategies.learner import Learner
@@ -59,21 +58,9 @@ def _run(trials: Trials, call: Callable[[], Callable[[], Any]], device: torch.de
 def _call(model: nn.Module, learner: Learner, dtype: torch.dtype) -> Callable[[], Any]:
     """Returns a function that calls the model as the task does."""
     task, device = learner.task, learner.session.device
-    items = list(itertools.islice(_items(task.train), _SAMPLES))
-    numbers = range(len(items))
-    inputs, _ = (
-        collate_with(task.collate, items, numbers, "the training set")
-        if task.collate
-        else collate_pairs(items, numbers, "the training set")
-    )
+    inputs = first_inputs(task.train, task.collate, _SAMPLES)
 
     def moved(leaf: Any) -> Any:
         return leaf.to(device, in_type(leaf, dtype), copy=True) if isinstance(leaf, Tensor) else leaf
 
     return lambda: task.forward(model, map_leaves(moved, inputs))
-
-
-def _items(dataset: Any) -> Any:
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        return iter(dataset)
-    return (dataset[index] for index in range(len(dataset)))
