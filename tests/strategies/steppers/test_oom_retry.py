@@ -86,7 +86,7 @@ def test_pieces_grow_again_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_room_for_a_single_sample_ends_the_run() -> None:
     with pytest.raises(
-        OutOfMemoryError, match="there is no room for a single sample in step 3: out of memory"
+        OutOfMemoryError, match="out of memory with a single sample in a pass of step 3: out of memory"
     ):
         trained(memory_limit=str(ROOMY), memory_limit_at=(f"3:0:{room_for(0) // 2}",), micro_batch="auto")
 

@@ -341,7 +341,7 @@ def gathering_other_rows(_: bool) -> None:
             stepping_before_the_sum,
             r"optimizer.step\(\) with gradients of rank \d's samples alone, the first that of 0.weight: they were put",
         ),
-        (shuffling_apart, "the ranks have different batches before them: rank 1 has another one than rank 0"),
+        (shuffling_apart, "the ranks are not working on the same batch: rank 1 has another one than rank 0"),
         (a_loss_that_is_not_finite, "DivergenceError: the loss is nan in step 0 on rank 1"),
         (
             a_gradient_that_is_not_finite,

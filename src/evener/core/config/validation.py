@@ -112,8 +112,8 @@ def check_device(kind: str | None) -> None:
         raise ConfigurationError(f"no device is called {kind!r}{here}")
     if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
         raise ConfigurationError(
-            f"device is {kind!r}; it must be a kind of device that torch has, without a number: cpu, cuda (also of "
-            "AMD), xpu, mps or another accelerator, or mixed; ranks take those of their number"
+            f"device is {kind!r}; it must be a type of device without an index: cpu, cuda (for AMD too), xpu, mps, "
+            "another accelerator of torch, or mixed. Rank i of a machine uses device i"
         )
 
 

@@ -147,7 +147,7 @@ class Piecewise(Plain):
             )
         if not self.size.ran_out(size):
             raise OutOfMemoryError(
-                f"there is no room for a single sample in step {step}: {seen.splitlines()[0]}. Use a "
+                f"out of memory with a single sample in a pass of step {step}: {seen.splitlines()[0]}. Use a "
                 "strategy that divides the model (sharded, tensor, pipeline), a lower precision, or a device with more "
                 "memory"
             )

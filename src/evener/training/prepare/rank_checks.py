@@ -167,9 +167,9 @@ def check_marks(marks: list[float]) -> None:
     if len(set(marks)) > 1:
         ranks = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         raise ConfigurationError(
-            f"the ranks have different batches before them: {_listed(ranks)} another one than rank 0. They must go "
-            "through the same loaders in the same order, none may leave a loop alone, and what shuffles must be seeded "
-            "alike: use torch's default generator, or one with the same seed on all ranks"
+            f"the ranks are not working on the same batch: {_listed(ranks)} another one than rank 0. All ranks must "
+            "go through the same loaders in the same order, no rank may leave a loop alone, and shuffling must have "
+            "the same seed on all: use torch's default generator, or one with the same seed on all ranks"
         )
 
 
