@@ -19,7 +19,17 @@ from unittest.mock import patch
 import cloudpickle
 
 _START_SECONDS = 240
-"""Eight ranks on two cores, where another process starts as many, are long in importing torch."""
+"""Eight ranks on two cores, where another process starts as many, are long in coming up."""
+
+_IMPORTED_ONCE = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "evener.training.engine",
+]
+"""What every rank needs. One process imports it, and the ranks are forks of that process: each has it at once."""
 
 
 class Modules:
@@ -90,7 +100,8 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED_ONCE)
         store = str(Path(tempfile.mkdtemp(prefix="evener-ranks-")) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
