@@ -4,13 +4,16 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
 
 from tests.ranks import Modules, RankPool
-from tests.warm import Warm
+
+if TYPE_CHECKING:
+    from tests.warm import Warm
 
 _MODULES = Modules()
 
@@ -30,8 +33,13 @@ def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
 
 
 @pytest.fixture
-def warm(tmp_path: Path, ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> Warm:
-    """Whatever the test launches runs on ranks that are up already, and in a directory of its own."""
+def warm(ranks: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Warm:
+    """Runs what a test launches on ranks that are up: a launch of two takes ten seconds.
+
+    The test moves to a directory of its own, since ranks forget the modules of the directory they were launched from.
+    """
+    from tests.warm import Warm
+
     monkeypatch.chdir(tmp_path)
     return Warm(tmp_path, ranks, monkeypatch)
 

@@ -187,6 +187,7 @@ def test_an_epoch_on_one_process_from_the_users_own_module(
     assert all("8 steps, 2 epochs were done before; none was left to take" in each for each in said[1:])
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_few_epochs_of_digits_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", "digits", *PAIR, "--epochs", "3", "--run-dir", "here", "--json", "out.json"]
     assert status_of(*train, "--shares", "0.7,0.3") == 0

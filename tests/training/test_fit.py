@@ -287,6 +287,7 @@ class Twice(Observer):
             raise RuntimeError("no room left")
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_users_own_observers_are_told_on_rank_0_alone(tmp_path: Path) -> None:
     told = tmp_path / "told"
     fit(tasks.plain, processes=2, device="cpu", steps=3, observers=[Twice(told)], show=False)

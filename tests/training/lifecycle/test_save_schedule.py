@@ -99,6 +99,7 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
     assert 3 <= len(kept(tmp_path)) <= 9  # in 2 s, and one step or two after the time is over
 
 
+@pytest.mark.usefixtures("warm")
 def test_all_ranks_save_after_the_same_step_whoever_s_clock_it_is(tmp_path: Path) -> None:
     fit(
         tasks.slow,
@@ -244,20 +245,23 @@ def test_a_full_disk_stops_the_run_or_not_as_asked(tmp_path: Path) -> None:
 
 
 def fails_on_rank_one(path: Path) -> str:
-    with Engine(tasks.plain(), device="cpu", steps=2) as engine:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch, Engine(tasks.plain(), device="cpu", steps=2) as engine:
         for batch in engine.batches():
             engine.step(batch)
         if engine.session.rank == 1:
-            saving.sums.sum_of = lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # type: ignore[assignment]
-            saving._sums = lambda partial, rank: saving.sums.sum_of(partial)  # type: ignore[assignment]
+            patch.setattr(saving.sums, "sum_of", fail)
+            patch.setattr(saving, "_sums", fail)
         engine.save(path, wait=False)
         with pytest.raises(CheckpointError) as caught:
             engine.finish_saving()
         return str(caught.value)
 
 
-def test_all_ranks_learn_of_a_failure_of_one(tmp_path: Path) -> None:
-    for words in evener.launch(fails_on_rank_one, tmp_path, processes=2, device="cpu"):
+def test_all_ranks_learn_of_a_failure_of_one(ranks: Any, tmp_path: Path) -> None:
+    for words in ranks(2).run(fails_on_rank_one, tmp_path):
         assert "rank 1 could not write it: Input/output error" in words
     assert not list(tmp_path.iterdir())
 
@@ -361,6 +365,7 @@ def test_a_malicious_pickle_is_not_run(tmp_path: Path, name: str) -> None:
     assert not ran.exists()
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_ranks_agree_on_what_is_whole(tmp_path: Path) -> None:
     latest = damaged(tmp_path)
     (latest / "sums.json").unlink()
