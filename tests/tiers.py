@@ -34,7 +34,7 @@ def _in_tier(case: Any, tier: Tier) -> Any:
 
 
 def crossed(
-    rows: Iterable[str], columns: Sequence[str], tiers_of: Callable[[str], Sequence[Tier]]
+    rows: Iterable[Any], columns: Sequence[Any], tiers_of: Callable[[Any], Sequence[Tier]]
 ) -> list[Any]:
     """All cells of a table, dealt along its diagonals to the tiers of their row."""
     return [

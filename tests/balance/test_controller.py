@@ -11,6 +11,7 @@ from evener.balance.by_speed import BySpeed
 from evener.balance.policy import Policy
 from evener.errors import ConfigurationError, ShareError
 from tests.balance.simulator import Rank, Step, simulate, slow_between
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 RESTING = Policy(placeholder=0)
 """Of ranks that compute nothing where they have no share."""
@@ -46,7 +47,7 @@ def test_a_slowdown_is_followed_within_20_steps_and_so_is_its_end(lookahead: int
         assert max(step.excess for step in steps[begin:end]) < 0.10
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", spread(range(8), ALWAYS, NIGHTLY, NIGHTLY, NIGHTLY))
 @pytest.mark.parametrize(("world_size", "noise"), [(2, 0.02), (4, 0.05), (8, 0.1)])
 def test_noisy_equal_ranks_stay_equal(world_size: int, noise: float, seed: int) -> None:
     ranks = [Rank(0.004, 0.0002)] * world_size

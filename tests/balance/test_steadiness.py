@@ -11,6 +11,7 @@ from evener.balance.base import Balancer, Equal
 from evener.balance.by_speed import BySpeed
 from tests.balance.simulator import Rank, slow_between
 from tests.balance.weather import BUSY, CALM, STORM, USUAL, Weather, best, lived
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 USUAL_RANK = Rank(0.004, 0.0002)
 
@@ -39,9 +40,12 @@ def ratios(
     return [sum(ours[first:end]) / sum(reference[first:end]) for ours, reference, _ in found]
 
 
-@pytest.mark.parametrize("weather", [CALM, USUAL, BUSY, STORM], ids=["calm", "usual", "busy", "storm"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_equal_ranks_lose_nothing(world_size: int, weather: Weather) -> None:
+WEATHERS = {"calm": CALM, "usual": USUAL, "busy": BUSY, "storm": STORM}
+
+
+@pytest.mark.parametrize(("world_size", "name"), crossed([2, 4], list(WEATHERS), lambda _: (ALWAYS, NIGHTLY)))
+def test_equal_ranks_lose_nothing(world_size: int, name: str) -> None:
+    weather = WEATHERS[name]
     found = ratios(runs((USUAL_RANK,) * world_size, weather, 10))
     assert statistics.median(found) < (1.015 if weather is STORM else 1.01)
     assert max(found) < (1.05 if weather is STORM else 1.03)

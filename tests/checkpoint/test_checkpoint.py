@@ -15,7 +15,7 @@ from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.training.engine import Engine
 from tests import tasks
-from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed, spread
 
 
 class Odd(nn.Module):
@@ -98,13 +98,17 @@ def trained(path: Path | None, name: str, steps: int, **settings: Any) -> dict[s
         return {key: value.to_dense().clone() for key, value in engine.learner.tensors().items()}
 
 
-@pytest.mark.parametrize("name", ["tokens", "branches", "batch_norm", "with_sparse", "penalty"])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
+KINDS = ("tokens", "branches", "batch_norm", "with_sparse", "penalty")
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"), crossed(KINDS, [(1, 2), (2, 1), (3, 2)], lambda kind: (ALWAYS, NIGHTLY, NIGHTLY))
+)
 def test_a_checkpoint_is_gone_on_from_on_other_ranks(
-    ranks: Any, tmp_path: Path, name: str, before: int, after: int
+    ranks: Any, tmp_path: Path, name: str, moves: tuple[int, int]
 ) -> None:
     """Tied weights, parameters that are never used, buffers, sparse ones, a scheduler."""
-    path = tmp_path / "checkpoints"
+    path, (before, after) = tmp_path / "checkpoints", moves
     ranks(before).run(trained, path, name, 5)
     whole = trained(None, name, 9)
     for weights in ranks(after).run(trained, path, name, 9):
@@ -278,7 +282,7 @@ PLACES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("after", "how"), spread(PLACES, ALWAYS, SLOW, ALWAYS, NIGHTLY), ids=str)
+@pytest.mark.parametrize(("after", "how"), spread(PLACES, ALWAYS, SLOW, NIGHTLY, NIGHTLY), ids=str)
 def test_fifty_steps_later_elsewhere_it_is_still_the_same_training(
     ranks: Any, tmp_path: Path, after: int, how: dict[str, Any]
 ) -> None:

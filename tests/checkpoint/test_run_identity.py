@@ -27,6 +27,7 @@ from evener.training.lifecycle.callback import Callback
 from evener.training.run import Trained
 from tests import tasks
 from tests.faults.tasks import digest
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
 def alone(run_dir: Path, steps: int, **settings: Any) -> Trained:
@@ -294,7 +295,7 @@ def test_a_run_that_dies_before_its_first_save_is_gone_on_with_where_it_began(
     assert checkpoint.find(tmp_path).identity.run == runs[0]
 
 
-@pytest.mark.parametrize("tear", ["{", "[]", "", None, "of step 7"])
+@pytest.mark.parametrize("tear", spread(["{", "[]", None, "", "of step 7"], ALWAYS, NIGHTLY))
 def test_a_damaged_mark_is_said_and_the_one_before_is_gone_on_from(tmp_path: Path, tear: str | None) -> None:
     cut_short(tmp_path, 9)
     mark = tmp_path / "checkpoints" / "step-00000008" / "evener.json"

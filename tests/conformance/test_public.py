@@ -39,7 +39,7 @@ def reference(model: str) -> Outcome:
 
 
 def tiers(row: str) -> tuple[Tier, ...]:
-    return (ALWAYS, SLOW, NIGHTLY) if row in FAST else (SLOW, NIGHTLY, NIGHTLY)
+    return (ALWAYS, SLOW, NIGHTLY, NIGHTLY, SLOW, NIGHTLY) if row in FAST else (SLOW, NIGHTLY, NIGHTLY)
 
 
 @pytest.mark.parametrize(("row", "model"), crossed(ROWS, list(public.MODELS), tiers))

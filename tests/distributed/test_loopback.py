@@ -16,6 +16,7 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.loopback import OneMachine
 from evener.distributed.session import Session, open_store
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
 def listening(*pids: int) -> set[str]:
@@ -34,7 +35,7 @@ def work() -> tuple[set[str], set[str], str | None]:
         return *found, os.environ.get("GLOO_SOCKET_IFNAME")
 
 
-@pytest.mark.parametrize("processes", [2, Headcount((2, 1))], ids=["2", "1:2"])
+@pytest.mark.parametrize("processes", spread([2, Headcount((2, 1))], NIGHTLY, ALWAYS), ids=["2", "1:2"])
 def test_launcher_and_ranks_listen_on_the_loopback_alone(processes: int | Headcount) -> None:
     ranks = launch(work, processes=processes, device="cpu")
     for own, launchers, interface in ranks:

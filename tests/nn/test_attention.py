@@ -22,6 +22,7 @@ from evener.nn import sequence_layout as sequence_module
 from evener.nn.attention_dispatch import attending
 from evener.nn.context import scope
 from evener.nn.sequence_layout import ORDERS, DividedSequence, pieces
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 BATCH, WIDTH, VALUES = 2, 5, 3
 
@@ -93,7 +94,7 @@ def all_errors(**kind: Any) -> list[float]:
     return [errors(*case, **kind) for case in CASES]
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", spread([2, 3, 4], NIGHTLY, ALWAYS, SLOW))
 def test_output_and_gradients_are_those_of_one_device(ranks: Any, size: int) -> None:
     for found in ranks(size).run(all_errors):
         assert max(found) <= 1e-13, list(zip(found, CASES, strict=True))

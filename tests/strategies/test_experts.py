@@ -24,6 +24,7 @@ from evener.nn import Experts
 from evener.tools.verify import Trajectory, record, relative_error
 from evener.training.engine import Engine
 from tests.comparing import handed_on, trained_by_hand, worst
+from tests.tiers import NIGHTLY
 
 WORDS, WIDTH, SAMPLES = 11, 6, 37
 PADDING = -100
@@ -114,12 +115,12 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("task", {}),
+        pytest.param("task", {}, marks=NIGHTLY),
         ("task", {"balance": "5,1,2", "clip_norm": 0.05}),
         ("task", {"balance": "3,0,1", "micro_batch": 4}),
         ("task", {"strategy": "ddp", "balance": "3,0,1"}),
         ("full", {"balance": "1,0,3", "clip_norm": 0.1, "bucket_mb": 1e-5}),
-        ("full", {"strategy": "ddp", "balance": "5,1,2"}),
+        pytest.param("full", {"strategy": "ddp", "balance": "5,1,2"}, marks=NIGHTLY),
         ("single_choice", {"balance": "5,1,2"}),
         ("penalised", {"balance": "5,1,2", "clip_norm": 0.1}),
     ],

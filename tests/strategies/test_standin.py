@@ -33,6 +33,7 @@ from evener.training.engine import Engine
 from evener.training.step.step import Step
 from tests.observers import Remembering
 from tests.standin import HostWaitsError, StandIn
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 FEATURES, CLASSES, SAMPLES, STEPS = 6, 3, 48, 4
 
@@ -195,8 +196,7 @@ def trained(
         return device, device.train(engine), told
 
 
-@pytest.mark.parametrize("trait", TRAITS)
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(("kind", "trait"), crossed(STRATEGIES, list(TRAITS), lambda kind: (ALWAYS, NIGHTLY)))
 def test_no_step_waits_for_the_device(kind: str, trait: str) -> None:
     if (kind, trait) in WAITS:
         pytest.skip("torch.nn's own BatchNorm reads the number of its batches")

@@ -71,14 +71,14 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("plain", {}),
+        pytest.param("plain", {}, marks=NIGHTLY),
         ("plain", {"balance": "3,1", "micro_batch": 4}),
         ("plain", {"balance": "3,1", "clip_norm": 0.05, "bucket_mb": 1e-5}),
         ("plain", {"balance": "0,1", "allreduce": "native"}),
-        ("normalised", {"balance": "3,1"}),
+        pytest.param("normalised", {"balance": "3,1"}, marks=NIGHTLY),
         ("normalised", {"balance": "3,1", "micro_batch": 5, "clip_norm": 0.2}),
         ("penalised", {"balance": "3,1", "clip_norm": 0.2}),
-        ("skipping", {}),
+        pytest.param("skipping", {}, marks=NIGHTLY),
         ("skipping", {"balance": "3,1", "micro_batch": 2}),
     ],
     ids=str,

@@ -12,6 +12,7 @@ from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.training.engine import Engine
 from tests import tasks
+from tests.tiers import NIGHTLY
 from tests.training.test_exactness import apart, trajectory
 
 RANDOM = "tests.balancers:Random"
@@ -20,9 +21,9 @@ RANDOM = "tests.balancers:Random"
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("batch_norm", {"steps": 24}),
+        pytest.param("batch_norm", {"steps": 24}, marks=NIGHTLY),
         ("batch_norm", {"steps": 24, "batch_size": 12, "micro_batch": 4}),
-        ("tokens", {"steps": 24}),
+        pytest.param("tokens", {"steps": 24}, marks=NIGHTLY),
         ("tokens", {"steps": 24, "micro_batch": 4, "clip_norm": 0.5}),
         ("dropout", {"steps": 16, "micro_batch": 5}),
         ("branches", {"steps": 16}),

@@ -15,6 +15,7 @@ from evener.strategies.steppers.plain import Plain
 from evener.tools.verify import Trajectory, record, relative_error
 from tests import tasks
 from tests.comparing import worst
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 TASKS = (
     *("plain", "batch_norm", "tokens", "sparse", "branches"),
@@ -38,17 +39,18 @@ def test_no_error_that_is_not_a_number_passes(names: str) -> None:
     assert math.isnan(worst(dict.fromkeys(names, torch.ones(2)), {name: wrong[name] for name in names}))
 
 
-@pytest.mark.parametrize("name", TASKS)
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "equal": {"balance": "equal"},
+    "accumulated": {"balance": "0.5,0.3,0.2", "micro_batch": 4},
+    "idle-rank-clipped": {"balance": "1,0,3", "clip_norm": 0.5},
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"balance": "equal"},
-        {"balance": "0.5,0.3,0.2", "micro_batch": 4},
-        {"balance": "1,0,3", "clip_norm": 0.5},
-    ],
-    ids=["equal", "accumulated", "idle-rank-clipped"],
+    ("name", "division"), crossed(TASKS, list(DIVISIONS), lambda task: (ALWAYS, NIGHTLY, NIGHTLY))
 )
-def test_weights_do_not_depend_on_the_division(ranks: Any, name: str, settings: dict[str, Any]) -> None:
+def test_weights_do_not_depend_on_the_division(ranks: Any, name: str, division: str) -> None:
+    settings = DIVISIONS[division]
     if name == "batch_norm" and "micro_batch" in settings:
         settings = settings | {"micro_batch": 3}  # 9 and 2 samples: no micro-batch of one
     reference = trajectory(name, Environment(), **(settings | {"balance": "equal"}))

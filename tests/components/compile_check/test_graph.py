@@ -33,7 +33,7 @@ from tests.comparing import worst
 from tests.components.compile_check import wrong_code
 from tests.components.test_compile import Tower
 from tests.strategies import sentences, test_experts
-from tests.tiers import NIGHTLY, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed, spread
 from tests.training.prepare.running import with_settings
 from tests.zoo.text import gpt
 
@@ -93,8 +93,9 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("code", NAMED)
+@pytest.mark.parametrize(
+    ("code", "dtype"), crossed(NAMED, [torch.float32, torch.float64], lambda code: (ALWAYS, NIGHTLY))
+)
 def test_wrong_code_is_named_and_not_used(code: str, dtype: torch.dtype) -> None:
     plain = blocks().to(dtype)
     model = copy.deepcopy(plain)

@@ -19,20 +19,21 @@ from tests.strategies.sentences import (
     total,
     trajectory,
 )
+from tests.tiers import NIGHTLY
 
 
 @pytest.mark.parametrize(
     ("size", "name", "settings"),
     [
-        (2, "task", {"clip_norm": 0.05}),
+        pytest.param(2, "task", {"clip_norm": 0.05}, marks=NIGHTLY),
         (3, "task", {"micro_batch": 2}),
         (2, "ordinary", {"strategy": Ulysses()}),
         (3, "ordinary", {"strategy": ContextParallel(order="contiguous")}),
-        (2, "layered", {}),
+        pytest.param(2, "layered", {}, marks=NIGHTLY),
         (3, "layered", {"strategy": Ulysses()}),
-        (2, "multi", {"micro_batch": 2}),
+        pytest.param(2, "multi", {"micro_batch": 2}, marks=NIGHTLY),
         (3, "multi", {"bucket_mb": 1e-5}),
-        (2, "dropping", {"micro_batch": 3}),
+        pytest.param(2, "dropping", {"micro_batch": 3}, marks=NIGHTLY),
         (3, "dropping", {}),
         (3, "penalised", {"clip_norm": 0.1}),
     ],

@@ -114,10 +114,10 @@ slow = pytest.mark.slow
     ("name", "mesh", "settings"),
     [
         ("heads", TENSOR, {"clip_norm": 0.1}),
-        ("scores", TENSOR, {"clip_norm": 0.1, "micro_batch": 2}),
+        pytest.param("scores", TENSOR, {"clip_norm": 0.1, "micro_batch": 2}, marks=NIGHTLY),
         ("repeated", STAGES, {"strategy": Pipeline(schedule="zero-bubble"), "micro_batch": 3}),
         ("penalised", SHARDS, {"strategy": Sharded(zero=2, owns="2,1"), "balance": "2,1"}),
-        ("multi", SHARDS, {"balance": "3,1", "micro_batch": 2}),
+        pytest.param("multi", SHARDS, {"balance": "3,1", "micro_batch": 2}, marks=NIGHTLY),
         pytest.param("dropping", TENSOR, {"micro_batch": 3}, marks=slow),
         pytest.param("layered", TENSOR, {}, marks=NIGHTLY),
         pytest.param("penalised", TENSOR, {"clip_norm": 0.1}, marks=slow),

@@ -30,6 +30,7 @@ from tests.strategies.stages import (  # noqa: F401 (some as tasks of this modul
     penalised,
 )
 from tests.tasks import _task
+from tests.tiers import NIGHTLY
 
 
 def slow(*values: Any) -> Any:
@@ -53,7 +54,7 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
     [
         (3, "layers", {"schedule": "gpipe"}, {}),
         (2, "layers", {"microbatches": 5, "cut": "3"}, {"micro_batch": 4, "clip_norm": 0.05}),
-        (2, "layers", {"schedule": "interleaved", "stages_per_rank": 2}, {}),
+        pytest.param(2, "layers", {"schedule": "interleaved", "stages_per_rank": 2}, {}, marks=NIGHTLY),
         slow(2, "layers", {"schedule": "interleaved", "stages_per_rank": 3, "microbatches": 3}, {}),
         nightly(2, "layers", {"schedule": "zero-bubble", "stages_per_rank": 2, "balance": "equal"}, {}),
         (3, "layers", {"schedule": "zero-bubble"}, {"balance": "2,0,1"}),

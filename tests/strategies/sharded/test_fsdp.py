@@ -61,13 +61,13 @@ def compare(ranks: Any, number: int, name: str, **settings: Any) -> None:
     ("name", "settings"),
     [
         ("task", {"balance": "5,1,2", "clip_norm": 0.05}),
-        ("task", {"balance": "3,0,1", "micro_batch": 4}),
+        pytest.param("task", {"balance": "3,0,1", "micro_batch": 4}, marks=NIGHTLY),
         ("task", {"strategy": Fsdp(wrap="")}),
         ("task", {"strategy": Fsdp(wrap="blocks.*.layers.*,never", reshard=False), "micro_batch": 4}),
         ("task", {"strategy": Fsdp(offload=True), "balance": "5,1,2"}),
         ("penalised", {"balance": "5,1,2", "clip_norm": 0.2}),
         ("recomputed", {"balance": "5,1,2"}),
-        ("recurrent", {"strategy": Fsdp(wrap="layers"), "balance": "5,1,2"}),
+        pytest.param("recurrent", {"strategy": Fsdp(wrap="layers"), "balance": "5,1,2"}, marks=NIGHTLY),
     ],
     ids=str,
 )

@@ -145,8 +145,13 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
     [
         ("recurrent", {"balance": "5,1,2", "clip_norm": 0.05, "bucket_mb": 1e-5}),
         ("recurrent", {"strategy": Zero(owns="3,1,1"), "balance": "3,0,1", "micro_batch": 4}),
-        ("recurrent", {"strategy": Zero(stage=1, owns="1,0,2"), "micro_batch": 4, "bucket_mb": 1e-3}),
-        ("recurrent", {"allreduce": "native", "bucket_mb": 1e-4, "micro_batch": 5}),
+        pytest.param(
+            *("recurrent", {"strategy": Zero(stage=1, owns="1,0,2"), "micro_batch": 4, "bucket_mb": 1e-3}),
+            marks=NIGHTLY,
+        ),
+        pytest.param(
+            "recurrent", {"allreduce": "native", "bucket_mb": 1e-4, "micro_batch": 5}, marks=NIGHTLY
+        ),
         ("recurrent", {"strategy": Zero(stage=1), "allreduce": "ring"}),
         ("another_method", {"balance": "5,1,2"}),
         ("looked_up", {"balance": "5,1,2"}),
@@ -154,7 +159,10 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
         ("behind_its_back", {"balance": "5,1,2"}),
         ("penalised", {"strategy": Zero(owns="1,0,2"), "balance": "5,1,2", "clip_norm": 0.2}),
         ("recurrent", {"strategy": Zero(in_common=True), "balance": "5,1,2", "bucket_mb": 1e-3}),
-        ("behind_its_back", {"strategy": Zero(1, "3,1,0", in_common=True), "micro_batch": 4}),
+        pytest.param(
+            *("behind_its_back", {"strategy": Zero(1, "3,1,0", in_common=True), "micro_batch": 4}),
+            marks=NIGHTLY,
+        ),
         ("penalised", {"strategy": Zero(2, "1,0,2", in_common=True), "balance": "5,0,2", "clip_norm": 0.2}),
     ],
     ids=str,

@@ -16,6 +16,7 @@ from evener.training.engine import Engine
 from evener.training.fit import fit
 from tests import tasks
 from tests.engines import assert_same, copied
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 BAD = (3, 11, 40, 46)
 
@@ -49,14 +50,19 @@ def trained(
         return engine.learner.state_dict()["model"], [(step.loss, step.skipped) for step in steps], evaluated
 
 
-@pytest.mark.parametrize("name", ["plain", "batch_norm"])
+DIVISIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "equal": (2, {}),
+    "idle rank": (3, {"balance": "5,1,0"}),
+    "accumulated": (2, {"micro_batch": 5}),
+    "sharded": (2, {"strategy": "sharded"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("size", "settings"),
-    [(2, {}), (3, {"balance": "5,1,0"}), (2, {"micro_batch": 5}), (2, {"strategy": "sharded"})],
+    ("name", "division"), crossed(["plain", "batch_norm"], list(DIVISIONS), lambda task: (ALWAYS, NIGHTLY))
 )
-def test_the_sum_stays_exact_on_any_number_of_ranks(
-    ranks: Any, name: str, size: int, settings: dict[str, Any]
-) -> None:
+def test_the_sum_stays_exact_on_any_number_of_ranks(ranks: Any, name: str, division: str) -> None:
+    size, settings = DIVISIONS[division]
     alone, steps, evaluated = trained(
         name, **{key: value for key, value in settings.items() if key == "micro_batch"}
     )

@@ -24,6 +24,7 @@ from evener.training.lifecycle.callback import Callback
 from evener.training.run import Trained
 from evener.training.step.step import Step
 from tests import tasks
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
 def alone(task: Any = tasks.plain, **settings: Any) -> Trained:
@@ -124,7 +125,7 @@ def test_a_run_that_begins_anew_has_no_best_of_an_earlier_one(tmp_path: Path) ->
     assert folder.named(tmp_path / "checkpoints" / "best") == "step-00000004"
 
 
-@pytest.mark.parametrize("end", [4, 6, 8])
+@pytest.mark.parametrize("end", spread([4, 6, 8], NIGHTLY, ALWAYS, NIGHTLY))
 def test_an_early_stop_is_where_it_would_have_been(tmp_path: Path, end: int) -> None:
     def patient() -> EarlyStopping:
         return EarlyStopping(patience=2, least=0.02)

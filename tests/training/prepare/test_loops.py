@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 from tests.training.prepare.running import with_settings
 
 LOOPS = ("images", "words", "sentences", "pictures", "tokens")
@@ -42,11 +43,12 @@ def test_few_lines_are_changed(name: str) -> None:
     assert sum(line.startswith("-") for line in diff) <= len(new)
 
 
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize(("number", "balance"), [(2, "3,1"), (3, "4,0,1")])
-def test_it_is_the_training_of_one_device(ranks: Any, name: str, number: int, balance: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "balance"), crossed(LOOPS, ["3,1", "4,0,1"], lambda loop: (ALWAYS, NIGHTLY))
+)
+def test_it_is_the_training_of_one_device(ranks: Any, name: str, balance: str) -> None:
     weights, told = outcome(name)
-    for own, own_told in ranks(number).run(prepared, name, balance):
+    for own, own_told in ranks(len(balance.split(","))).run(prepared, name, balance):
         assert own.keys() == weights.keys()
         for key, value in weights.items():
             torch.testing.assert_close(own[key], value, rtol=1e-12, atol=1e-12, msg=key)
