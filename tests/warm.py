@@ -39,9 +39,9 @@ class Place:
     variables: dict[str, str]
 
     @classmethod
-    def here(cls, path: list[str]) -> Place:
+    def of(cls, directory: str, path: list[str]) -> Place:
         told = {name: value for name, value in os.environ.items() if name.startswith("EVENER__TESTS_")}
-        return cls(os.getcwd(), tuple(path), told)
+        return cls(directory, tuple(path), told)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -109,7 +109,9 @@ class Warm:
         self, job: Job, processes: Headcount, _: Any, run_dir: Path, path: list[str], *__: Any
     ) -> int:
         """In place of ``run_job``: the first failure goes on, as the launcher picks it."""
-        answers = self._ranks(processes.start).run(do, cloudpickle.dumps(job), Place.here(path))
+        answers = self._ranks(processes.start).run(
+            do, cloudpickle.dumps(job), Place.of(self._directory, path)
+        )
         for _, said in answers:
             sys.stderr.write(said)
         if failures := [found for found, _ in answers if isinstance(found, Failure)]:
