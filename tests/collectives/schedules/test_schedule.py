@@ -23,7 +23,7 @@ def test_topology_takes_ranks_in_any_order() -> None:
 
 
 def test_flat_topology_is_one_host() -> None:
-    assert Topology.flat(3) == Topology.of_hosts([3])
+    assert Topology.flat(3).hosts == ((0, 1, 2),)
 
 
 @pytest.mark.parametrize("hosts", [(), ((),), ((0, 1), ()), ((0, 0),), ((0, 2),), ((1, 2),), ((0, 1), (1,))])

@@ -43,21 +43,24 @@ def test_a_digest_tells_order(size: int) -> None:
     assert int(digest(numbers)) != int(digest(numbers.flip(0)))
 
 
+MATRIX, COMPLEX = torch.randn(5, 3), torch.randn(6, dtype=torch.complex64)
+
+
 @pytest.mark.parametrize(
-    "numbers",
+    ("numbers", "others"),
     [
-        torch.zeros(()),
-        torch.zeros(0),
-        torch.randn(5, 3).t(),
-        torch.randn(6, dtype=torch.complex64),
-        torch.tensor([True, False]),
-        torch.randn(101)[1:],
-        torch.eye(4).to_sparse(),
+        (torch.zeros(()), torch.ones(())),
+        (torch.zeros(0), torch.ones(1)),
+        (MATRIX.t(), -MATRIX.t()),
+        (COMPLEX, COMPLEX * 1j),
+        (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.arange(101.0)[1:], torch.arange(101.0)[:-1]),
+        (torch.eye(4).to_sparse(), (2 * torch.eye(4)).to_sparse()),
     ],
     ids=range(7),
 )
-def test_any_tensor_has_one(numbers: Tensor) -> None:
-    assert int(digest(numbers)) == int(digest(numbers.clone()))
+def test_any_tensor_has_one(numbers: Tensor, others: Tensor) -> None:
+    assert int(digest(numbers)) == int(digest(numbers.clone())) != int(digest(others))
 
 
 def test_a_majority_is_more_than_half() -> None:
