@@ -120,14 +120,9 @@ class SharedMemory(AllReduce):
         ring = self._ready(tensor)
         if ring is None:
             return
-        flat = tensor.view(-1)
         with self._failing():
-            parts = torch.split(flat, self._slot_nbytes // flat.element_size())
-            pieces = [
-                [part if rank == source else part[:0] for rank in range(self.world_size)] for part in parts
-            ]
-            starts = (0,) * self.world_size
-            run([ring.chunk(each, starts) for each in pieces], ring.copy_own, ring.copy_out)
+            for piece in torch.split(tensor.view(-1), self._slot_nbytes // tensor.element_size()):
+                self._broadcast(ring, piece, source)
 
     def close(self) -> None:
         self._closed, self._ring, self._in_place = True, None, None
@@ -147,26 +142,26 @@ class SharedMemory(AllReduce):
         return self._ring if tensor.numel() else None
 
     def _one_shot(self, ring: ChunkRing, flat: Tensor) -> None:
-        slots, tag = ring.slots, tag_of(flat)
-        chunk = ring.chunk([flat] * self.world_size, (0,) * self.world_size)
+        slots, chunk, tag = ring.slots, ring.next_number(), tag_of(flat)
+        terms = ring.wholes(chunk, flat)
         # The slot still holds an older chunk: a rank that has not left that chunk may be reading it.
-        slots.wait(LEFT, chunk.number - SLOTS + 1)
-        chunk.terms[self.rank].copy_(flat)
+        slots.wait(LEFT, chunk - SLOTS + 1)
+        terms[self.rank].copy_(flat)
         # The count is published last: a rank that sees it may read the data and the tag.
-        slots.begin(chunk.number, tag)
-        slots.publish(ENTERED, chunk.number + 1)
-        slots.wait(ENTERED, chunk.number + 1)
-        slots.check(chunk.number, tag)
-        add_terms(chunk.terms, flat)
+        slots.begin(chunk, tag)
+        slots.publish(ENTERED, chunk + 1)
+        slots.wait(ENTERED, chunk + 1)
+        slots.check(chunk, tag)
+        add_terms(terms, flat)
         # REDUCED is skipped: counts only grow, and the next chunk in two shots raises it beyond this chunk.
-        slots.publish(LEFT, chunk.number + 1)
+        slots.publish(LEFT, chunk + 1)
 
     def _two_shots(self, ring: ChunkRing, flat: Tensor) -> None:
         first, tag = ring.count, tag_of(flat)
         chunks = []
         for piece in torch.split(flat, self._chunk_length(flat)):
-            starts, sizes = slices_of(len(piece), piece.dtype, self.world_size)
-            chunks.append(ring.chunk(piece.split_with_sizes(sizes), starts))
+            starts, sizes = slices_of(piece.numel(), piece.dtype, self.world_size)
+            chunks.append(ring.chunk(piece.split_with_sizes(sizes), sizes, starts))
         # No rank still needs the tag in this slot. A call in two shots was checked when it was reduced, and a call in
         # one shot before the rank entered the next. Only the last call may be unchecked, and it has another slot.
         ring.slots.begin(first, tag)
@@ -185,6 +180,18 @@ class SharedMemory(AllReduce):
 
         # A chunk that is copied out was reduced a turn ago: this rank needs no more terms or sums of it, in any slot.
         run(chunks, ring.copy_in, reduce, partial(ring.copy_out, stage=REDUCED))
+
+    def _broadcast(self, ring: ChunkRing, piece: Tensor, source: int) -> None:
+        slots, chunk = ring.slots, ring.next_number()
+        slot = ring.wholes(chunk, piece)[source]
+        slots.wait(LEFT, chunk - SLOTS + 1)
+        if self.rank == source:
+            slot.copy_(piece)
+        slots.publish(ENTERED, chunk + 1)
+        slots.wait(ENTERED, chunk + 1)
+        if self.rank != source:
+            piece.copy_(slot)
+        slots.publish(LEFT, chunk + 1)
 
     def _chunk_length(self, flat: Tensor) -> int:
         """Returns the number of elements in a chunk: those of a slot, or fewer, so that small tensors are pipelined."""

@@ -71,6 +71,7 @@ class ChunkRing:
         self.rank, self._ranks = group.rank(), range(group.size())
         self._others = [(self.rank + distance) % group.size() for distance in self._ranks[1:]]
         self._views: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], _Views] = {}
+        self._wholes: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
         self.count = 0
         """Number of chunks so far, which is the number of the next one."""
 
@@ -79,16 +80,29 @@ class ChunkRing:
         self.count += 1
         return self.count - 1
 
-    def chunk(self, pieces: Sequence[Tensor], starts: tuple[int, ...]) -> Chunk:
+    def wholes(self, number: int, like: Tensor) -> list[Tensor]:
+        """Returns views of every rank's slot of chunk ``number``, each with the elements of ``like``."""
+        key = like.dtype, like.numel()
+        views = self._wholes.get(key)
+        if views is None:
+            if len(self._wholes) == _FORMS:
+                self._wholes.clear()
+            views = self._wholes[key] = [
+                [self.slots.view(rank, slot, key[0], 0, key[1]) for rank in self._ranks]
+                for slot in range(SLOTS)
+            ]
+        return views[number % SLOTS]
+
+    def chunk(self, pieces: Sequence[Tensor], sizes: tuple[int, ...], starts: tuple[int, ...]) -> Chunk:
         """Returns the next chunk.
 
         Args:
             pieces: Every rank's piece, in this rank's tensor; shape (elements,) each.
+            sizes: The number of elements of each piece.
             starts: Where each piece starts in a slot, in elements. If every rank copies only its own piece, all may
                 start at 0.
         """
         number = self.next_number()
-        sizes = tuple(map(len, pieces))
         key = pieces[0].dtype, sizes, starts
         views = self._views.get(key)
         if views is None:

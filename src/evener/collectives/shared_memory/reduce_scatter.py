@@ -130,7 +130,7 @@ class SharedOwners(RangeOwners):
     def _summed_through_slots(self, flat: Tensor, sizes: Sequence[int], own: Tensor) -> None:
         ring = self._ring
         pieces = self._pieces(flat, sizes, sum(sizes))
-        chunks = [ring.chunk(each, _starts(each)) for each in pieces]
+        chunks = [ring.chunk(each, _sizes(each), _starts(each)) for each in pieces]
         into = iter(own.tensor_split(len(chunks)) if chunks else ())
 
         def add_up(chunk: Chunk) -> None:
@@ -141,7 +141,7 @@ class SharedOwners(RangeOwners):
     def gather(self, flat: Tensor, sizes: Sequence[int]) -> None:
         ring = self._ring
         pieces, starts = self._pieces(flat, sizes, max(sizes)), (0,) * self._degree
-        run([ring.chunk(each, starts) for each in pieces], ring.copy_own, ring.copy_out)
+        run([ring.chunk(each, _sizes(each), starts) for each in pieces], ring.copy_own, ring.copy_out)
 
     def close(self) -> None:
         self._made, self._rooms, self._room_nbytes = None, [], 0
@@ -170,6 +170,10 @@ class SharedOwners(RangeOwners):
 def rooms_nbytes(nbytes: int) -> int:
     """Returns the bytes of all rooms of a rank, if the largest tensor to be summed has ``nbytes``."""
     return ROOMS * min(nbytes, _MOST_ROOM_NBYTES)
+
+
+def _sizes(pieces: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(piece.numel() for piece in pieces)
 
 
 def _starts(pieces: Sequence[Tensor]) -> tuple[int, ...]:
