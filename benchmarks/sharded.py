@@ -98,7 +98,7 @@ def cores(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
     contenders: dict[str, Contender] = {
         **PLAIN,
         "ZeRO 2, equal": ours(strategy=Zero(), balance="equal"),
-        f"ZeRO 2, auto, owns {OWNS}": ours(strategy=Zero(owns=OWNS), balance="auto"),
+        f"ZeRO 2, auto, owns {OWNS}": ours(strategy=Zero(shard_sizes=OWNS), balance="auto"),
     }
     with Session(device="cpu") as session:
         return {
@@ -107,9 +107,9 @@ def cores(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
         }
 
 
-def memory(owns: str) -> tuple[float, float]:
+def memory(shard_sizes: str) -> tuple[float, float]:
     """Of this rank: the bytes that it holds over those that it was to hold, of gradients and of the optimizer."""
-    rank, parts = int(os.environ["RANK"]), [float(part) for part in owns.split(",")]
+    rank, parts = int(os.environ["RANK"]), [float(part) for part in shard_sizes.split(",")]
     work, seen = works()[0], 0
 
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -122,7 +122,7 @@ def memory(owns: str) -> tuple[float, float]:
         optimizer=lambda p: torch.optim.AdamW(p),
         train=work.data,
     )
-    config = RunConfig(strategy=Zero(owns=owns), batch_size=16, steps=2, device="cpu")
+    config = RunConfig(strategy=Zero(shard_sizes=shard_sizes), batch_size=16, steps=2, device="cpu")
     with Engine(task, config) as engine:
         engine.learner.optimizer.register_step_pre_hook(look)
         for batch in engine.batches():
@@ -151,10 +151,10 @@ def main() -> None:
         if name in chosen:
             found: Mapping[str, Any] = _launched(measure, turns, steps, processes=processes)[0]
             print(table(found, "plain FSDP2"), flush=True)
-    for owns in ("1,1", "2,1", "3,1,1") if "memory" in chosen else ():
-        ratios = _launched(memory, owns, processes=owns.count(",") + 1)
+    for shard_sizes in ("1,1", "2,1", "3,1,1") if "memory" in chosen else ():
+        ratios = _launched(memory, shard_sizes, processes=shard_sizes.count(",") + 1)
         words = "; ".join(f"gradients {of:.3f}, optimizer {kept:.3f}" for of, kept in ratios)
-        print(f"held over asked, owns {owns}: {words}", flush=True)
+        print(f"held over asked, owns {shard_sizes}: {words}", flush=True)
 
 
 if __name__ == "__main__":

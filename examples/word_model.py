@@ -80,6 +80,6 @@ def task() -> evener.Task:
 
 
 if __name__ == "__main__":
-    strategy = Sharded(zero=2, owns="2,1")
+    strategy = Sharded(zero=2, shard_sizes="2,1")
     summary = evener.fit(task, processes=2, strategy=strategy, balance="auto").summary
     print(f"{summary.strategy}: accuracy of the next word {summary.metrics['accuracy']:.2f}")

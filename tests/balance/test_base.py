@@ -22,19 +22,19 @@ def test_fixed_shares_are_within_one_sample_of_their_part(weights: list[int], ba
 def test_fixed_shares_by_hand() -> None:
     assert Fixed([0.5, 0.3, 0.2]).shares(0, 10) == [5, 3, 2]
     assert Fixed([0.9, 0.1]).shares(0, 8) == [7, 1]
-    assert Fixed([3, 1], caps=[20, None]).shares(0, 32) == [20, 12]
-    assert Fixed([3, 1], quantum=8).shares(0, 64) == [48, 16]
+    assert Fixed([3, 1], max_shares=[20, None]).shares(0, 32) == [20, 12]
+    assert Fixed([3, 1], share_multiple_of=8).shares(0, 64) == [48, 16]
 
 
 def test_equal_shares() -> None:
     assert Equal(3).shares(0, 8) == [3, 3, 2]
     assert Equal(3).shares(7, 2) == [1, 1, 0]
-    assert Equal(4, caps=[1, None, None, None]).shares(0, 8) == [1, 3, 2, 2]
+    assert Equal(4, max_shares=[1, None, None, None]).shares(0, 8) == [1, 3, 2, 2]
 
 
 def test_a_rank_of_weight_0_takes_nothing_even_where_the_others_are_full() -> None:
     with pytest.raises(ShareError, match="add up to 4"):
-        Fixed([1, 0], caps=[4, None]).shares(0, 8)
+        Fixed([1, 0], max_shares=[4, None]).shares(0, 8)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -54,9 +54,9 @@ def test_weights_that_cannot_be(weights: list[float]) -> None:
         Fixed(weights)
 
 
-def test_the_wrong_number_of_caps() -> None:
-    with pytest.raises(ShareError, match="1 caps"):
-        Equal(2, caps=[3])
+def test_the_wrong_number_of_max_shares() -> None:
+    with pytest.raises(ShareError, match="1 max_shares"):
+        Equal(2, max_shares=[3])
 
 
 def test_a_decision_in_words_counts_steps_from_one_as_progress_does() -> None:

@@ -178,11 +178,11 @@ def test_arrays_divide_as_lines_one_by_one(seed: int) -> None:
     source = random.Random(seed)
     ranks = source.choice([1, 2, 3, 7, 20, 70])
     lines, arrays = made_up(source, ranks)
-    batch_size, quantum = (
+    batch_size, share_multiple_of = (
         source.choice([0, 1, ranks, 3 * ranks + 1, 50 * ranks + 5]),
         source.choice([1, 1, 4, 8]),
     )
-    caps = [
+    max_shares = [
         None if source.random() < 0.8 else source.randrange(3 * batch_size // ranks + 5) for _ in range(ranks)
     ]
     few, many = Division(lines), DivisionOfMany(arrays)
@@ -192,7 +192,7 @@ def test_arrays_divide_as_lines_one_by_one(seed: int) -> None:
     shares = []
     for division in (few, many):
         try:
-            shares.append(division(batch_size, caps, quantum, seed % 2))
+            shares.append(division(batch_size, max_shares, share_multiple_of, seed % 2))
         except ShareError as error:
             shares.append(str(error))  # type: ignore[arg-type]
     assert shares[0] == shares[1]

@@ -79,7 +79,9 @@ def test_a_rank_whose_placeholder_costs_a_sample_gets_one() -> None:
     ranks = [Rank(0.001, 0.0001), Rank(0.002, 0.0002), Rank(0.04, 0.0004)]
     late = simulate(BySpeed(3), ranks, 64, 100)[-50:]
     assert min(step.shares[2] for step in late) == 1
-    assert min(min(step.shares) for step in simulate(BySpeed(3, quantum=8), ranks, 64, 60)[-20:]) == 0
+    assert (
+        min(min(step.shares) for step in simulate(BySpeed(3, share_multiple_of=8), ranks, 64, 60)[-20:]) == 0
+    )
     assert min(min(step.shares) for step in simulate(BySpeed(3), ranks, 2, 60)[-20:]) == 0
 
 
@@ -138,9 +140,9 @@ def test_short_last_batches_and_gaps_in_the_times_do_no_harm() -> None:
     assert sum(auto.shares(101, 128)) == 128
 
 
-def test_caps_and_quantum_hold_at_every_step() -> None:
+def test_limits_hold_at_every_step() -> None:
     ranks = [Rank(0.002, 0.0001), Rank(0.002, 0.0003), Rank(0.002, 0.0003)]
-    steps = simulate(BySpeed(3, caps=[48, None, None], quantum=8), ranks, 96, 80)
+    steps = simulate(BySpeed(3, max_shares=[48, None, None], share_multiple_of=8), ranks, 96, 80)
     assert all(step.shares[0] <= 48 and all(n % 8 == 0 for n in step.shares) for step in steps)
     assert steps[-1].shares == [48, 24, 24]
 
@@ -201,10 +203,10 @@ def test_another_world_size_takes_over_what_it_can() -> None:
 def test_arguments_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="world_size 0"):
         BySpeed(0)
-    with pytest.raises(ShareError, match="1 caps"):
-        BySpeed(2, caps=[4])
+    with pytest.raises(ShareError, match="1 max_shares"):
+        BySpeed(2, max_shares=[4])
     with pytest.raises(ShareError, match="add up to 8"):
-        BySpeed(2, caps=[4, 4]).shares(0, 9)
+        BySpeed(2, max_shares=[4, 4]).shares(0, 9)
     with pytest.raises(ShareError, match="2 ranks"):
         BySpeed(2).observe(0, [4, 4, 4], [1.0, 1.0, 1.0])
 

@@ -31,7 +31,7 @@ def test_no_change_takes_more_than_three_quarters_of_a_share() -> None:
     assert Division(lines).near([32, 32])(64, [None, None], 1) == [56, 8]
     assert Division(lines).near([56, 8])(64, [None, None], 1) == [62, 2]
     assert Division(lines).near([62, 2])(64, [None, None], 1) == [64, 0]
-    assert Division(lines).near([32, 32])(64, [None, None], 16) == [64, 0], "8 samples are no whole quantum"
+    assert Division(lines).near([32, 32])(64, [None, None], 16) == [64, 0], "8 samples are no whole multiple"
 
 
 def test_a_rule_comes_back_from_json() -> None:

@@ -12,8 +12,8 @@ from tests.balancers import Recorder
 
 
 @pytest.mark.parametrize(("text", "kind"), [("auto", BySpeed), ("equal", Equal), ("3,1", Fixed)])
-def test_every_name_makes_its_balancer_within_caps_and_quantum(text: str, kind: type) -> None:
-    balancer = make_balancer(text, 2, caps=[16, None], quantum=8)
+def test_every_name_makes_its_balancer_within_its_limits(text: str, kind: type) -> None:
+    balancer = make_balancer(text, 2, max_shares=[16, None], share_multiple_of=8)
     assert type(balancer) is kind
     shares = balancer.shares(0, 64)
     assert shares == [16, 48]
@@ -35,9 +35,11 @@ def test_the_lookahead_is_passed_on() -> None:
 
 
 def test_a_class_of_the_users_own() -> None:
-    balancer = make_balancer("tests.balancers:Recorder", 3, caps=[1, None, 2], quantum=8, lookahead=5)
+    balancer = make_balancer(
+        "tests.balancers:Recorder", 3, max_shares=[1, None, 2], share_multiple_of=8, lookahead=5
+    )
     assert isinstance(balancer, Recorder)
-    assert balancer.options == {"caps": [1, None, 2], "quantum": 8, "lookahead": 5}
+    assert balancer.options == {"max_shares": [1, None, 2], "share_multiple_of": 8, "lookahead": 5}
     for name, words in (
         ("no.module:Class", "there is no module 'no'"),
         ("tests.balancers:Nothing", "has no Nothing; of this kind it has .*Recorder"),
@@ -76,13 +78,18 @@ def test_a_class_is_given_what_its_constructor_names() -> None:
     assert isinstance(made, OfRanks)
     assert made.world_size == 2
     with pytest.raises(
-        ShareError, match=r"WantsMore': it needs 'color'; what it may name is world_size, caps"
+        ShareError, match=r"WantsMore': it needs 'color'; what it may name is world_size, max_shares"
     ):
         make_balancer(f"{__name__}:WantsMore", 2)
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"), [({"caps": [3, None]}, "no caps"), ({"quantum": 2}, "no quantum"), ({}, None)]
+    ("limits", "words"),
+    [
+        ({"max_shares": [3, None]}, "no max_shares"),
+        ({"share_multiple_of": 2}, "no share_multiple_of"),
+        ({}, None),
+    ],
 )
 def test_limits_are_not_ignored(limits: dict[str, Any], words: str | None) -> None:
     if words is None:

@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balance import shares as module
-from evener.balance.shares import parse_caps, parse_shares, solve, validate_shares
+from evener.balance.shares import parse_max_shares, parse_shares, solve, validate_shares
 from evener.errors import ShareError
 
 
-def divisions(total: int, caps: list[int]) -> Iterator[list[int]]:
-    if not caps:
+def divisions(total: int, max_shares: list[int]) -> Iterator[list[int]]:
+    if not max_shares:
         if total == 0:
             yield []
         return
-    for first in range(min(total, caps[0]) + 1):
-        for others in divisions(total - first, caps[1:]):
+    for first in range(min(total, max_shares[0]) + 1):
+        for others in divisions(total - first, max_shares[1:]):
             yield [first, *others]
 
 
-def allowed(shares: list[int], batch_size: int, quantum: int) -> bool:
-    """Multiples of the quantum, but for one rank that holds the batch's remainder in addition."""
-    beyond = sorted(share % quantum for share in shares)
-    return not any(beyond[:-1]) and beyond[-1] == batch_size % quantum
+def allowed(shares: list[int], batch_size: int, share_multiple_of: int) -> bool:
+    """Multiples of share_multiple_of, but for one rank that holds the batch's remainder in addition."""
+    beyond = sorted(share % share_multiple_of for share in shares)
+    return not any(beyond[:-1]) and beyond[-1] == batch_size % share_multiple_of
 
 
 @st.composite
@@ -37,31 +37,31 @@ def problems(draw: st.DrawFn) -> tuple[list[list[float]], int, list[int | None],
         for step in draw(steps):
             seconds.append(seconds[-1] + step)
         curves.append(seconds)
-    caps = draw(st.lists(st.none() | st.integers(0, 14), min_size=ranks, max_size=ranks))
-    return curves, batch_size, caps, draw(st.integers(1, 5))
+    max_shares = draw(st.lists(st.none() | st.integers(0, 14), min_size=ranks, max_size=ranks))
+    return curves, batch_size, max_shares, draw(st.integers(1, 5))
 
 
 @given(problems(), st.booleans())
 def test_no_division_ends_sooner(
     problem: tuple[list[list[float]], int, list[int | None], int], head_start: bool
 ) -> None:
-    curves, batch_size, caps, quantum = problem
+    curves, batch_size, max_shares, share_multiple_of = problem
     times = [curve.__getitem__ for curve in curves]
-    limits = [batch_size if cap is None else cap for cap in caps]
+    limits = [batch_size if cap is None else cap for cap in max_shares]
     ends = [
         max(time(n) for time, n in zip(times, shares, strict=True))
         for shares in divisions(batch_size, limits)
-        if allowed(shares, batch_size, quantum)
+        if allowed(shares, batch_size, share_multiple_of)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "HEAD_START", 0 if head_start else 10**9)
         if not ends:
             with pytest.raises(ShareError):
-                solve(times, batch_size, caps, quantum)
+                solve(times, batch_size, max_shares, share_multiple_of)
             return
-        shares = solve(times, batch_size, caps, quantum)
-    validate_shares(shares, batch_size, len(curves), caps)
-    assert allowed(shares, batch_size, quantum)
+        shares = solve(times, batch_size, max_shares, share_multiple_of)
+    validate_shares(shares, batch_size, len(curves), max_shares)
+    assert allowed(shares, batch_size, share_multiple_of)
     assert max(time(n) for time, n in zip(times, shares, strict=True)) == min(ends)
 
 
@@ -71,13 +71,13 @@ def test_no_division_ends_sooner(
     st.integers(1, 9),
 )
 def test_a_head_start_gives_the_same_shares_as_the_greedy(
-    ranks: list[tuple[float, float]], batch_size: int, quantum: int
+    ranks: list[tuple[float, float]], batch_size: int, share_multiple_of: int
 ) -> None:
     times = [lambda n, a=a, b=b: a + b * n if n else 0.0 for a, b in ranks]
-    quick = solve(times, batch_size, None, quantum)
+    quick = solve(times, batch_size, None, share_multiple_of)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "HEAD_START", 10**9)
-        assert quick == solve(times, batch_size, None, quantum)
+        assert quick == solve(times, batch_size, None, share_multiple_of)
 
 
 def test_a_large_batch_needs_few_evaluations() -> None:
@@ -106,7 +106,7 @@ def test_a_rank_may_get_nothing() -> None:
     assert solve([lambda n: n, lambda n: 100.0 + n if n else 0.0], 64) == [64, 0]
 
 
-def test_caps_that_cannot_hold_the_batch_name_their_sum_and_the_batch() -> None:
+def test_max_shares_that_cannot_hold_the_batch_name_their_sum_and_the_batch() -> None:
     with pytest.raises(ShareError, match=r"batch has 32 samples.*\[10, 20\], add up to 30"):
         solve([float, float], 32, [10, 20])
     with pytest.raises(ShareError, match="in multiples of 8"):
@@ -114,11 +114,14 @@ def test_caps_that_cannot_hold_the_batch_name_their_sum_and_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("caps", "quantum", "batch_size"), [([1], 1, 2), ([-1, 4], 1, 2), (None, 0, 2), (None, 1, -1)]
+    ("max_shares", "share_multiple_of", "batch_size"),
+    [([1], 1, 2), ([-1, 4], 1, 2), (None, 0, 2), (None, 1, -1)],
 )
-def test_arguments_that_cannot_be(caps: list[int | None] | None, quantum: int, batch_size: int) -> None:
+def test_arguments_that_cannot_be(
+    max_shares: list[int | None] | None, share_multiple_of: int, batch_size: int
+) -> None:
     with pytest.raises(ShareError):
-        solve([float, float], batch_size, caps, quantum)
+        solve([float, float], batch_size, max_shares, share_multiple_of)
 
 
 def test_validate_shares() -> None:
@@ -161,14 +164,14 @@ def test_shares_that_cannot_be(text: str, says: str) -> None:
         parse_shares(text, 3)
 
 
-def test_caps_in_words() -> None:
-    assert parse_caps(None, 2) is None
-    assert parse_caps("64, -,0", 3) == [64, None, 0]
+def test_max_shares_in_words() -> None:
+    assert parse_max_shares(None, 2) is None
+    assert parse_max_shares("64, -,0", 3) == [64, None, 0]
     for text, words in (
-        ("64", "1 caps"),
+        ("64", "1 max_shares"),
         ("a,b", "- for no limit"),
-        ("-3,-", "cap of rank 0 is -3"),
+        ("-3,-", "max_shares of rank 0 is -3"),
         ("", "- for no"),
     ):
         with pytest.raises(ShareError, match=words):
-            parse_caps(text, 2)
+            parse_max_shares(text, 2)

@@ -22,17 +22,27 @@ def parsed(*arguments: str) -> argparse.Namespace:
 def test_what_balances_and_emulates_comes_from_the_command_line() -> None:
     config = config_of(
         parsed(
-            *("--balance", "auto", "--caps", "64,-", "--quantum", "8", "--throttle", "1,0.5"),
+            *("--balance", "auto", "--max-shares", "64,-", "--share-multiple-of", "8", "--throttle", "1,0.5"),
             *("--throttle-at", "100:1:1", "--throttle-at", "200:0:0.5"),
         )
     )
-    assert (config.balance, config.caps, config.quantum, config.throttle) == ("auto", "64,-", 8, "1,0.5")
+    assert (config.balance, config.max_shares, config.share_multiple_of, config.throttle) == (
+        "auto",
+        "64,-",
+        8,
+        "1,0.5",
+    )
     assert config.throttle_at == ("100:1:1", "200:0:0.5")
 
 
 def test_nothing_is_emulated_unless_asked_for() -> None:
     config = config_of(parsed())
-    assert (config.throttle, config.throttle_at, config.caps, config.quantum) == (None, (), None, 1)
+    assert (config.throttle, config.throttle_at, config.max_shares, config.share_multiple_of) == (
+        None,
+        (),
+        None,
+        1,
+    )
 
 
 def test_the_help_says_that_it_is_an_emulation() -> None:

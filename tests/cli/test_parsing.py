@@ -83,7 +83,7 @@ def test_the_full_help_says_all(capsys: pytest.CaptureFixture[str]) -> None:
         (("bench", "--size=4"), "bench", "no option --size; did you mean --sizes?"),
         (("export", "x", "y"), "export RUN", "unrecognized arguments: y"),
         (("verfy",), "COMMAND", "did you mean verify?"),
-        (("train", "digits", "--heal", "rank1"), "train TASK", "did you mean rank0?"),
+        (("train", "digits", "--on-replica-mismatch", "rank1"), "train TASK", "did you mean rank0?"),
         (("verify",), "verify TASK", "no task is named"),
         (("predict", "x"), "predict RUN", "required: --data, --out"),
     ],

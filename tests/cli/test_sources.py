@@ -128,7 +128,10 @@ def test_what_is_printed_says_the_same(
         ("overwrite = 1", "run.toml: overwrite = 1: it must be true or false"),
         ("run_dir = ''", "run.toml: run_dir = '': it must be a path that is not empty"),
         ("strategy_option = 'a=1'", "it must be a list of texts"),
-        ("heal = 'rank7'", "run.toml: heal = 'rank7': it must be one of majority, rank0"),
+        (
+            "on_replica_mismatch = 'rank7'",
+            "run.toml: on_replica_mismatch = 'rank7': it must be one of majority, rank0",
+        ),
         ("epochs = 0", "run.toml: epochs is 0; it must be a whole number of at least 1"),
         (
             "compile_mode = 'default'",
@@ -154,7 +157,7 @@ def test_a_file_that_is_wrong_is_named(text: str, words: str, capsys: pytest.Cap
         ("EVENER_EPOCHS", "0", "EVENER_EPOCHS: epochs is 0; it must be"),
         ("EVENER_OVERWRITE", "maybe", "it must be true or false"),
         ("EVENER_RUN_DIR", "", "EVENER_RUN_DIR = '': it must be a path that is not empty"),
-        ("EVENER_HEAL", "x", "EVENER_HEAL = 'x': it must be one of"),
+        ("EVENER_ON_REPLICA_MISMATCH", "x", "EVENER_ON_REPLICA_MISMATCH = 'x': it must be one of"),
         ("EVENER_STRATEGY_OPTION", "'a", "it must be a list of texts"),
         ("EVENER_BATCHSIZE", "3", "EVENER_BATCHSIZE is no setting; did you mean EVENER_BATCH_SIZE?"),
     ],

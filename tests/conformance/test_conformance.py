@@ -83,14 +83,14 @@ ROWS = {
         {"strategy": TensorParallel(sequence=True), "mesh": "data=2,tensor=2", "balance": "2,1"},
         NO_STREAM | NO_PAIRS,
     ),
-    "sharded 1": Row(3, {"strategy": Sharded(zero=1, owns="2,1,1"), "balance": "3,0,1"}),
-    "sharded 2": Row(3, {"strategy": Sharded(zero=2, owns="3,0,1"), "balance": "1,2,0"}),
+    "sharded 1": Row(3, {"strategy": Sharded(zero=1, shard_sizes="2,1,1"), "balance": "3,0,1"}),
+    "sharded 2": Row(3, {"strategy": Sharded(zero=2, shard_sizes="3,0,1"), "balance": "1,2,0"}),
     "data x sharded 2": Row(
-        4, {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "data=2,shard=2", "balance": "2,0,1,1"}
+        4, {"strategy": Sharded(zero=2, shard_sizes="2,1"), "mesh": "data=2,shard=2", "balance": "2,0,1,1"}
     ),
     "sharded 2 x dimension": Row(
         4,
-        {"strategy": (Sharded(zero=2, owns="2,1"), FeatureParallel()), "mesh": "shard=2,tensor=2"},
+        {"strategy": (Sharded(zero=2, shard_sizes="2,1"), FeatureParallel()), "mesh": "shard=2,tensor=2"},
         NO_FEATURES,
     ),
     "pipeline x tensor": Row(4, {"mesh": "pipeline=2,tensor=2"}, NO_PAIRS),
@@ -98,7 +98,9 @@ ROWS = {
         8, {"mesh": "pipeline=2,data=2,tensor=2", "balance": "2,1"}, NO_PAIRS, always=True
     ),
     "sharded 2 x tensor": Row(
-        4, {"strategy": (Sharded(zero=2, owns="2,1"), TensorParallel()), "mesh": "shard=2,tensor=2"}, NO_PAIRS
+        4,
+        {"strategy": (Sharded(zero=2, shard_sizes="2,1"), TensorParallel()), "mesh": "shard=2,tensor=2"},
+        NO_PAIRS,
     ),
     "data x sharded 2 x tensor": Row(
         8,
@@ -108,18 +110,26 @@ ROWS = {
     "sharded": Row(3, {"strategy": "sharded", "balance": "3,0,1"}, NO_SPARSE),
     "data x sharded": Row(4, {"mesh": "data=2,shard=2", "balance": "2,0,1,1"}, NO_SPARSE),
     "pipeline x sharded 1": Row(
-        4, {"strategy": Sharded(zero=1, owns="1,2"), "mesh": "pipeline=2,shard=2", "balance": "2,1"}
+        4, {"strategy": Sharded(zero=1, shard_sizes="1,2"), "mesh": "pipeline=2,shard=2", "balance": "2,1"}
     ),
     "pipeline x sharded 2": Row(
-        4, {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "pipeline=2,shard=2", "balance": "1,2"}
+        4, {"strategy": Sharded(zero=2, shard_sizes="2,1"), "mesh": "pipeline=2,shard=2", "balance": "1,2"}
     ),
     "pipeline x data x sharded 2": Row(
         8,
-        {"strategy": Sharded(zero=2, owns="1,3"), "mesh": "pipeline=2,data=2,shard=2", "balance": "3,0,1,1"},
+        {
+            "strategy": Sharded(zero=2, shard_sizes="1,3"),
+            "mesh": "pipeline=2,data=2,shard=2",
+            "balance": "3,0,1,1",
+        },
     ),
     "pipeline x sharded 2 x tensor": Row(
         8,
-        {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "pipeline=2,shard=2,tensor=2", "balance": "2,1"},
+        {
+            "strategy": Sharded(zero=2, shard_sizes="2,1"),
+            "mesh": "pipeline=2,shard=2,tensor=2",
+            "balance": "2,1",
+        },
         NO_PAIRS,
     ),
     "sharded x tensor": Row(
@@ -147,7 +157,7 @@ ROWS = {
     ),
     "sharded 2 x context": Row(
         4,
-        {"strategy": Sharded(zero=2, owns="2,1"), "mesh": "shard=2,context=2", "balance": "0,1"},
+        {"strategy": Sharded(zero=2, shard_sizes="2,1"), "mesh": "shard=2,context=2", "balance": "0,1"},
         NO_POSITIONS,
     ),
     "sharded x context": Row(4, {"mesh": "shard=2,context=2", "balance": "2,1"}, NO_POSITIONS | NO_SPARSE),

@@ -25,7 +25,7 @@ ROWS = {
     "data x pipeline": Row(4, {"strategy": "pipeline", "mesh": "pipeline=2,data=2", "balance": "2,1"}),
     "recomputed": Row(2, {"strategy": "pipeline", "recompute": "blocks"}),
     "pipeline x sharded 2": Row(
-        4, {"strategy": (Pipeline(), Sharded(zero=2, owns="2,1")), "mesh": "pipeline=2,shard=2"}
+        4, {"strategy": (Pipeline(), Sharded(zero=2, shard_sizes="2,1")), "mesh": "pipeline=2,shard=2"}
     ),
 }
 FAST = ("two stages", "four stages", "data x pipeline")

@@ -77,7 +77,7 @@ GOING_ON = (
         0,
         (r"and were healed: 0\.weight",),
         30,
-        ("--check-replicas", "1", "--heal", "rank0"),
+        ("--check-replicas", "1", "--on-replica-mismatch", "rank0"),
     ),
     Fault(
         "restored",

@@ -229,8 +229,8 @@ def test_shares_of_the_users_own_are_refused(ranks: Any) -> None:
 
 
 def test_settings_about_shares_are_refused(ranks: Any) -> None:
-    for message in ranks(3).run(refused, train, SIZES, balance="auto", caps="9,9,9"):
-        assert "balance 'auto' and caps would do nothing: the data are partitioned" in message
+    for message in ranks(3).run(refused, train, SIZES, balance="auto", max_shares="9,9,9"):
+        assert "balance 'auto' and max_shares would do nothing: the data are partitioned" in message
 
 
 def test_a_task_names_a_partition_that_there_is() -> None:

@@ -378,7 +378,7 @@ def test_a_model_whose_backward_waits_is_found_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_time_of_the_same_step_is_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkTimer, "work_done", lambda pace: Mistakes.now(pace.taken().value()))
+    monkeypatch.setattr(WorkTimer, "work_done", lambda work_timer: Mistakes.now(work_timer.taken().value()))
     with pytest.raises(HostWaitsError, match=r"a number of this same step is read at .*test_standin"):
         trained(task(), *STRATEGIES["ddp"])
 

@@ -39,50 +39,50 @@ def pace_of(clock: Clock, throttle: Throttle | None, rank: int = 0) -> WorkTimer
 
 
 def test_without_a_throttle_nothing_sleeps(clock: Clock) -> None:
-    pace = pace_of(clock, None)
-    with pace.step(0):
+    work_timer = pace_of(clock, None)
+    with work_timer.step(0):
         clock.pass_(3)
-        pace.work_done()
+        work_timer.work_done()
         clock.pass_(5)
-    assert (pace.taken().value(), clock.now) == (3, 8)
+    assert (work_timer.taken().value(), clock.now) == (3, 8)
 
 
 def test_a_step_lasts_until_others_have_been_waited_for(clock: Clock) -> None:
-    pace = pace_of(clock, None)
+    work_timer = pace_of(clock, None)
     for work in (3, 4):
-        with pace.step(0):
+        with work_timer.step(0):
             with waiting():
                 clock.pass_(10)
             clock.pass_(work)
-            pace.work_done()
+            work_timer.work_done()
             clock.pass_(5)
         clock.pass_(7)
-        assert (pace.taken().value(), pace.elapsed().value()) == (work, 10 + work + 5)
+        assert (work_timer.taken().value(), work_timer.elapsed().value()) == (work, 10 + work + 5)
 
 
 def test_a_throttled_rank_sleeps_in_proportion_to_its_work_and_not_to_its_waiting(clock: Clock) -> None:
-    pace = pace_of(clock, Throttle.parse("1,0.25", ["7:1:0.5"], 2), rank=1)
+    work_timer = pace_of(clock, Throttle.parse("1,0.25", ["7:1:0.5"], 2), rank=1)
     for step, expected in ((6, 12), (7, 6)):
-        with pace.step(step):
+        with work_timer.step(step):
             clock.pass_(2)
             with waiting():
                 clock.pass_(100)
             clock.pass_(1)
-            pace.work_done()
-        assert pace.taken().value() == expected
+            work_timer.work_done()
+        assert work_timer.taken().value() == expected
 
 
 def test_work_that_ends_several_times_is_stretched_once(clock: Clock) -> None:
     """Two backward passes in a loop of the user's own."""
-    pace = pace_of(clock, Throttle((0.5,)))
-    with pace.step(0):
+    work_timer = pace_of(clock, Throttle((0.5,)))
+    with work_timer.step(0):
         clock.pass_(2)
-        pace.work_done()
-        pace.work_done()
+        work_timer.work_done()
+        work_timer.work_done()
         assert clock.now == 4
         clock.pass_(1)
-        pace.work_done()
-    assert pace.taken().value() == clock.now == 6
+        work_timer.work_done()
+    assert work_timer.taken().value() == clock.now == 6
 
 
 DELAY_SECONDS = 0.04

@@ -119,7 +119,7 @@ def taken(seconds: float = 0.0, **settings: Any) -> list[StepRecord]:
             throttle = engine.learner.settings.throttle
             if seconds and throttle:
                 took = ReadyValue(seconds * own / throttle.factors[engine.session.rank])
-                engine.learner.pace.taken = lambda took=took: took  # type: ignore[method-assign,misc]
+                engine.learner.work_timer.taken = lambda took=took: took  # type: ignore[method-assign,misc]
             engine.step(batch)
     return kept.records
 
@@ -141,8 +141,8 @@ def test_the_balancer_goes_by_the_slowest_of_a_team(ranks: Any, throttle: str) -
     assert last[0] > last[1] + 3, "part 1, in which a rank is slow, has less"
 
 
-def test_caps_are_those_of_the_parts(ranks: Any) -> None:
-    for records in ranks(4).run(taken, steps=2, balance="1,1", caps="4,-"):
+def test_max_shares_are_those_of_the_parts(ranks: Any) -> None:
+    for records in ranks(4).run(taken, steps=2, balance="1,1", max_shares="4,-"):
         assert [record.shares for record in records] == [(4, 9), (4, 9)]
 
 
@@ -156,7 +156,7 @@ def refused(kind: type[EvenerError], name: str = "plain", **settings: Any) -> st
     ("settings", "words"),
     [
         ({"balance": "1,1,1,1"}, r"4 weights .* for 2"),
-        ({"caps": "4,4,4,4"}, "4 .*2"),
+        ({"max_shares": "4,4,4,4"}, "4 .*2"),
         ({"throttle": "1,1,1"}, "3 factors for 4 ranks"),
     ],
     ids=str,
@@ -320,4 +320,4 @@ def test_a_whole_run_and_what_it_tells(ranks: Any, tmp_path: Path) -> None:
 def test_shares_of_another_number_are_found_before_ranks_start() -> None:
     with pytest.raises(ShareError, match=r"4 weights .* for 2"):
         check_division(RunConfig(strategy=TWO_AXES, balance="1,1,1,1"), 4)
-    check_division(RunConfig(strategy=TWO_AXES, balance="3,1", caps="9,9", throttle="1,0.5"), 4)
+    check_division(RunConfig(strategy=TWO_AXES, balance="3,1", max_shares="9,9", throttle="1,0.5"), 4)

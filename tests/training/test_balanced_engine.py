@@ -75,7 +75,7 @@ def learn(steps: int, state: Any = None, seconds: tuple[float, ...] = (), **sett
             if seconds:
                 rank = engine.session.rank
                 took = ReadyValue(seconds[rank] * batch.shares[rank])
-                engine.learner.pace.taken = lambda took=took: took  # type: ignore[method-assign,misc]
+                engine.learner.work_timer.taken = lambda took=took: took  # type: ignore[method-assign,misc]
             engine.step(batch)
             shares.append(batch.shares)
             if engine.steps_done == steps:
@@ -159,11 +159,11 @@ def first_shares(**settings: Any) -> list[int]:
         return list(next(iter(engine.batches())).shares)
 
 
-def test_caps_and_quantum_reach_the_balancer(ranks: Any) -> None:
-    assert ranks(2).run(first_shares, caps="4,-") == [[4, 9]] * 2
+def test_the_limits_of_shares_reach_the_balancer(ranks: Any) -> None:
+    assert ranks(2).run(first_shares, max_shares="4,-") == [[4, 9]] * 2
     assert (
-        ranks(2).run(first_shares, quantum=8)
-        == ranks(2).run(first_shares, quantum=8, balance="auto")
+        ranks(2).run(first_shares, share_multiple_of=8)
+        == ranks(2).run(first_shares, share_multiple_of=8, balance="auto")
         == [[8, 5]] * 2
     )
 
@@ -171,19 +171,19 @@ def test_caps_and_quantum_reach_the_balancer(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "kind", "words"),
     [
-        ({"caps": "4"}, ShareError, "1 caps"),
-        ({"caps": "x,-"}, ShareError, "- for no limit"),
-        ({"quantum": 0}, ConfigurationError, "quantum is 0"),
+        ({"max_shares": "4"}, ShareError, "1 max_shares"),
+        ({"max_shares": "x,-"}, ShareError, "- for no limit"),
+        ({"share_multiple_of": 0}, ConfigurationError, "share_multiple_of is 0"),
         ({"balance": "tests.balancers:Nothing"}, ShareError, "module tests.balancers has no Nothing"),
         (
-            {"strategy": "dimension", "caps": "4,-"},
+            {"strategy": "dimension", "max_shares": "4,-"},
             ConfigurationError,
-            "caps would do nothing: .* all 2 ranks",
+            "max_shares would do nothing: .* all 2 ranks",
         ),
         (
-            {"strategy": "dimension", "balance": "auto", "quantum": 2},
+            {"strategy": "dimension", "balance": "auto", "share_multiple_of": 2},
             ConfigurationError,
-            "balance 'auto' and quantum would do nothing",
+            "balance 'auto' and share_multiple_of would do nothing",
         ),
         ({"throttle": "1"}, ConfigurationError, "1 factors for 2 ranks"),
         ({"throttle_at": ("5:2:0.5",)}, ConfigurationError, "there are 2 ranks"),
@@ -226,8 +226,8 @@ def test_an_auto_balancer_is_what_the_name_says() -> None:
 def test_learned_shares_are_verified_against_one_device_that_is_not_throttled() -> None:
     settings = {
         "balance": "auto",
-        "caps": "12,-",
-        "quantum": 2,
+        "max_shares": "12,-",
+        "share_multiple_of": 2,
         "throttle": "1,0.3",
         "throttle_at": ("9:1:1",),
     }

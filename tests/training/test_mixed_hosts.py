@@ -91,7 +91,7 @@ def test_devices_that_round_differently_are_brought_together_and_told_once(ranks
     notes = [record.words for kind, record in found[0][1] if kind == "event"]
     assert [text for text in notes if "round differently" in text] == [
         "devices of different kinds round differently, so that their weights come apart in the last bits: all have "
-        "those of rank 0 again, as after every 3 steps; heal and check_replicas change that"
+        "those of rank 0 again, as after every 3 steps; on_replica_mismatch and check_replicas change that"
     ]
 
 
@@ -219,7 +219,7 @@ def prompt() -> list[int]:
         late = []
         for session.mixed in (False, True):
             with Engine(brittle(None), session=session, batch_size=11, strategy="ddp", steps=1) as engine:
-                late.append(engine.ledger.steps_late)
+                late.append(engine.step_sync.steps_late)
         return late
 
 

@@ -27,7 +27,7 @@ from tests.zoo import faults
 EVERY = {
     "ddp": (3, {"strategy": "ddp", "balance": "3,0,1"}),
     "all-reduce of messages": (3, {"strategy": "ddp", "allreduce": "ring"}),
-    "sharded 1": (3, {"strategy": Sharded(zero=1, owns="2,1,1"), "balance": "3,0,1"}),
+    "sharded 1": (3, {"strategy": Sharded(zero=1, shard_sizes="2,1,1"), "balance": "3,0,1"}),
     "sharded 2": (3, {"strategy": Sharded(zero=2), "balance": "1,2,0"}),
     "sharded 3": (3, {"strategy": Sharded(zero=3), "balance": "3,1,2"}),
     "pipeline": (2, {"strategy": "pipeline", "strategy_option": ("balance=equal",)}),

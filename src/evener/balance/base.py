@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from evener.balance.shares import normalize_caps, normalize_weights, solve
+from evener.balance.shares import normalize_max_shares, normalize_weights, solve
 
 _SHOWN = 16
 """With more ranks than this, only the least and the greatest share are printed."""
@@ -84,31 +84,35 @@ class Balancer(ABC):
 class Fixed(Balancer):
     """Divides each batch in proportion to fixed weights, rounded by largest remainders.
 
-    Without caps each share is within one quantum of its exact value.
+    Without limits each share is within one multiple of its exact value.
 
     Args:
         weights: One weight for each rank, in any unit; a rank with weight 0 gets no samples.
-        caps: The most samples of each rank. Samples above a cap are spread evenly over the other ranks.
-        quantum: Shares are multiples of it, except the one share that holds the remainder of the batch.
+        max_shares: The most samples of each rank. Samples above a cap are spread evenly over the other ranks.
+        share_multiple_of: Shares are multiples of it, except the one share that holds the remainder of the batch.
 
     Raises:
-        ShareError: For invalid weights or caps, and from ``shares`` for a batch that exceeds the caps.
+        ShareError: For invalid weights or limits, and from ``shares`` for a batch that exceeds the limits.
     """
 
     def __init__(
-        self, weights: Sequence[float], *, caps: Sequence[int | None] | None = None, quantum: int = 1
+        self,
+        weights: Sequence[float],
+        *,
+        max_shares: Sequence[int | None] | None = None,
+        share_multiple_of: int = 1,
     ) -> None:
         self.weights = normalize_weights(weights, len(weights))
-        given = normalize_caps(caps, len(weights))
-        self._caps = [cap if weight else 0 for weight, cap in zip(self.weights, given, strict=True)]
-        self._quantum = quantum
+        given = normalize_max_shares(max_shares, len(weights))
+        self._max_shares = [cap if weight else 0 for weight, cap in zip(self.weights, given, strict=True)]
+        self._share_multiple_of = share_multiple_of
         self._solved: dict[int, list[int]] = {}
 
     def shares(self, step: int, batch_size: int) -> list[int]:
         if batch_size not in self._solved:
-            # Each quantum goes to the rank farthest below its exact part. This rounds by largest remainders.
+            # Each multiple goes to the rank farthest below its exact part. This rounds by largest remainders.
             beyond = [lambda n, part=weight * batch_size: n - part for weight in self.weights]
-            self._solved[batch_size] = solve(beyond, batch_size, self._caps, self._quantum)
+            self._solved[batch_size] = solve(beyond, batch_size, self._max_shares, self._share_multiple_of)
         return list(self._solved[batch_size])
 
 
@@ -116,6 +120,6 @@ class Equal(Fixed):
     """Gives every rank the same number of samples. If a batch does not divide evenly, lower ranks take one more."""
 
     def __init__(
-        self, world_size: int, *, caps: Sequence[int | None] | None = None, quantum: int = 1
+        self, world_size: int, *, max_shares: Sequence[int | None] | None = None, share_multiple_of: int = 1
     ) -> None:
-        super().__init__([1.0] * world_size, caps=caps, quantum=quantum)
+        super().__init__([1.0] * world_size, max_shares=max_shares, share_multiple_of=share_multiple_of)

@@ -17,7 +17,7 @@ first: old and new shares take turns until the step times show which are shorter
 for the next one (``Backoff``), and this fades with time. A change that is soon reverted raises the threshold for
 immediate changes in the same way.
 
-A rank too slow for any share gets one quantum now and then as a probe, so that its recovery is noticed. Probes are
+A rank too slow for any share gets one multiple now and then as a probe, so that its recovery is noticed. Probes are
 rarer the more they cost. No change takes more than three quarters of a share at once.
 
 The shares of a step are fixed ``lookahead`` steps before it is observed, so they change at the same step on all ranks.
@@ -36,7 +36,7 @@ from evener.balance.backoff import Backoff
 from evener.balance.base import Balancer, Decision
 from evener.balance.division import Divides, Division, Rule
 from evener.balance.policy import Policy, PredictedChange
-from evener.balance.shares import normalize_caps
+from evener.balance.shares import normalize_max_shares
 from evener.balance.trial import DivisionComparison
 from evener.errors import ConfigurationError
 
@@ -49,33 +49,34 @@ class Controller(Balancer):
 
     Args:
         world_size: Number of ranks.
-        caps: The most samples that each rank can hold; None, for all or for one, is no limit.
-        quantum: Shares are multiples of it, except the one share that holds the remainder of the batch.
+        max_shares: The most samples that each rank can hold; None, for all or for one, is no limit.
+        share_multiple_of: Shares are multiples of it, except the one share that holds the remainder of the batch.
         lookahead: How many steps ahead of the current one shares may be asked for (the number of prefetched batches).
         policy: Thresholds that decide whether a change of shares is worth it.
 
     Raises:
-        ConfigurationError: If ``world_size``, ``quantum`` or ``lookahead`` is too small.
-        ShareError: From ``shares``, if the caps cannot hold the batch.
+        ConfigurationError: If ``world_size``, ``share_multiple_of`` or ``lookahead`` is too small.
+        ShareError: From ``shares``, if max_shares cannot hold the batch.
     """
 
     def __init__(
         self,
         world_size: int,
         *,
-        caps: Sequence[int | None] | None = None,
-        quantum: int = 1,
+        max_shares: Sequence[int | None] | None = None,
+        share_multiple_of: int = 1,
         lookahead: int = DEFAULT_LOOKAHEAD,
         policy: Policy = DEFAULT_POLICY,
     ) -> None:
-        if world_size < 1 or quantum < 1 or lookahead < 0:
+        if world_size < 1 or share_multiple_of < 1 or lookahead < 0:
             raise ConfigurationError(
-                f"world_size {world_size}, quantum {quantum}, lookahead {lookahead}: need at least 1, 1 and 0"
+                f"world_size {world_size}, share_multiple_of {share_multiple_of}, lookahead {lookahead}: "
+                "need at least 1, 1 and 0"
             )
         self.world_size = world_size
         """Number of ranks."""
-        self._caps = normalize_caps(caps, world_size)
-        self._quantum, self._lookahead, self._policy = quantum, lookahead, policy
+        self._max_shares = normalize_max_shares(max_shares, world_size)
+        self._share_multiple_of, self._lookahead, self._policy = share_multiple_of, lookahead, policy
         self._decisions: list[Decision] = []
         self._know_nothing()
         self._restart()
@@ -229,7 +230,9 @@ class Controller(Balancer):
         return self._rules[bisect_right(self._rules, step, key=lambda rule: rule.effective) - 1]
 
     def _divided(self, rule: Rule, step: int, batch_size: int) -> list[int]:
-        return rule.divide(step, batch_size, self._caps, self._quantum, self._policy.placeholder)
+        return rule.divide(
+            step, batch_size, self._max_shares, self._share_multiple_of, self._policy.placeholder
+        )
 
     # Deciding
 
@@ -370,7 +373,7 @@ class Controller(Balancer):
     def _probe(self, step: int, old: Sequence[int], candidate: Rule, new: Sequence[int]) -> None:
         """Gives one idle rank work for a single step: a rank whose probe is due, or which seems faster.
 
-        The work is what the candidate division gives the rank, or else one quantum.
+        The work is what the candidate division gives the rank, or else one multiple.
         """
         idle = [rank for rank, share in enumerate(old) if share == 0] if 0 in old else []
         due = [rank for rank in idle if self._may_probe(rank, step)]
@@ -378,15 +381,15 @@ class Controller(Balancer):
             return
         rank, base = min(due, key=lambda rank: self._next_probe[rank]), self._rules[-1].division
         at, division = candidate.effective, candidate.division
-        excess = division.seconds(rank, self._quantum) / division.slowest(old) - 1.0
+        excess = division.seconds(rank, self._share_multiple_of) / division.slowest(old) - 1.0
         self._next_probe[rank] = at + self._policy.probe_interval(excess)
         self._next_look = min(self._next_look, at)
         self._install(Rule(at, division) if new[rank] else Rule(at, base, probe=rank))
         self._install(Rule(at + 1, base))
 
     def _may_probe(self, rank: int, step: int) -> bool:
-        cap = self._caps[rank]
-        return (cap is None or cap >= self._quantum) and (
+        cap = self._max_shares[rank]
+        return (cap is None or cap >= self._share_multiple_of) and (
             self._seems_faster(rank) or step >= self._next_probe[rank]
         )
 

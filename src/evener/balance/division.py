@@ -17,19 +17,21 @@ from typing import Any, Protocol
 from evener.balance.shares import solve
 from evener.balance.time_model import Line
 
-Caps = Sequence[int | None]
+MaxShares = Sequence[int | None]
 
 
 class Divides(Protocol):
     """Interface of a division: divides batches of any size."""
 
-    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
-        """Returns the shares of all ranks. Raises ShareError if the batch exceeds the caps.
+    def __call__(
+        self, batch_size: int, max_shares: MaxShares, share_multiple_of: int, placeholder: int = 0
+    ) -> list[int]:
+        """Returns the shares of all ranks. Raises ShareError if the batch exceeds the limits.
 
         Args:
             batch_size: Sum of the shares.
-            caps: The most samples of each rank, None for no limit.
-            quantum: Shares are multiples of it, except the one share that holds the remainder of the batch.
+            max_shares: The most samples of each rank, None for no limit.
+            share_multiple_of: Shares are multiples of it, except the one share that holds the remainder of the batch.
             placeholder: Samples that a rank without a share computes all the same. A smaller share saves no time, so
                 each rank gets this many if the batch has enough.
         """
@@ -62,14 +64,22 @@ class Division:
     floors: tuple[float, ...] = ()
     """The least fraction of the batch for each rank; empty: 0 for all."""
 
-    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+    def __call__(
+        self, batch_size: int, max_shares: MaxShares, share_multiple_of: int, placeholder: int = 0
+    ) -> list[int]:
         """Implements :class:`Divides`."""
-        return solve(self._times(batch_size, quantum, placeholder), batch_size, caps, quantum)
+        return solve(
+            self._times(batch_size, share_multiple_of, placeholder), batch_size, max_shares, share_multiple_of
+        )
 
-    def _times(self, batch_size: int, quantum: int, placeholder: int) -> list[Callable[[int], float]]:
+    def _times(
+        self, batch_size: int, share_multiple_of: int, placeholder: int
+    ) -> list[Callable[[int], float]]:
         floors = self.floors or (0.0,) * len(self.lines)
         free = placeholder if batch_size >= placeholder * len(self.lines) else 0
-        least = [max(free, int(floor * batch_size) // quantum * quantum) for floor in floors]
+        least = [
+            max(free, int(floor * batch_size) // share_multiple_of * share_multiple_of) for floor in floors
+        ]
         return [_free_up_to(line, n) for line, n in zip(self.lines, least, strict=True)]
 
     def values(self) -> list[Any]:
@@ -105,7 +115,7 @@ class Rule:
     challenger: Divides | None = None
     """In a trial, the division that takes turns with ``division``; it has the first turn."""
     probe: int | None = None
-    """An idle rank that gets one quantum nevertheless, taken from the rank with the largest share."""
+    """An idle rank that gets one multiple nevertheless, taken from the rank with the largest share."""
     solved: dict[tuple[bool, int], list[int]] = field(default_factory=dict, repr=False)
 
     def values(self) -> list[Any]:
@@ -126,24 +136,31 @@ class Rule:
         """Returns True if ``step`` is the challenger's turn."""
         return self.challenger is not None and (step - self.effective) % 4 in (0, 3)
 
-    def divide(self, step: int, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
+    def divide(
+        self, step: int, batch_size: int, max_shares: MaxShares, share_multiple_of: int, placeholder: int = 0
+    ) -> list[int]:
         """Returns the shares of ``step``. Other arguments: see `Divides`. Each batch size is solved only once."""
         key = self.challenges(step), batch_size
         if key not in self.solved:
-            self.solved[key] = self._solve(*key, caps, quantum, placeholder)
+            self.solved[key] = self._solve(*key, max_shares, share_multiple_of, placeholder)
         return list(self.solved[key])
 
     def _solve(
-        self, challenges: bool, batch_size: int, caps: Caps, quantum: int, placeholder: int
+        self,
+        challenges: bool,
+        batch_size: int,
+        max_shares: MaxShares,
+        share_multiple_of: int,
+        placeholder: int,
     ) -> list[int]:
         division = self.challenger if challenges and self.challenger else self.division
-        shares = division(batch_size, caps, quantum, placeholder)
+        shares = division(batch_size, max_shares, share_multiple_of, placeholder)
         if self.probe is None or shares[self.probe]:
             return shares
         donor = max(range(len(shares)), key=shares.__getitem__)
-        if shares[donor] >= 2 * quantum:
-            shares[donor] -= quantum
-            shares[self.probe] += quantum
+        if shares[donor] >= 2 * share_multiple_of:
+            shares[donor] -= share_multiple_of
+            shares[self.probe] += share_multiple_of
         return shares
 
 

@@ -3,14 +3,15 @@
 Users name their own :class:`Balancer` subclass as ``package.module:Class``. Its constructor is called with those of
 these arguments that it has parameters for:
 
-=============  =========================================================================================
-world_size     number of ranks
-caps           the most samples of each rank, None for a rank without a limit; None if no rank has one
-quantum        shares are multiples of it, except the one share that holds the remainder of the batch
-lookahead      how many steps ahead of the current one shares may be asked for
-=============  =========================================================================================
+=================  =====================================================================================
+world_size         number of ranks
+max_shares         the most samples of each rank, None for a rank without a limit; None if no rank has one
+share_multiple_of  shares are multiples of it, except the one share that holds the remainder of the batch
+lookahead          how many steps ahead of the current one shares may be asked for
+=================  =====================================================================================
 
-A constructor without a ``caps`` or ``quantum`` parameter cannot be used with that option: it would be ignored.
+A constructor without a ``max_shares`` or ``share_multiple_of`` parameter cannot be used with that option: it would be
+ignored.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from evener.core.call_by_name import called_with, names_taken
 from evener.core.plugins import find, is_named, suggestion
 from evener.errors import ConfigurationError, ShareError
 
-Caps = Sequence[int | None] | None
+MaxShares = Sequence[int | None] | None
 
-BALANCERS: dict[str, Callable[[int, Caps, int, int], Balancer]] = {
-    "auto": lambda world_size, caps, quantum, lookahead: BySpeed(
-        world_size, caps=caps, quantum=quantum, lookahead=lookahead
+BALANCERS: dict[str, Callable[[int, MaxShares, int, int], Balancer]] = {
+    "auto": lambda world_size, max_shares, share_multiple_of, lookahead: BySpeed(
+        world_size, max_shares=max_shares, share_multiple_of=share_multiple_of, lookahead=lookahead
     ),
-    "equal": lambda world_size, caps, quantum, _: Equal(world_size, caps=caps, quantum=quantum),
+    "equal": lambda world_size, max_shares, share_multiple_of, _: Equal(
+        world_size, max_shares=max_shares, share_multiple_of=share_multiple_of
+    ),
 }
 
 
@@ -40,8 +43,8 @@ def make_balancer(
     text: str,
     world_size: int,
     *,
-    caps: Caps = None,
-    quantum: int = 1,
+    max_shares: MaxShares = None,
+    share_multiple_of: int = 1,
     lookahead: int = DEFAULT_LOOKAHEAD,
 ) -> Balancer:
     """Creates the balancer that ``text`` names.
@@ -50,24 +53,29 @@ def make_balancer(
         text: ``auto``, ``equal``, weights such as ``3,2,1`` or ``0.5,0.3,0.2``, or ``package.module:Class`` for a class
             of the user (the module docstring says how it is called).
         world_size: Number of ranks.
-        caps: The most samples of each rank; None, for all or for one, is no limit.
-        quantum: Shares are multiples of it, except the one share that holds the remainder of the batch.
+        max_shares: The most samples of each rank; None, for all or for one, is no limit.
+        share_multiple_of: Shares are multiples of it, except the one share that holds the remainder of the batch.
         lookahead: How many steps ahead of the current one shares may be asked for.
 
     Raises:
-        ShareError: If ``text`` names no balancer, or the weights or caps do not fit ``world_size``.
+        ShareError: If ``text`` names no balancer, or the weights or limits do not fit ``world_size``.
     """
     if text in BALANCERS:
-        return BALANCERS[text](world_size, caps, quantum, lookahead)
+        return BALANCERS[text](world_size, max_shares, share_multiple_of, lookahead)
     if is_named(text, "balancer", BALANCERS):
-        offered = {"world_size": world_size, "caps": caps, "quantum": quantum, "lookahead": lookahead}
+        offered = {
+            "world_size": world_size,
+            "max_shares": max_shares,
+            "share_multiple_of": share_multiple_of,
+            "lookahead": lookahead,
+        }
         return make_own(_imported(text), text, offered)
     if not text or text[0].isalpha():
         raise ShareError(
             f"balance {text!r}: choose {', '.join(BALANCERS)}, one weight for each rank such as 3,2,1, or "
             f"package.module:Class of your own{suggestion(text, BALANCERS)}"
         )
-    return Fixed(parse_shares(text, world_size), caps=caps, quantum=quantum)
+    return Fixed(parse_shares(text, world_size), max_shares=max_shares, share_multiple_of=share_multiple_of)
 
 
 def decides(text: str) -> bool:
@@ -115,7 +123,9 @@ def make_own(function: Callable[..., object], name: str, offered: dict[str, Any]
 
 def _limits(offered: dict[str, Any]) -> set[str]:
     """Returns the names of the limits that differ from their defaults."""
-    return {name for name, usual in (("caps", None), ("quantum", 1)) if offered[name] != usual}
+    return {
+        name for name, usual in (("max_shares", None), ("share_multiple_of", 1)) if offered[name] != usual
+    }
 
 
 def _imported(name: str) -> Callable[..., Balancer]:

@@ -14,13 +14,12 @@ Why that is optimal: as the times do not decrease, samples are given in the orde
 Before one is given at a time above ``T``, every rank holds all that it can finish within ``T``; so no
 division of more samples ends at ``T`` or earlier.
 
-Shares in multiples of a quantum are the same greedy in larger steps. A remainder ``batch_size % quantum``
-goes, as a whole, to the one rank that ends soonest with it. This is the optimum over all divisions in which
-one rank holds the remainder beyond a multiple and all others hold multiples: if a time ``T`` suffices for the
-batch, then either the ranks can finish one more quantum than the greedy gave within ``T``, so that some rank
-has room for the smaller remainder, or the greedy gave each exactly what it can finish, and the rank that
-holds the remainder in that division can take it here.
-"""
+Shares in multiples of a number are the same greedy in larger steps. The remainder of the batch goes, as a whole, to
+the one rank that ends soonest with it. This is the optimum over all divisions in which one rank holds the remainder
+beyond a multiple and all others hold multiples: if a time ``T`` suffices for the batch, then either the ranks can
+finish one more multiple than the greedy gave within ``T``, so that some rank has room for the smaller remainder, or
+the greedy gave each exactly what it can finish, and the rank that holds the remainder in that division can take it
+here."""
 
 from __future__ import annotations
 
@@ -39,46 +38,48 @@ HEAD_START = 512
 
 
 def solve(
-    times: Times, batch_size: int, caps: Sequence[int | None] | None = None, quantum: int = 1
+    times: Times, batch_size: int, max_shares: Sequence[int | None] | None = None, share_multiple_of: int = 1
 ) -> list[int]:
     """Returns the shares, by rank, with which the slowest rank finishes soonest.
 
-    The cost is O(steps log ranks) for ``steps = batch_size / quantum``, and for many steps
+    The cost is O(steps log ranks) for ``steps = batch_size / share_multiple_of``, and for many steps
     O(ranks log(steps)) evaluations of times in each of some 30 rounds of bisection, with the same result.
 
     Args:
         times: One non-decreasing function for each rank.
         batch_size: Sum of the shares.
-        caps: The most samples that each rank can hold; None, for all or for one, is no limit.
-        quantum: Shares are multiples of it, except one share, which also holds ``batch_size % quantum``.
+        max_shares: The most samples that each rank can hold; None, for all or for one, is no limit.
+        share_multiple_of: Shares are multiples of it, except one share, which also holds the remainder.
 
     Raises:
-        ShareError: If the ranks cannot hold the batch, or ``batch_size`` or ``quantum`` is too small.
+        ShareError: If the ranks cannot hold the batch, or ``batch_size`` or ``share_multiple_of`` is too small.
     """
-    if quantum < 1 or batch_size < 0:
-        raise ShareError(f"batch size {batch_size} and quantum {quantum}: they must be at least 0 and 1")
-    limits = _limits(len(times), batch_size, caps)
-    steps, remainder = divmod(batch_size, quantum)
-    room = [limit // quantum for limit in limits]
+    if share_multiple_of < 1 or batch_size < 0:
+        raise ShareError(
+            f"batch size {batch_size} and share_multiple_of {share_multiple_of}: they must be at least 0 and 1"
+        )
+    limits = _limits(len(times), batch_size, max_shares)
+    steps, remainder = divmod(batch_size, share_multiple_of)
+    room = [limit // share_multiple_of for limit in limits]
     if sum(room) < steps:
-        raise too_small(limits, batch_size, quantum)
-    taken = _head_start(times, steps, room, quantum) if steps > HEAD_START else [0] * len(times)
-    _give(times, taken, steps - sum(taken), room, quantum)
-    shares = [units * quantum for units in taken]
+        raise too_small(limits, batch_size, share_multiple_of)
+    taken = _head_start(times, steps, room, share_multiple_of) if steps > HEAD_START else [0] * len(times)
+    _give(times, taken, steps - sum(taken), room, share_multiple_of)
+    shares = [units * share_multiple_of for units in taken]
     if remainder:
-        _give_remainder(times, shares, remainder, limits, quantum)
+        _give_remainder(times, shares, remainder, limits, share_multiple_of)
     return shares
 
 
 def validate_shares(
-    shares: Sequence[int], batch_size: int, world_size: int, caps: Sequence[int | None] | None = None
+    shares: Sequence[int], batch_size: int, world_size: int, max_shares: Sequence[int | None] | None = None
 ) -> None:
     """Raises ShareError unless each rank has a share within its cap and the shares add up to ``batch_size``."""
     if len(shares) != world_size:
         raise ShareError(
             f"{len(shares)} shares {list(shares)} for {world_size} ranks: give one for each rank"
         )
-    limits = _limits(world_size, batch_size, caps)
+    limits = _limits(world_size, batch_size, max_shares)
     for rank, (share, limit) in enumerate(zip(shares, limits, strict=True)):
         if not 0 <= share <= limit:
             raise ShareError(f"rank {rank} has a share of {share} samples; it must be from 0 to {limit}")
@@ -112,21 +113,21 @@ def parse_shares(text: str, world_size: int) -> list[float]:
     return normalize_weights(weights, world_size)
 
 
-def parse_caps(text: str | None, world_size: int) -> list[int | None] | None:
+def parse_max_shares(text: str | None, world_size: int) -> list[int | None] | None:
     """Parses the most samples of each rank, such as ``"64,-,32"``, where ``-`` is no limit. Returns None for None.
 
     Raises:
-        ShareError: If the text is not a list of ``world_size`` caps.
+        ShareError: If the text is not a list of ``world_size`` limits.
     """
     if text is None:
         return None
     try:
-        caps = [None if part.strip() == "-" else int(part) for part in text.split(",")]
+        max_shares = [None if part.strip() == "-" else int(part) for part in text.split(",")]
     except ValueError:
         raise ShareError(
-            f"caps {text!r}: write the most samples of each rank, and - for no limit, such as 64,-"
+            f"max_shares {text!r}: write the most samples of each rank, and - for no limit, such as 64,-"
         ) from None
-    return normalize_caps(caps, world_size)
+    return normalize_max_shares(max_shares, world_size)
 
 
 def normalize_weights(weights: Sequence[float], world_size: int) -> list[float]:
@@ -146,37 +147,39 @@ def normalize_weights(weights: Sequence[float], world_size: int) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def normalize_caps(caps: Sequence[int | None] | None, world_size: int) -> list[int | None]:
-    """Returns one cap per rank, None for no limit. Raises ShareError for a wrong number of caps or a negative cap."""
-    if caps is None:
+def normalize_max_shares(max_shares: Sequence[int | None] | None, world_size: int) -> list[int | None]:
+    """Returns one limit per rank, None for none. Raises ShareError for a wrong number of limits or a negative one."""
+    if max_shares is None:
         return [None] * world_size
-    if len(caps) != world_size:
-        raise ShareError(f"{len(caps)} caps {list(caps)} for {world_size} ranks: give one for each rank")
-    for rank, cap in enumerate(caps):
+    if len(max_shares) != world_size:
+        raise ShareError(
+            f"{len(max_shares)} max_shares {list(max_shares)} for {world_size} ranks: give one for each rank"
+        )
+    for rank, cap in enumerate(max_shares):
         if cap is not None and cap < 0:
-            raise ShareError(f"the cap of rank {rank} is {cap}; it must be 0 or more samples")
-    return list(caps)
+            raise ShareError(f"max_shares of rank {rank} is {cap}; it must be 0 or more samples")
+    return list(max_shares)
 
 
-def _limits(world_size: int, batch_size: int, caps: Sequence[int | None] | None) -> list[int]:
+def _limits(world_size: int, batch_size: int, max_shares: Sequence[int | None] | None) -> list[int]:
     if world_size == 0:
         raise ShareError("there is no rank to divide the batch over: give the time of at least one")
-    known = normalize_caps(caps, world_size)
+    known = normalize_max_shares(max_shares, world_size)
     return [batch_size if cap is None else min(cap, batch_size) for cap in known]
 
 
-def too_small(limits: Sequence[int], batch_size: int, quantum: int) -> ShareError:
-    """Creates the error for a batch that exceeds the ranks' caps."""
-    units = f" in multiples of {quantum}" if quantum > 1 else ""
+def too_small(limits: Sequence[int], batch_size: int, share_multiple_of: int) -> ShareError:
+    """Creates the error for a batch that exceeds the ranks' limits."""
+    units = f" in multiples of {share_multiple_of}" if share_multiple_of > 1 else ""
     return ShareError(
-        f"the batch has {batch_size} samples, but the caps of the ranks, {list(limits)}, add up to "
-        f"{sum(limits)}{units}: make the batch smaller, raise the caps or add ranks"
+        f"the batch has {batch_size} samples, but max_shares of the ranks, {list(limits)}, add up to "
+        f"{sum(limits)}{units}: make the batch smaller, raise max_shares or add ranks"
     )
 
 
-def _give(times: Times, taken: list[int], steps: int, room: Sequence[int], quantum: int) -> None:
+def _give(times: Times, taken: list[int], steps: int, room: Sequence[int], share_multiple_of: int) -> None:
     heap = [
-        (time((units + 1) * quantum), rank)
+        (time((units + 1) * share_multiple_of), rank)
         for rank, (time, units) in enumerate(zip(times, taken, strict=True))
         if units < room[rank]
     ]
@@ -185,22 +188,25 @@ def _give(times: Times, taken: list[int], steps: int, room: Sequence[int], quant
         _, rank = heap[0]
         taken[rank] += 1
         if taken[rank] < room[rank]:
-            heapq.heapreplace(heap, (times[rank]((taken[rank] + 1) * quantum), rank))
+            heapq.heapreplace(heap, (times[rank]((taken[rank] + 1) * share_multiple_of), rank))
         else:
             heapq.heappop(heap)
 
 
-def _head_start(times: Times, steps: int, room: Sequence[int], quantum: int) -> list[int]:
+def _head_start(times: Times, steps: int, room: Sequence[int], share_multiple_of: int) -> list[int]:
     """Returns the quanta per rank that the greedy hands out up to a time just below the optimum, by bisection."""
     working = [(time, limit) for time, limit in zip(times, room, strict=True) if limit]
-    low = min(time(quantum) for time, _ in working)
-    high = max(time(limit * quantum) for time, limit in working)
+    low = min(time(share_multiple_of) for time, _ in working)
+    high = max(time(limit * share_multiple_of) for time, limit in working)
     best = [0] * len(times)
     while math.isfinite(high - low) and steps - sum(best) > 2 * len(times):
         middle = (low + high) / 2
         if not low < middle < high:
             break
-        found = [_units_within(middle, time, limit, quantum) for time, limit in zip(times, room, strict=True)]
+        found = [
+            _units_within(middle, time, limit, share_multiple_of)
+            for time, limit in zip(times, room, strict=True)
+        ]
         if sum(found) <= steps:
             low, best = middle, found
         else:
@@ -208,15 +214,15 @@ def _head_start(times: Times, steps: int, room: Sequence[int], quantum: int) -> 
     return best
 
 
-def _units_within(seconds: float, time: Callable[[int], float], limit: int, quantum: int) -> int:
+def _units_within(seconds: float, time: Callable[[int], float], limit: int, share_multiple_of: int) -> int:
     """Returns how many quanta, at most ``limit``, a rank finishes within ``seconds``."""
-    return bisect_right(range(1, limit + 1), seconds, key=lambda units: time(units * quantum))
+    return bisect_right(range(1, limit + 1), seconds, key=lambda units: time(units * share_multiple_of))
 
 
 def _give_remainder(
-    times: Times, shares: list[int], remainder: int, limits: Sequence[int], quantum: int
+    times: Times, shares: list[int], remainder: int, limits: Sequence[int], share_multiple_of: int
 ) -> None:
     fitting = [rank for rank, share in enumerate(shares) if share + remainder <= limits[rank]]
     if not fitting:
-        raise too_small(limits, sum(shares) + remainder, quantum)
+        raise too_small(limits, sum(shares) + remainder, share_multiple_of)
     shares[min(fitting, key=lambda rank: times[rank](shares[rank] + remainder))] += remainder

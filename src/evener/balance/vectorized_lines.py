@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.balance.division import CERTAIN, LEAST_PART, Caps, Division
+from evener.balance.division import CERTAIN, LEAST_PART, Division, MaxShares
 from evener.balance.shares import too_small
 from evener.balance.time_model import Line
 
@@ -70,8 +70,12 @@ class DivisionOfMany:
     floors: Array | None = None
     """The least fraction of the batch for each rank; None: 0 for all."""
 
-    def __call__(self, batch_size: int, caps: Caps, quantum: int, placeholder: int = 0) -> list[int]:
-        found: list[int] = _Solver(self, batch_size, caps, quantum, placeholder).shares.astype(int).tolist()
+    def __call__(
+        self, batch_size: int, max_shares: MaxShares, share_multiple_of: int, placeholder: int = 0
+    ) -> list[int]:
+        found: list[int] = (
+            _Solver(self, batch_size, max_shares, share_multiple_of, placeholder).shares.astype(int).tolist()
+        )
         return found
 
     def near(self, shares: Sequence[int]) -> DivisionOfMany:
@@ -94,19 +98,26 @@ class _Solver:
     """Computes the shares of one batch."""
 
     def __init__(
-        self, division: DivisionOfMany, batch_size: int, caps: Caps, quantum: int, placeholder: int
+        self,
+        division: DivisionOfMany,
+        batch_size: int,
+        max_shares: MaxShares,
+        share_multiple_of: int,
+        placeholder: int,
     ) -> None:
-        self._lines, self._quantum, ranks = division.lines, quantum, len(division.lines)
-        capped = np.array(caps, dtype=np.float64)  # None becomes NaN
+        self._lines, self._share_multiple_of, ranks = division.lines, share_multiple_of, len(division.lines)
+        capped = np.array(max_shares, dtype=np.float64)  # None becomes NaN
         self._limits = np.where(capped < batch_size, capped, batch_size).astype(int)
-        self._room = self._limits // quantum
+        self._room = self._limits // share_multiple_of
         floors = np.zeros(ranks) if division.floors is None else division.floors
         free = placeholder if batch_size >= placeholder * ranks else 0
-        self._free = np.maximum(free, (floors * batch_size).astype(int) // quantum * quantum)
-        steps, self._remainder = divmod(batch_size, quantum)
+        self._free = np.maximum(
+            free, (floors * batch_size).astype(int) // share_multiple_of * share_multiple_of
+        )
+        steps, self._remainder = divmod(batch_size, share_multiple_of)
         if int(self._room.sum()) < steps:
-            raise too_small(self._limits.tolist(), batch_size, quantum)
-        self.shares = self._with_remainder(self._units(steps) * quantum)
+            raise too_small(self._limits.tolist(), batch_size, share_multiple_of)
+        self.shares = self._with_remainder(self._units(steps) * share_multiple_of)
 
     def _seconds(self, n: Array) -> Array:
         return np.where(n <= self._free, 0.0, self._lines(n.astype(np.float64)))
@@ -116,8 +127,10 @@ class _Solver:
         soonest. These are all quanta that end before a certain time, found by bisection, and of those that end exactly
         at that time the ones of lower ranks."""
         working = self._room > 0
-        low = float(self._seconds(np.full(len(self._room), self._quantum))[working].min(initial=0.0))
-        high = float(self._seconds(self._room * self._quantum).max())
+        low = float(
+            self._seconds(np.full(len(self._room), self._share_multiple_of))[working].min(initial=0.0)
+        )
+        high = float(self._seconds(self._room * self._share_multiple_of).max())
         given = np.zeros_like(self._room)
         while low < (middle := (low + high) / 2) < high and int(given.sum()) < steps:
             found = self._within(middle)
@@ -132,33 +145,33 @@ class _Solver:
 
     def _within(self, seconds: float) -> NDArray[Any]:
         """Returns how many quanta each rank finishes within ``seconds``."""
-        quantum, room = self._quantum, self._room
+        share_multiple_of, room = self._share_multiple_of, self._room
         lines = self._lines
-        within = (seconds - lines.overhead_seconds) / (lines.seconds_per_sample * quantum)
+        within = (seconds - lines.overhead_seconds) / (lines.seconds_per_sample * share_multiple_of)
         units = np.clip(within, 0, room).astype(int)
         while (more := (units < room) & (self._on_line(units + 1) <= seconds)).any():
             units = units + more
         while (less := (units > 0) & (self._on_line(units) > seconds)).any():
             units = units - less
         for sizes, least in lines.cliffs:
-            below = np.where(least > seconds, np.ceil(sizes / quantum) - 1, np.inf)
+            below = np.where(least > seconds, np.ceil(sizes / share_multiple_of) - 1, np.inf)
             units = np.minimum(units, below).astype(int)
-        found: NDArray[Any] = np.maximum(units, np.minimum(self._free // quantum, room))
+        found: NDArray[Any] = np.maximum(units, np.minimum(self._free // share_multiple_of, room))
         return found
 
     def _on_line(self, units: NDArray[Any]) -> Array:
         lines = self._lines
-        seconds: Array = lines.overhead_seconds + lines.seconds_per_sample * (units * self._quantum)
+        seconds: Array = lines.overhead_seconds + lines.seconds_per_sample * (units * self._share_multiple_of)
         return seconds
 
     def _with_remainder(self, shares: NDArray[Any]) -> NDArray[Any]:
-        """Adds the remainder, which is less than a quantum, to the share of the rank that ends soonest with it."""
+        """Adds the remainder, which is less than a multiple, to the share of the rank that ends soonest with it."""
         remainder = self._remainder
         if not remainder:
             return shares
         fits = shares + remainder <= self._limits
         if not fits.any():
-            raise too_small(self._limits.tolist(), int(shares.sum()) + remainder, self._quantum)
+            raise too_small(self._limits.tolist(), int(shares.sum()) + remainder, self._share_multiple_of)
         ends = np.where(fits, self._seconds(shares + remainder), np.inf)
         shares[int(np.argmin(ends))] += remainder
         return shares

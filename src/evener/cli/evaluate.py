@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     *("batch_size", "micro_batch", "processes", "device", "strategy", "strategy_option", "mesh", "devices"),
-    *("balance", "caps", "quantum", "dtype", "precision", "precision_of", "compile", "compile_mode"),
+    *(
+        "balance",
+        "max_shares",
+        "share_multiple_of",
+        "dtype",
+        "precision",
+        "precision_of",
+        "compile",
+        "compile_mode",
+    ),
     *("compile_backend", "compile_check", "workers", "on_bad_sample", "timeout_seconds"),
 )
 WORDS = Words(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 SETTINGS = (
     "processes",
     "balance",
-    "caps",
-    "quantum",
+    "max_shares",
+    "share_multiple_of",
     "throttle",
     "strategy",
     "strategy_option",
@@ -50,7 +50,17 @@ SETTINGS = (
     "timeout_seconds",
 )
 OF_SCRIPTS = {
-    *("processes", "balance", "caps", "quantum", "steps", "batch_norm", "seed", "allreduce", "compress"),
+    *(
+        "processes",
+        "balance",
+        "max_shares",
+        "share_multiple_of",
+        "steps",
+        "batch_norm",
+        "seed",
+        "allreduce",
+        "compress",
+    ),
     *("bucket_mb", "device", "timeout_seconds"),
 }
 """Settings that apply to a script. A script has its own task and batch size."""

@@ -72,7 +72,7 @@ class PostBackwardSum(Reducer):
         trained = self._trained()
         missing = self._without_gradient([*trained, *self._thawed()])
         self._own = self._learner.look_at(self._learner.names)
-        self._learner.pace.work_done()
+        self._learner.work_timer.work_done()
         self._sum(trained)
         self._forget_frozen()
         return missing

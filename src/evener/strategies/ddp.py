@@ -205,7 +205,7 @@ class DdpCommHook:
         # Check this rank's own gradients before they are summed with those of others.
         self.soundness.append(self._learner.unsound.of_flat(bucket.buffer(), partial(self._named, bucket)))
         if self.saw_last_bucket:
-            self._learner.pace.work_done()
+            self._learner.work_timer.work_done()
             self._learner.has_drawn()
         with waiting():
             return self._send(bucket)

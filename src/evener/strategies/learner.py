@@ -90,7 +90,7 @@ class Learner:
         self.task, self.session, self.settings = task, session, settings
         self.scale = LossScale() if settings.precision.is_scaled else None
         """The loss scale. None if the precision needs none."""
-        self.pace = WorkTimer(stopwatch(session.device), settings.throttle, session.rank)
+        self.work_timer = WorkTimer(stopwatch(session.device), settings.throttle, session.rank)
         self.penalty: Readout = ReadyValue(0.0)
         """The value of the task's penalty in the last update."""
         self.penalty_soundness: Readout = ReadyValue(0.0)

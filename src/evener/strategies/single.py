@@ -28,7 +28,7 @@ class NoSync(Synchronizer):
         self._learner = learner
 
     def complete(self) -> tuple[str, ...]:
-        self._learner.pace.work_done()
+        self._learner.work_timer.work_done()
         return ()
 
     def completes_in_backward(self, parameter: nn.Parameter) -> bool:

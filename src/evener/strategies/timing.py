@@ -4,8 +4,8 @@ A rank's work ends with its last gradient bucket: afterwards it only waits for o
 long on all ranks. An emulated slower device sleeps just before it sends that bucket, in proportion to its work so far.
 To all other ranks it looks like a device that is really that slow::
 
-    with pace.step(41):     forward ─ backward ─ work_done: [sleep] ─ last bucket ─ ...
-    pace.seconds()         ├──────────────────────────────────────┤
+    with work_timer.step(41):     forward ─ backward ─ work_done: [sleep] ─ last bucket ─ ...
+    work_timer.seconds()         ├──────────────────────────────────────┤
 """
 
 from __future__ import annotations

@@ -96,18 +96,18 @@ class Engine:
             control, mesh = undo.enter_context(lent(self.session)), learner.mesh
             telling = undo.enter_context(way_to_tell(self.session, mesh, control, lambda: self.feed))
             told = self._observe, self.guard.waits, learner.graphs, telling, self.session.mixed
-            self.ledger = StepSync(control, mesh, self.session.device, lambda: self.loss, *told)
+            self.step_sync = StepSync(control, mesh, self.session.device, lambda: self.loss, *told)
             self.recomputing = Recomputing(learner, self.observers.event)
             self._by_hand = ManualStep(learner, control, self.config.non_finite)
             self._replicas = ReplicaCheck(learner, control, self.config, self.observers.event)
-            late = self.ledger.steps_late
+            late = self.step_sync.steps_late
             self.feed = BatchFeed(learner, self.config, self.batch_size, self.epochs, late)
             self.state = RunState(learner, self.feed, self.scheduler, self.config, self.observers)
             undo.callback(self.state.saver.close)
             self.skips = self.feed.skips
             self._owned = undo.pop_all()
         self.times = RankTimes()
-        self._at_hand = ManualBatch(self.learner, self._by_hand.pace)
+        self._at_hand = ManualBatch(self.learner, self._by_hand.work_timer)
         self._current: Batch | None = None
         self._upcoming: Batch | None = None
 
@@ -174,7 +174,7 @@ class Engine:
                 if self.steps_done == taken:  # the user's own loop took the step itself
                     self._took_by_hand(batch)
                 batch = upcoming
-            self.ledger.finish()
+            self.step_sync.finish()
             self.learner.graphs.agree(self.session.control.gather_objects)
             self.tell()
             self._replicas.check(self.steps_done, everything=True)
@@ -197,16 +197,16 @@ class Engine:
                 the rank that finds it keeps the weights from before the step.
             RankError, RankTimeoutError: If another rank is gone or late.
         """
-        began, learner, ledger, number = time.perf_counter(), self.learner, self.ledger, self.steps_done
+        began, learner, sync, number = time.perf_counter(), self.learner, self.step_sync, self.steps_done
         watchdog, recomputing = self.session.watchdog, self.recomputing.step(batch, number)
         with watchdog.explained(), watchdog.phase("training", step=number), recomputing:
-            step = Step(batch, number, ledger.settle, learner.names_in_order)
-            next_count = ledger.count(self._upcoming)
-            outcome = learner.run(batch, partial(ledger.divisor, step, learner.loss_scale), number)
-            elapsed = learner.pace.elapsed()
-            forget = ledger.post(step, outcome, self._upcoming, next_count, elapsed, self.feed.input_seconds)
+            step = Step(batch, number, sync.settle, learner.names_in_order)
+            next_count = sync.count(self._upcoming)
+            outcome = learner.run(batch, partial(sync.divisor, step, learner.loss_scale), number)
+            elapsed = learner.work_timer.elapsed()
+            forget = sync.post(step, outcome, self._upcoming, next_count, elapsed, self.feed.input_seconds)
             learner.update(forget, number, partial(self.guard.passes, step))
-            if ledger.buffers_changed:
+            if sync.buffers_changed:
                 share_buffers(learner, batch)
         step.lr = float(learner.optimizer.param_groups[0]["lr"])
         self._advance(batch)
@@ -220,7 +220,7 @@ class Engine:
         Raises:
             DivergenceError: If the loss or a gradient of a rank was not finite.
         """
-        self.ledger.check()
+        self.step_sync.check()
 
     def _observe(self, step: Step) -> None:
         """Records the times of a step, once all ranks know them."""
@@ -238,7 +238,7 @@ class Engine:
 
     def tell(self) -> None:
         """Tells the observers of finished steps whose results are known and of new events, each once."""
-        for step in self.ledger.told():
+        for step in self.step_sync.told():
             if self.observers.are_some:
                 self.observers.step(step.record())
         for event in self.feed.new_events():
@@ -273,8 +273,8 @@ class Engine:
     def _took_by_hand(self, batch: Batch) -> None:
         """Ends a step that the user's own loop took: the ranks exchange only their times."""
         self.settle()
-        own = self._by_hand.over(batch)
-        self.feed.observe_times(self.ledger.tell_times(Step(batch, self.steps_done, self.ledger.settle), own))
+        own, sync = self._by_hand.over(batch), self.step_sync
+        self.feed.observe_times(sync.tell_times(Step(batch, self.steps_done, sync.settle), own))
         self.times.compute += 0.0 if math.isnan(own) else own
         self._advance(batch)
 
@@ -294,7 +294,7 @@ class Engine:
             raise ConfigurationError(
                 "there is nothing to evaluate on: give a dataset, or a Task with `evaluate=`"
             )
-        self.ledger.finish()
+        self.step_sync.finish()
         self.tell()
         began = time.perf_counter()
         with self.session.watchdog.phase("evaluation", step=self.steps_done):
@@ -377,7 +377,7 @@ class Engine:
             DataError: If no checkpoint can be read.
         """
         self._at_hand.close()
-        self.ledger.forget()
+        self.step_sync.forget()
         self.state.load(path, tell)
 
     def give_up(self) -> None:

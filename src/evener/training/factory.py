@@ -11,7 +11,7 @@ from evener.balance.base import Balancer, Equal
 from evener.balance.by_speed_large import BySpeedOfMany
 from evener.balance.controller import DEFAULT_LOOKAHEAD
 from evener.balance.registry import BALANCERS, decides, fixed_weights, make_balancer
-from evener.balance.shares import parse_caps
+from evener.balance.shares import parse_max_shares
 from evener.balance.throttle import Throttle
 from evener.collectives.registry import check_compression, find
 from evener.components.amp.policy import Precision
@@ -65,7 +65,10 @@ def balancer_of(
             _refuse_ignored(config, "the data are partitioned by sample, and a rank computes what it holds")
         return Equal(reading.ranks)
     if data is not None and balance == "auto":
-        limits = {"caps": parse_caps(config.caps, reading.ranks), "quantum": config.quantum}
+        limits = {
+            "max_shares": parse_max_shares(config.max_shares, reading.ranks),
+            "share_multiple_of": config.share_multiple_of,
+        }
         return BySpeedOfMany(reading.ranks, data.index, data.teams, lookahead=lookahead, **limits)
     return balancer_called(balance, config, reading.ranks, lookahead)
 
@@ -74,8 +77,10 @@ def balancer_called(
     balance: str, config: RunConfig, parts: int, lookahead: int = DEFAULT_LOOKAHEAD
 ) -> Balancer:
     """Returns the balancer with that name, within the limits of the settings, for ``parts`` parts of a batch."""
-    caps = parse_caps(config.caps, parts)
-    return make_balancer(balance, parts, caps=caps, quantum=config.quantum, lookahead=lookahead)
+    max_shares = parse_max_shares(config.max_shares, parts)
+    return make_balancer(
+        balance, parts, max_shares=max_shares, share_multiple_of=config.share_multiple_of, lookahead=lookahead
+    )
 
 
 def strategy_of(config: RunConfig, world_size: int) -> Strategy:
@@ -127,7 +132,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Strat
 
     Raises:
         ConfigurationError: If the strategy cannot be laid over ``world_size`` ranks, or a setting does not go with it.
-        ShareError: If shares, caps or throttle do not fit its parts of a batch.
+        ShareError: If shares, limits or throttle do not fit its parts of a batch.
     """
     _refuse_streams(config)
     dtype = getattr(torch, config.dtype) if config.dtype else None
@@ -190,7 +195,11 @@ def _devices_of(config: RunConfig, strategy: Strategy) -> tuple[str, ...] | None
 def _refuse_ignored(config: RunConfig, why: str) -> None:
     """Refuses settings about shares of a batch if no batch is divided."""
     balances = config.balance not in (None, "equal") and decides(balance_of(config, 1, unlike=False))
-    asked = {f"balance {config.balance!r}": balances, "caps": config.caps, "quantum": config.quantum != 1}
+    asked = {
+        f"balance {config.balance!r}": balances,
+        "max_shares": config.max_shares,
+        "share_multiple_of": config.share_multiple_of != 1,
+    }
     ignored = [name for name, is_set in asked.items() if is_set]
     if ignored:
         raise ConfigurationError(f"{' and '.join(ignored)} would do nothing: {why}; leave it out")

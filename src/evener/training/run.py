@@ -202,7 +202,7 @@ class Run:
         self._batches = engine.batches()
         for batch in self._batches:
             check()
-            engine.ledger.wish = stopping.wish(saving.wish() if saving else 0.0)
+            engine.step_sync.wish = stopping.wish(saving.wish() if saving else 0.0)
             step = engine.step(batch)
             last = step.batch  # without its samples
             if batch.last:

@@ -163,7 +163,7 @@ def test_memory_that_runs_out_in_the_midst_gives_the_rooms_back() -> None:
     [
         of_two("uneven", "ddp", tower, tier=ALWAYS, balance="2,1", micro_batch=24),
         of_two("weights in parts", Sharded(zero=3)),
-        of_two("gradients in parts", Sharded(zero=2, owns="2,1"), tower),
+        of_two("gradients in parts", Sharded(zero=2, shard_sizes="2,1"), tower),
         of_two("optimizer in parts", Sharded(zero=1), tower, NIGHTLY),
         of_two("tensor", "tensor"),
         of_two("context", "context", tier=NIGHTLY),

@@ -326,8 +326,8 @@ def test_optimizers_of_torchao_are_taken_as_they_are(ranks: Any, tmp_path: Path,
         assert_equal(ranks(2).run(_trained, settings, kind, path)[0][1], found)
 
 
-def _with_a_code_changed(heal: str | None) -> int | str:
-    with engine(check_replicas=2, heal=heal, **EIGHT) as each:
+def _with_a_code_changed(on_replica_mismatch: str | None) -> int | str:
+    with engine(check_replicas=2, on_replica_mismatch=on_replica_mismatch, **EIGHT) as each:
         try:
             for batch in each.batches():
                 each.step(batch)

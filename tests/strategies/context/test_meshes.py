@@ -116,7 +116,7 @@ slow = pytest.mark.slow
         ("heads", TENSOR, {"clip_norm": 0.1}),
         pytest.param("scores", TENSOR, {"clip_norm": 0.1, "micro_batch": 2}, marks=NIGHTLY),
         ("repeated", STAGES, {"strategy": Pipeline(schedule="zero-bubble"), "micro_batch": 3}),
-        ("penalised", SHARDS, {"strategy": Sharded(zero=2, owns="2,1"), "balance": "2,1"}),
+        ("penalised", SHARDS, {"strategy": Sharded(zero=2, shard_sizes="2,1"), "balance": "2,1"}),
         pytest.param("multi", SHARDS, {"balance": "3,1", "micro_batch": 2}, marks=NIGHTLY),
         pytest.param("dropping", TENSOR, {"micro_batch": 3}, marks=slow),
         pytest.param("layered", TENSOR, {}, marks=NIGHTLY),

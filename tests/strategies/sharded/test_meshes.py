@@ -55,8 +55,8 @@ def trajectory(task: str, environment: Environment | None = None, **settings: An
 # Stages
 
 
-def staged(zero: int, owns: str | None = None, **options: Any) -> tuple[Any, ...]:
-    return Pipeline(**options), Sharded(zero=zero, owns=owns)
+def staged(zero: int, shard_sizes: str | None = None, **options: Any) -> tuple[Any, ...]:
+    return Pipeline(**options), Sharded(zero=zero, shard_sizes=shard_sizes)
 
 
 @pytest.mark.parametrize(

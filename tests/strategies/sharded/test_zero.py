@@ -144,9 +144,12 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
     ("name", "settings"),
     [
         ("recurrent", {"balance": "5,1,2", "clip_norm": 0.05, "bucket_mb": 1e-5}),
-        ("recurrent", {"strategy": Zero(owns="3,1,1"), "balance": "3,0,1", "micro_batch": 4}),
+        ("recurrent", {"strategy": Zero(shard_sizes="3,1,1"), "balance": "3,0,1", "micro_batch": 4}),
         pytest.param(
-            *("recurrent", {"strategy": Zero(stage=1, owns="1,0,2"), "micro_batch": 4, "bucket_mb": 1e-3}),
+            *(
+                "recurrent",
+                {"strategy": Zero(stage=1, shard_sizes="1,0,2"), "micro_batch": 4, "bucket_mb": 1e-3},
+            ),
             marks=NIGHTLY,
         ),
         pytest.param(
@@ -157,7 +160,7 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
         ("looked_up", {"balance": "5,1,2"}),
         ("without_a_length", {}),
         ("behind_its_back", {"balance": "5,1,2"}),
-        ("penalised", {"strategy": Zero(owns="1,0,2"), "balance": "5,1,2", "clip_norm": 0.2}),
+        ("penalised", {"strategy": Zero(shard_sizes="1,0,2"), "balance": "5,1,2", "clip_norm": 0.2}),
         ("recurrent", {"strategy": Zero(in_common=True), "balance": "5,1,2", "bucket_mb": 1e-3}),
         pytest.param(
             *("behind_its_back", {"strategy": Zero(1, "3,1,0", in_common=True), "micro_batch": 4}),
@@ -174,7 +177,7 @@ def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[s
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("recurrent", {"strategy": Zero(owns="2,1"), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
+        ("recurrent", {"strategy": Zero(shard_sizes="2,1"), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
         ("recurrent", {"strategy": Zero(in_common=True), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
         (
             "recurrent",
@@ -191,9 +194,9 @@ def test_rows_are_divided_over_one_axis_of_a_mesh(ranks: Any, name: str, setting
     ("size", "strategy"),
     spread(
         [
-            (2, Zero(owns="3,1")),
-            *((size, strategy) for size in (2, 3) for strategy in (Zero(), Zero(stage=1, owns="2,1"))),
-            (3, Zero(owns="3,1")),
+            (2, Zero(shard_sizes="3,1")),
+            *((size, strategy) for size in (2, 3) for strategy in (Zero(), Zero(stage=1, shard_sizes="2,1"))),
+            (3, Zero(shard_sizes="3,1")),
         ],
         SLOW,
         *[NIGHTLY] * 5,
@@ -201,16 +204,16 @@ def test_rows_are_divided_over_one_axis_of_a_mesh(ranks: Any, name: str, setting
     ids=str,
 )
 def test_the_promises_are_kept(ranks: Any, strategy: Zero, size: int) -> None:
-    owns = strategy.owns and f"{strategy.owns}{',0' * (size - 2)}"
-    ranks(size).run(check_strategy, Zero(strategy.stage, owns))
+    shard_sizes = strategy.shard_sizes and f"{strategy.owns}{',0' * (size - 2)}"
+    ranks(size).run(check_strategy, Zero(strategy.stage, shard_sizes))
 
 
 @pytest.mark.nightly
 def test_the_promises_are_kept_by_unequal_owners(ranks: Any) -> None:
-    ranks(3).run(check_strategy, Zero(owns="3,1,0"))
+    ranks(3).run(check_strategy, Zero(shard_sizes="3,1,0"))
 
 
-@pytest.mark.parametrize("strategy", spread([Zero(stage=1), Zero(owns="2,1")], SLOW, NIGHTLY), ids=str)
+@pytest.mark.parametrize("strategy", spread([Zero(stage=1), Zero(shard_sizes="2,1")], SLOW, NIGHTLY), ids=str)
 def test_the_promises_are_kept_on_a_mesh(ranks: Any, strategy: Zero) -> None:
     ranks(4).run(check_strategy, strategy, mesh="data=2,shard=2")
 
@@ -218,7 +221,12 @@ def test_the_promises_are_kept_on_a_mesh(ranks: Any, strategy: Zero) -> None:
 def shares(throttle: str) -> list[tuple[int, ...]]:
     """Of each step, until they are unequal: how soon that is depends on what else the machine does."""
     config = RunConfig(
-        strategy=Zero(owns="1,3"), device="cpu", steps=400, epochs=200, balance="auto", throttle=throttle
+        strategy=Zero(shard_sizes="1,3"),
+        device="cpu",
+        steps=400,
+        epochs=200,
+        balance="auto",
+        throttle=throttle,
     )
     found: list[tuple[int, ...]] = []
     with Engine(plain(), config) as engine:
@@ -280,7 +288,7 @@ def gradients_of_wholes(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("size", "owns", "parts"),
+    ("size", "shard_sizes", "parts"),
     [
         (2, None, (0.5, 0.5)),
         (2, "2,1", (2 / 3, 1 / 3)),
@@ -290,10 +298,10 @@ def gradients_of_wholes(engine: Engine) -> Any:
     ids=str,
 )
 def test_each_rank_holds_the_part_that_was_asked_for(
-    ranks: Any, size: int, owns: str | None, parts: tuple[float, ...]
+    ranks: Any, size: int, shard_sizes: str | None, parts: tuple[float, ...]
 ) -> None:
     for micro_batch in (None, 4):
-        found = ranks(size).run(held, Zero(owns=owns), bucket_mb=0.1, micro_batch=micro_batch)
+        found = ranks(size).run(held, Zero(shard_sizes=shard_sizes), bucket_mb=0.1, micro_batch=micro_batch)
         for (gradients, state, whole), part in zip(found, parts, strict=True):
             assert gradients == pytest.approx(part * whole, rel=0.05)
             assert state == pytest.approx(2 * part * whole, rel=0.05), (
@@ -316,11 +324,13 @@ ONE: dict[str, Any] = {"strategy": "single"}
 @pytest.mark.parametrize(
     "places",
     [
-        pytest.param((({"strategy": Zero(owns="2,1")}, 2), (ONE, 1)), marks=pytest.mark.slow),
-        pytest.param(((ONE, 1), ({"strategy": Zero(stage=1, owns="1,5,0")}, 3)), marks=pytest.mark.slow),
-        (({"strategy": Zero(owns="3,1")}, 2), ({"strategy": Zero(owns="1,2,2")}, 3)),
-        (({"strategy": Zero(owns="1,0,4")}, 3), ({"strategy": "ddp"}, 2)),
-        (({"strategy": "ddp"}, 3), ({"strategy": Zero(owns="1,3"), "mesh": "data=2,shard=2"}, 4)),
+        pytest.param((({"strategy": Zero(shard_sizes="2,1")}, 2), (ONE, 1)), marks=pytest.mark.slow),
+        pytest.param(
+            ((ONE, 1), ({"strategy": Zero(stage=1, shard_sizes="1,5,0")}, 3)), marks=pytest.mark.slow
+        ),
+        (({"strategy": Zero(shard_sizes="3,1")}, 2), ({"strategy": Zero(shard_sizes="1,2,2")}, 3)),
+        (({"strategy": Zero(shard_sizes="1,0,4")}, 3), ({"strategy": "ddp"}, 2)),
+        (({"strategy": "ddp"}, 3), ({"strategy": Zero(shard_sizes="1,3"), "mesh": "data=2,shard=2"}, 4)),
     ],
     ids=str,
 )
@@ -505,7 +515,7 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
         ("whole_weights", {}, "each rank of strategy 'sharded' holds a slice"),
         ("recurrent", {"compress": "fp16"}, "strategy 'sharded' with zero=2 cannot compress with 'fp16'"),
         ("recurrent", {"allreduce": "ring"}, "all-reduce 'ring' brings the sum to all ranks; to the owners"),
-        ("recurrent", {"strategy": Zero(owns="1,2,3")}, "3 weights .* for 2 ranks"),
+        ("recurrent", {"strategy": Zero(shard_sizes="1,2,3")}, "3 weights .* for 2 ranks"),
     ],
 )
 def test_what_cannot_be_is_refused(ranks: Any, name: str, settings: dict[str, Any], words: str) -> None:
@@ -518,9 +528,9 @@ def test_what_cannot_be_is_refused(ranks: Any, name: str, settings: dict[str, An
     ("options", "words"),
     [
         ({"stage": 3}, "there is no stage 3"),
-        ({"owns": "2,much"}, "owns='2,much' .* write one number for each rank"),
-        ({"owns": "0,0"}, "some rank must have work"),
-        ({"owns": "1,-1"}, "the weight of rank 1 is -1"),
+        ({"shard_sizes": "2,much"}, "shard_sizes='2,much' .* write one number for each rank"),
+        ({"shard_sizes": "0,0"}, "some rank must have work"),
+        ({"shard_sizes": "1,-1"}, "the weight of rank 1 is -1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:

@@ -77,24 +77,24 @@ class NeedsTimes(AllToTheFirst):
         self.slowest = round(sum(seconds))
 
 
-class IgnoresCaps(AllToTheFirst):
-    def __init__(self, world_size: int, caps: Sequence[int | None] | None) -> None:
+class IgnoresMaxShares(AllToTheFirst):
+    def __init__(self, world_size: int, max_shares: Sequence[int | None] | None) -> None:
         super().__init__(world_size)
 
 
-class RefusesCaps(Equal):
+class RefusesMaxShares(Equal):
     """Names them, and can do with none."""
 
-    def __init__(self, world_size: int, caps: Sequence[int | None] | None) -> None:
-        if caps is not None:
-            raise ShareError("no luck with caps")
+    def __init__(self, world_size: int, max_shares: Sequence[int | None] | None) -> None:
+        if max_shares is not None:
+            raise ShareError("no luck with max_shares")
         super().__init__(world_size)
 
 
-class RefusesAQuantum(Equal):
-    def __init__(self, world_size: int, quantum: int) -> None:
-        if quantum > 1:
-            raise ShareError("no luck with a quantum")
+class RefusesAMultiple(Equal):
+    def __init__(self, world_size: int, share_multiple_of: int) -> None:
+        if share_multiple_of > 1:
+            raise ShareError("no luck with share_multiple_of")
         super().__init__(world_size)
 
 
@@ -106,8 +106,8 @@ class NeverRefuses(Equal):
             return [batch_size] + [0] * (len(self.weights) - 1)
 
 
-class IgnoresTheQuantum(Equal):
-    def __init__(self, world_size: int, quantum: int) -> None:
+class IgnoresTheMultiple(Equal):
+    def __init__(self, world_size: int, share_multiple_of: int) -> None:
         super().__init__(world_size)
 
 
@@ -146,16 +146,18 @@ BROKEN = [
     (HandsOutItsOwnList, "whenever they are asked", "and then []"),
     (DrawsAtRandom, "equal inputs get equal shares", "drawn from the step"),
     (NeedsTimes, "NaN where there is none", "raised ValueError"),
-    (IgnoresCaps, "within the caps", "a share of 6 samples; it must be from 0 to 3"),
-    (NeverRefuses, "is a ShareError", "Caps [3, 4, 5], a batch of 13"),
-    (IgnoresTheQuantum, "multiples of the quantum", "a quantum of 4"),
+    (IgnoresMaxShares, "within max_shares", "a share of 6 samples; it must be from 0 to 3"),
+    (NeverRefuses, "is a ShareError", "max_shares [3, 4, 5], a batch of 13"),
+    (IgnoresTheMultiple, "multiples of share_multiple_of", "share_multiple_of=4"),
     (ForgetsWhatItLearned, "as if nothing had happened", "Step 40"),
     (KeepsNoPlainValues, "through JSON", "no plain values"),
     (DecidesForThePast, "from a later step on", "why not"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "seen"), [(RefusesCaps, "with caps"), (RefusesAQuantum, "with a quantum")])
+@pytest.mark.parametrize(
+    ("kind", "seen"), [(RefusesMaxShares, "with max_shares"), (RefusesAMultiple, "with share_multiple_of")]
+)
 @pytest.mark.parametrize("named", [False, True], ids=["class", "name"])
 def test_a_limit_that_is_named_is_tried(kind: type[Balancer], seen: str, named: bool) -> None:
     """Whatever the constructor makes of it."""

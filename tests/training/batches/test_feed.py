@@ -104,7 +104,7 @@ def lookahead() -> int:
     with Engine(tasks.plain(), config) as engine, spied as made:
         engine.feed.open(engine.progress).close()
         found: int = made.call_args.args[2]
-        return found - engine.ledger.steps_late - 1
+        return found - engine.step_sync.steps_late - 1
 
 
 def test_shares_are_decided_alike_for_the_rank_that_reads_furthest_ahead(ranks: Any) -> None:

@@ -161,11 +161,11 @@ def test_without_a_word_they_are_compared_at_the_end(ranks: Any) -> None:
         assert said.startswith("after step 5 ")
 
 
-@pytest.mark.parametrize(("heal", "edit"), [("majority", 0), ("majority", 2), ("rank0", 1)])
-def test_a_rank_that_went_astray_is_healed(ranks: Any, heal: str, edit: int) -> None:
+@pytest.mark.parametrize(("on_replica_mismatch", "edit"), [("majority", 0), ("majority", 2), ("rank0", 1)])
+def test_a_rank_that_went_astray_is_healed(ranks: Any, on_replica_mismatch: str, edit: int) -> None:
     """The others take no step with it: it is found before the next."""
     undisturbed = ranks(3).run(train, "ddp", {})[0][2]
-    for said, events, found in ranks(3).run(edited_and_healed, heal, edit):
+    for said, events, found in ranks(3).run(edited_and_healed, on_replica_mismatch, edit):
         assert said == ""
         (note,) = events
         assert isinstance(note, Note)
@@ -175,7 +175,7 @@ def test_a_rank_that_went_astray_is_healed(ranks: Any, heal: str, edit: int) -> 
         assert_same(found, undisturbed)
 
 
-def edited_and_healed(heal: str, edit: int) -> Any:
+def edited_and_healed(on_replica_mismatch: str, edit: int) -> Any:
     """The weight changes within the third step, behind the optimizer's back."""
 
     class Slip(torch.optim.SGD):
@@ -190,7 +190,7 @@ def edited_and_healed(heal: str, edit: int) -> Any:
 
     told = Remembering()
     task = brittle(optimizer=lambda p: Slip(p, lr=0.1, momentum=0.9))
-    settings: dict[str, Any] = {"steps": 6, "check_replicas": 1, "heal": heal}
+    settings: dict[str, Any] = {"steps": 6, "check_replicas": 1, "on_replica_mismatch": on_replica_mismatch}
     with Engine(task, device="cpu", dtype="float64", strategy="ddp", observers=[told], **settings) as engine:
         for batch in engine.batches():
             engine.step(batch)
@@ -198,15 +198,15 @@ def edited_and_healed(heal: str, edit: int) -> Any:
 
 
 def test_two_have_no_majority(ranks: Any) -> None:
-    def refused(heal: str, strategy: Any = "ddp") -> str:
+    def refused(on_replica_mismatch: str, strategy: Any = "ddp") -> str:
         try:
-            with Engine(brittle(), device="cpu", strategy=strategy, heal=heal):
+            with Engine(brittle(), device="cpu", strategy=strategy, on_replica_mismatch=on_replica_mismatch):
                 return "nothing was said"
         except ConfigurationError as error:
             return str(error)
 
     for message in ranks(2).run(refused, "majority"):
-        assert message.startswith("heal=majority would do nothing: it takes 3 ranks")
+        assert message.startswith("on_replica_mismatch=majority would do nothing: it takes 3 ranks")
     assert ranks(2).run(refused, "rank0") == ["nothing was said"] * 2
     for message in ranks(2).run(refused, "rank0", Apart()):
         assert "lets the ranks differ between steps" in message
@@ -224,9 +224,9 @@ def test_ranks_that_may_differ_are_not_compared(ranks: Any) -> None:
         assert said == ""
 
 
-def test_heal_without_a_comparison_is_refused() -> None:
+def test_a_remedy_without_a_comparison_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="would do nothing"):
-        RunConfig(heal="rank0", check_replicas=0)
+        RunConfig(on_replica_mismatch="rank0", check_replicas=0)
 
 
 def test_a_run_of_buffers_that_differ_is_stopped(ranks: Any) -> None:

@@ -69,7 +69,7 @@ def test_on_gpus_there_are_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch)
     ("settings", "words"),
     [
         ({"balance": "3,2,1"}, "balance '3,2,1' says something of each rank"),
-        ({"caps": "8,-,8"}, "caps '8,-,8'"),
+        ({"max_shares": "8,-,8"}, "max_shares '8,-,8'"),
         ({"throttle": "1,1,0.5"}, "throttle '1,1,0.5'"),
         ({"throttle_at": ("3:1:0.5",)}, "throttle_at '3:1:0.5'"),
         ({"rendezvous": Rendezvous(nnodes="2", master_addr="head")}, "and nnodes '2'"),

@@ -184,7 +184,7 @@ def learning_shares(is_prepared: bool) -> tuple[Weights, list[tuple[int, ...]]]:
     loop, shares, last = Loop(is_prepared), [], [0]
     if is_prepared:
         each = (0.001, 0.004)[evener.rank()]
-        preparing.current("").pace.taken = lambda: ReadyValue(each * last[0])  # type: ignore[method-assign]
+        preparing.current("").work_timer.taken = lambda: ReadyValue(each * last[0])  # type: ignore[method-assign]
     for _ in range(12):
         for x, y in loop.loader:
             last[0] = len(y)

@@ -60,13 +60,13 @@ def trained(most: int, late: bool, by_hand: bool = False, **settings: Any) -> tu
         for batch in engine.batches():
             seconds = 0.001 * (1 + engine.session.rank) * batch.shares[engine.learner.data.index]
             if by_hand:
-                engine._by_hand.pace.taken = lambda seconds=seconds: ReadyValue(seconds)  # type: ignore[method-assign,misc]
+                engine._by_hand.work_timer.taken = lambda seconds=seconds: ReadyValue(seconds)  # type: ignore[method-assign,misc]
                 (micro,) = batch.micro_batches
                 total = engine.loss.total(engine.model(micro.inputs), micro.targets)
                 engine.backward(total, len(micro.samples))
                 engine.update()
             else:
-                engine.learner.pace.taken = lambda seconds=seconds: ReadyValue(seconds)  # type: ignore[method-assign,misc]
+                engine.learner.work_timer.taken = lambda seconds=seconds: ReadyValue(seconds)  # type: ignore[method-assign,misc]
                 engine.step(batch)
             shares.append(batch.shares)
         weights = sum(float(p.detach().sum()) for p in engine.model.parameters())

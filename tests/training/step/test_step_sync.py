@@ -89,26 +89,26 @@ class Number:
 
 
 class Books:
-    """A late ledger of rank 0 of two, and what is to be known of each step."""
+    """A late StepSync of rank 0 of two, and what is to be known of each step."""
 
     def __init__(self, rows: Sequence[list[float]]) -> None:
         self.exchange, self.observed = Exchange(), list[Step]()
         self.totals = Totals(*rows)
         mesh = Mesh(Layout({"data": 2}), 0, None, 1.0, timedelta(seconds=1))
-        self.ledger = StepSync(self.exchange, mesh, META, lambda: LOSS, self.observed.append)
+        self.step_sync = StepSync(self.exchange, mesh, META, lambda: LOSS, self.observed.append)
         self.steps: list[Step] = []
         self.timed: list[int] = []
         """The steps whose time has been read."""
 
     def step(self, **outcome: Any) -> Step:
-        """What an engine does with the ledger in a step."""
+        """What an engine does with it in a step."""
         number = len(self.steps)
-        step = Step(batch(number), number, self.ledger.settle)
-        upcoming = self.ledger.count(batch(number + 1))
-        self.ledger.divisor(step)
+        step = Step(batch(number), number, self.step_sync.settle)
+        upcoming = self.step_sync.count(batch(number + 1))
+        self.step_sync.divisor(step)
         known = StepOutcome((self._device_number(),), (), False, DeferredValue(lambda: self._seconds(number)))
         elapsed = DeferredValue(lambda: number + 1.5)
-        self.ledger.post(step, replace(known, **outcome), batch(number + 1), upcoming, elapsed, 0.25)
+        self.step_sync.post(step, replace(known, **outcome), batch(number + 1), upcoming, elapsed, 0.25)
         step.seconds = 1.0
         self.steps.append(step)
         return step
@@ -153,7 +153,7 @@ def test_times_travel_with_the_row_of_the_next_step() -> None:
     assert one.timed == [0, 1, 2], "the time of the step that was queued last is not read"
     assert [step.number for step in one.observed] == [0, 1]
     assert one.observed[1].compute_seconds == (2, 20)
-    assert one.ledger.steps_late == 2
+    assert one.step_sync.steps_late == 2
 
 
 @pytest.mark.usefixtures("registered")
@@ -184,26 +184,26 @@ def test_the_end_tells_the_last_step_too() -> None:
     one = books()
     for _ in range(3):
         one.step()
-    assert [step.number for step in one.ledger.told()] == [0]
-    one.ledger.finish()
-    told = list(one.ledger.told())
+    assert [step.number for step in one.step_sync.told()] == [0]
+    one.step_sync.finish()
+    told = list(one.step_sync.told())
     assert [step.number for step in told] == [1, 2]
     assert told[-1].compute_seconds == (3, 30)
     assert told[-1].input_seconds == (0.25, 2.5)
     posted = len(one.exchange.rows)
-    one.ledger.finish()
+    one.step_sync.finish()
     assert len(one.exchange.rows) == posted
-    assert list(one.ledger.told()) == []
+    assert list(one.step_sync.told()) == []
 
 
 @pytest.mark.usefixtures("registered")
 def test_steps_may_follow_what_looked_like_the_end() -> None:
     one = books()
     one.step()
-    one.ledger.finish()
+    one.step_sync.finish()
     one.step()
     one.step()
-    one.ledger.finish()
+    one.step_sync.finish()
     assert [step.number for step in one.observed] == [0, 1, 2]
     assert [step.compute_seconds[0] for step in one.observed] == [1, 2, 3]
 
@@ -217,7 +217,7 @@ def test_the_first_step_that_went_wrong_is_named_whatever_came_of_it(steps: int)
     for _ in range(1 + steps):
         one.step()
     with pytest.raises(DivergenceError, match="a gradient is not finite in step 1 on rank 1"):
-        one.ledger.check()
+        one.step_sync.check()
 
 
 @pytest.mark.usefixtures("registered")
@@ -226,26 +226,26 @@ def test_a_step_that_went_wrong_is_not_told() -> None:
     for _ in range(3):
         one.step()
     with pytest.raises(DivergenceError, match="the loss is nan in step 0 on rank 0"):
-        list(one.ledger.told())
+        list(one.step_sync.told())
 
 
 @pytest.mark.usefixtures("registered")
 def test_what_is_missing_on_all_ranks_is_known_before_the_update() -> None:
     one = books()
     one.step()
-    step = Step(batch(1), 1, one.ledger.settle)
-    one.ledger.divisor(step)
+    step = Step(batch(1), 1, one.step_sync.settle)
+    one.step_sync.divisor(step)
     missing = StepOutcome((), ("head.weight",), False, ReadyValue(0.5))
     with mock.patch.object(Others, "wait", lambda self: [self._row, self._row]):
-        assert list(one.ledger.post(step, missing, None, [], ReadyValue(1.0), 0.0)) == ["head.weight"]
+        assert list(one.step_sync.post(step, missing, None, [], ReadyValue(1.0), 0.0)) == ["head.weight"]
 
 
 def test_numbers_of_any_shape_and_of_the_host_travel_too() -> None:
     """A total may have one element and any number of dimensions; a stage without a loss gives a number."""
     with mock.patch("evener.training.step.step_sync.is_late", return_value=True):
         mesh = Mesh(Layout({"data": 1}), 0, None, 1.0, timedelta(seconds=1))
-        ledger = StepSync(Exchange(), mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
-    step = Step(batch(0), 0, ledger.settle)
+        step_sync = StepSync(Exchange(), mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
+    step = Step(batch(0), 0, step_sync.settle)
     outcome = StepOutcome(
         (
             ReadyValue(torch.tensor([[1.5]])),
@@ -257,7 +257,7 @@ def test_numbers_of_any_shape_and_of_the_host_travel_too() -> None:
         ReadyValue(0.5),
         soundness=(ReadyValue(torch.tensor([math.inf])),),
     )
-    ledger.post(step, outcome, None, [], ReadyValue(1.0), 0.0)
+    step_sync.post(step, outcome, None, [], ReadyValue(1.0), 0.0)
     assert step.total == 1.5 + 2.0 + 1 / 3
     assert step.results is not None
     assert step.results().gradient == (0, 0.0)
@@ -385,19 +385,19 @@ class Dead(Pending):
 def test_a_step_whose_row_died_with_a_rank_is_known_without_its_loss() -> None:
     mesh = Mesh(Layout({"data": 2}), 0, None, 1.0, timedelta(seconds=1))
     exchange = Exchange()
-    ledger = StepSync(exchange, mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
+    step_sync = StepSync(exchange, mesh, torch.device("cpu"), lambda: LOSS, lambda step: None)
     outcome = StepOutcome((ReadyValue(3.0),), (), False, ReadyValue(1.0), (ReadyValue(0.0),))
     for number in range(2):
-        step = Step(batch(number), number, ledger.settle)
-        ledger.divisor(step)
+        step = Step(batch(number), number, step_sync.settle)
+        step_sync.divisor(step)
         if number == 1:
             exchange.exchange = lambda values: Dead()  # type: ignore[method-assign]
-        ledger.post(step, outcome, None, [], ReadyValue(1.5), 0.25)
-        assert ledger.lost_before(number + 1) is None
+        step_sync.post(step, outcome, None, [], ReadyValue(1.5), 0.25)
+        assert step_sync.lost_before(number + 1) is None
     with pytest.raises(RankError):
-        ledger.settle_before(2)
-    assert ledger.lost_before(1) is None
-    lost = ledger.lost_before(2)
+        step_sync.settle_before(2)
+    assert step_sync.lost_before(1) is None
+    lost = step_sync.lost_before(2)
     assert lost is not None
     record = lost.record()
     assert (record.step, record.samples, record.shares) == (1, 4, (2, 2))
@@ -421,7 +421,7 @@ def lines_run(ranks: int, mode: str) -> int:
     mesh = Mesh(layout, 0, None, 1.0, timedelta(seconds=1))
     told: list[Step] = []
     exchange = mock.Mock(exchange=lambda row: Crowd(row, ranks))
-    ledger = StepSync(exchange, mesh, torch.device("cpu"), lambda: LOSS, told.append)
+    step_sync = StepSync(exchange, mesh, torch.device("cpu"), lambda: LOSS, told.append)
     lines = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -433,15 +433,15 @@ def lines_run(ranks: int, mode: str) -> int:
     for number in range(3):
         micro = MicroBatch(torch.ones(2), torch.arange(2), torch.arange(2))
         one = Batch(0, number, 4 * number, 2 * layout.data_axis(0).degree, (2,), [micro], False)
-        step = Step(one, number, ledger.settle)
+        step = Step(one, number, step_sync.settle)
         gc.collect()  # what other tests have left ends now, and not in the midst of what is counted
         gc.disable()
         sys.settrace(trace if number == 2 else None)
         try:
-            ledger.post(step, outcome, one, [ReadyValue(2.0)], ReadyValue(1.5), 0.25)
-            ledger.settle()
+            step_sync.post(step, outcome, one, [ReadyValue(2.0)], ReadyValue(1.5), 0.25)
+            step_sync.settle()
             step.seconds = 1.0
-            for each in ledger.told():
+            for each in step_sync.told():
                 each.record()
                 noticed(each, "cpu")
         finally:

@@ -24,8 +24,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "shares of a batch": {
         "balance": "equal, auto, W0,W1,... or package.module:Class",
-        "caps": "most samples of each rank, such as 64,- (-: no limit)",
-        "quantum": "shares are multiples of N, but for one rank's",
+        "max_shares": "most samples of each rank, such as 64,- (-: no limit)",
+        "share_multiple_of": "shares are multiples of N, but for one rank's",
         "throttle": "EMULATE unequal devices: speeds such as 1,0.5",
         "throttle_at": "EMULATE a change of speed; may be repeated",
     },
@@ -74,7 +74,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "timeout_seconds": "longest wait for other ranks",
         "grace_seconds": "time to save and end after Ctrl-C",
         "check_replicas": "compare the ranks' state every N steps; 0: never",
-        "heal": "where ranks differ, take the state of majority or rank0",
+        "on_replica_mismatch": "where ranks differ, take the state of majority or rank0",
         "recover": "after a death: memory of others, or file",
     },
 }

@@ -18,11 +18,11 @@ class LoopSettings(TypedDict, total=False):
     balance: str | None
     batch_norm: str
     bucket_mb: float | None
-    caps: str | None
+    max_shares: str | None
     check_data: str | None
     compress: str | None
     device: str | None
-    quantum: int
+    share_multiple_of: int
     seed: int
     throttle: str | None
     throttle_at: tuple[str, ...]
@@ -46,7 +46,7 @@ class Settings(LoopSettings, total=False):
     clip_norm: float | None
     non_finite: str
     check_replicas: int | None
-    heal: str | None
+    on_replica_mismatch: str | None
     workers: int
     dtype: str | None
     precision: str | None

@@ -21,9 +21,9 @@ from evener.core.config.validation import (
     check_best,
     check_compile,
     check_device,
-    check_heal,
     check_non_finite,
     check_offload,
+    check_on_replica_mismatch,
     check_precision,
     check_recompute,
     check_settings,
@@ -129,10 +129,10 @@ class RunConfig:
         "(default: auto where the ranks' devices are not alike, else equal)",
         metavar="HOW",
     )
-    caps: str | None = option(
+    max_shares: str | None = option(
         None, "most samples of each rank in a batch, such as 64,- (- for no limit)", metavar="N0,N1,..."
     )
-    quantum: int = option(1, "shares are multiples of N, but for one rank's", metavar="N")
+    share_multiple_of: int = option(1, "shares are multiples of N, but for one rank's", metavar="N")
     throttle: str | None = option(
         None,
         "EMULATE unequal devices: each rank sleeps until it is as slow as this fraction of its speed, such as 1,0.5",
@@ -160,7 +160,7 @@ class RunConfig:
         "compare what ranks must hold alike every N steps and at the end; 0: never (default: as often as costs 0.5 %)",
         metavar="N",
     )
-    heal: str | None = option(
+    on_replica_mismatch: str | None = option(
         None,
         "where replicas differ, give them the state of the majority or of rank 0 (default: stop)",
         choices=("majority", "rank0"),
@@ -330,7 +330,7 @@ class RunConfig:
             at_least("processes", self.processes, 1)
         micro_batch = number_or_auto("micro_batch", self.micro_batch, "samples", 1)
         object.__setattr__(self, "micro_batch", micro_batch)
-        for name in ("batch_size", "epochs", "steps", "quantum", "keep"):
+        for name in ("batch_size", "epochs", "steps", "share_multiple_of", "keep"):
             at_least(name, getattr(self, name), 1)
         for name in ("evaluate_every", "seed", "check_replicas", "workers"):
             at_least(name, getattr(self, name), 0)
@@ -360,8 +360,8 @@ class RunConfig:
         one_of("on_full_disk", self.on_full_disk, FULL_DISK)
         check_device(self.device)
         one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
-        one_of("heal", self.heal, ("majority", "rank0"))
-        check_heal(self.heal, self.check_replicas)
+        one_of("on_replica_mismatch", self.on_replica_mismatch, ("majority", "rank0"))
+        check_on_replica_mismatch(self.on_replica_mismatch, self.check_replicas)
         check_non_finite(self.non_finite, self.compress)
         one_of("check_data", self.check_data, CHECK_DATA)
         one_of("on_bad_sample", self.on_bad_sample, BAD_SAMPLE)

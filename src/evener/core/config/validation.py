@@ -179,10 +179,12 @@ def check_compile(compile: str | None, mode: str | None, backend: str, usual_bac
         raise ConfigurationError(f"{words}: set compile too, or leave them out")
 
 
-def check_heal(heal: str | None, check_replicas: int | None) -> None:
-    """Raises ConfigurationError if ``heal`` is set but replicas are never compared."""
-    if heal and check_replicas == 0:
-        raise ConfigurationError(f"heal={heal} would do nothing with check_replicas=0; leave one out")
+def check_on_replica_mismatch(on_replica_mismatch: str | None, check_replicas: int | None) -> None:
+    """Raises ConfigurationError if ``on_replica_mismatch`` is set but replicas are never compared."""
+    if on_replica_mismatch and check_replicas == 0:
+        raise ConfigurationError(
+            f"on_replica_mismatch={on_replica_mismatch} would do nothing with check_replicas=0; leave one out"
+        )
 
 
 def check_non_finite(non_finite: str, compress: str | None) -> None:

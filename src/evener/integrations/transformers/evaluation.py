@@ -81,7 +81,7 @@ class Assessment:
             micro_batch=None,
         )
         options = replace(options, skips=options.skips and not wanted)
-        engine.ledger.finish()
+        engine.step_sync.finish()
         engine.tell()
         chosen = dataset if labelled else Unlabelled(dataset)
         with engine.session.watchdog.phase("evaluation", step=engine.steps_done):

@@ -183,7 +183,7 @@ class Following(Callback):
         if ranks == 1 or all(type(each) in _ALIKE for each in callbacks):
             return
         own = [float(getattr(control, flag)) for flag in _FLAGS]
-        rows = self._engine.ledger.control.exchange(own).wait()
+        rows = self._engine.step_sync.control.exchange(own).wait()
         for flag, asked in zip(_FLAGS, zip(*rows, strict=True), strict=True):
             setattr(control, flag, any(asked))
 

@@ -145,7 +145,7 @@ class ScheduleRunner:
             if stage == self._last:
                 total = term_of(learner.task.exact_loss(), found, piece)
         current.rewind()
-        self._learner.pace.work_done()
+        self._learner.work_timer.work_done()
         if stage == self._last:
             self._keep_total(found, total, micro)
             self._note(FORWARD, stage, micro, began)
@@ -204,7 +204,7 @@ class ScheduleRunner:
         return [output for output, _ in found], [gradient for _, gradient in found]
 
     def _send_back(self, stage: int, micro: int, saved: SavedForward) -> None:
-        self._learner.pace.work_done()
+        self._learner.work_timer.work_done()
         if stage:
             gradients = tuple(leaf.grad for leaf in saved.inputs)
             self._post.send(self._key(micro, BACKWARD, stage), gradients, (stage - 1) % self._post.degree)
@@ -223,7 +223,7 @@ class ScheduleRunner:
         began = time.perf_counter()
         with resumed(saved.scope):
             backward_of_weights(saved.groups or [], self._weights)
-        self._learner.pace.work_done()
+        self._learner.work_timer.work_done()
         self._note(WEIGHT, stage, micro, began)
 
     @cached_property

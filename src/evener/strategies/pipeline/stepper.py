@@ -56,7 +56,7 @@ class PipelineStepper(Stepper):
         pieces = list(chain.from_iterable(cut))
         plan = plan_of(self._schedule, place.post.degree, place.stages, len(pieces), place.post.index)
         self.order = plan.order
-        with learner.pace.step(step):
+        with learner.work_timer.step(step):
             looked_at = len(cut[0]) if self._unchecked and len(cut[0]) > 1 else 0
             turn = ScheduleRunner(place, plan, pieces, divisor, step, looked_at)
             with learner.synchronizer.until_complete():
@@ -72,7 +72,7 @@ class PipelineStepper(Stepper):
             totals=tuple(turn.totals),
             missing=missing,
             buffers_changed=before != learner.loose_buffers.versions(),
-            compute_seconds=learner.pace.taken(),
+            compute_seconds=learner.work_timer.taken(),
             soundness=learner.synchronizer.soundness(),
         )
 

@@ -320,7 +320,7 @@ class FsdpSum(PostBackwardSum):
 
     def _work_done(self) -> None:
         if self._stepping:
-            self._learner.pace.work_done()
+            self._learner.work_timer.work_done()
 
     def _give_back(self) -> None:
         """Frees the whole weights that a forward pass without backward has left."""
@@ -343,7 +343,7 @@ class FsdpSum(PostBackwardSum):
         return reads_explained(self._units)
 
     def complete(self) -> tuple[str, ...]:
-        self._learner.pace.work_done()
+        self._learner.work_timer.work_done()
         self._give_back()
         missing = tuple(self._unused(p for p in self._learner.names if p.requires_grad))
         whole = self._trained()

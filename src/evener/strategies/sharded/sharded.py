@@ -47,7 +47,7 @@ class Sharded(Strategy):
 
     zero: int = 3
     """ZeRO stage. 1 divides the optimizer state; 2 also divides the gradients; 3 also divides the weights."""
-    owns: str | None = None
+    shard_sizes: str | None = None
     """Stages 1 and 2 only: the part of each rank, such as ``2,1``. None gives equal parts."""
     in_common: bool = False
     """Stages 1 and 2 only: see :class:`~evener.strategies.sharded.zero.Zero`."""
@@ -70,10 +70,10 @@ class Sharded(Strategy):
             raise ConfigurationError(
                 f"{strange[0]} goes with zero=3, not with zero={self.zero}: leave it out"
             )
-        if self.zero == 3 and self.owns is not None:
+        if self.zero == 3 and self.shard_sizes is not None:
             raise ConfigurationError(
-                f"owns={self.owns} goes with zero=1 and zero=2; with zero=3 PyTorch's FSDP2 has equal parts: say "
-                "zero=2, or leave it out"
+                f"shard_sizes={self.shard_sizes} goes with zero=1 and zero=2; with zero=3 PyTorch's FSDP2 has equal "
+                "parts: say zero=2, or leave it out"
             )
         if self.zero == 3 and self.in_common:
             raise ConfigurationError(
@@ -86,7 +86,7 @@ class Sharded(Strategy):
         return (
             Fsdp(self.wrap, self.reshard, self.offload)
             if self.zero == 3
-            else Zero(self.zero, self.owns, self.in_common)
+            else Zero(self.zero, self.shard_sizes, self.in_common)
         )
 
     @property

@@ -10,9 +10,9 @@ weight. The gradient sum of a row goes to its owner. The owner alone updates the
     gathered                            a b c                                  a b c
 
 So the optimizer state, and with stage 2 the summed gradients, are in memory once and not once per rank. The rows that a
-rank owns do not depend on the samples that it computes: ``owns`` follows the memory of the ranks, shares follow their
-speed (Cephalo, ICS 2025, https://arxiv.org/abs/2411.01075). The stages are those of ZeRO (Rajbhandari and others, SC
-2020, https://arxiv.org/abs/1910.02054).
+rank owns do not depend on the samples that it computes: ``shard_sizes`` follows the memory of the ranks, shares
+follow their speed (Cephalo, ICS 2025, https://arxiv.org/abs/2411.01075). The stages are those of ZeRO (Rajbhandari and
+others, SC 2020, https://arxiv.org/abs/1910.02054).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Zero(Strategy):
     """Keeps whole weights on every rank, and divides optimizer state and (stage 2) gradients.
 
     Raises:
-        ConfigurationError: If the stage is not 1 or 2, or ``owns`` is not a list of numbers.
+        ConfigurationError: If the stage is not 1 or 2, or ``shard_sizes`` is not a list of numbers.
     """
 
     stage: int = 2
     """1 divides the optimizer state; 2 also divides the summed gradients."""
-    owns: str | None = None
+    shard_sizes: str | None = None
     """Part of each rank, such as ``2,1``. None gives equal parts."""
     in_common: bool = False
     """Whether the ranks of a host share one copy of the whole weights, also in the user's own training loop. Writes to
@@ -69,8 +69,8 @@ class Zero(Strategy):
             raise ConfigurationError(
                 f"there is no stage {self.stage!r} of rows with owners; there are 1 and 2"
             )
-        if self.owns is not None:
-            self._parts(self.owns.count(",") + 1)
+        if self.shard_sizes is not None:
+            self._parts(self.shard_sizes.count(",") + 1)
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         self._parts(world_size)
@@ -100,12 +100,14 @@ class Zero(Strategy):
         check_elementwise(optimizer, self.label)
 
     def _parts(self, degree: int) -> list[float]:
-        if self.owns is None:
+        if self.shard_sizes is None:
             return [1 / degree] * degree
         try:
-            return parse_shares(self.owns, degree)
+            return parse_shares(self.shard_sizes, degree)
         except ShareError as error:
-            raise ConfigurationError(f"owns={self.owns!r} of strategy 'sharded': {error}") from error
+            raise ConfigurationError(
+                f"shard_sizes={self.shard_sizes!r} of strategy 'sharded': {error}"
+            ) from error
 
 
 def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:

@@ -160,7 +160,7 @@ class ZeroSum(Reducer):
 
     def _work_done(self) -> None:
         if self._last:
-            self._learner.pace.work_done()
+            self._learner.work_timer.work_done()
 
     def complete(self) -> tuple[str, ...]:
         self._begin()

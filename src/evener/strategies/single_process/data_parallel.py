@@ -179,7 +179,7 @@ class DeviceReplicas(Stepper):
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner = self._learner
-        with learner.pace.step(step):
+        with learner.work_timer.step(step):
             parts = self._parts(batch, self._shares(step, batch.size))
             self._refresh()
             did = self._compute(parts, divisor, step)
@@ -192,7 +192,7 @@ class DeviceReplicas(Stepper):
             totals=tuple(map(read, totals)),
             missing=missing,
             buffers_changed=False,
-            compute_seconds=learner.pace.taken(),
+            compute_seconds=learner.work_timer.taken(),
             soundness=learner.synchronizer.soundness(),
         )
 

@@ -23,14 +23,14 @@ class Plain(Stepper):
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner, synchronizer = self._learner, self._learner.synchronizer
         before = learner.loose_buffers.versions()
-        with learner.pace.step(step):
+        with learner.work_timer.step(step):
             totals = self._passes(batch.micro_batches, divisor, step)
             missing = synchronizer.complete()
         return StepOutcome(
             totals=tuple(totals),
             missing=missing,
             buffers_changed=before != learner.loose_buffers.versions(),
-            compute_seconds=learner.pace.taken(),
+            compute_seconds=learner.work_timer.taken(),
             soundness=synchronizer.soundness(),
         )
 

@@ -41,8 +41,8 @@ def check_balancer(
 
     Args:
         make: A value that ``--balance`` takes, or what such a name stands for: a class or function with any of the
-            parameters ``world_size``, ``caps``, ``quantum`` and ``lookahead``. Caps and quantum are tested if it has
-            these parameters. The tested caps allow samples on every rank.
+            parameters ``world_size``, ``max_shares``, ``share_multiple_of`` and ``lookahead``. Limits are tested if
+            it has parameters for them. The tested ones allow samples on every rank.
         world_size: Number of ranks.
         batch_sizes: Batch sizes that each step asks to divide.
         steps: Length of each run.
@@ -57,7 +57,7 @@ def check_balancer(
         _check_decisions(trial, first)
         _check_determinism(trial, first)
         _check_caps(trial)
-        _check_quantum(trial)
+        _check_multiple(trial)
         _check_state(trial, first)
 
 
@@ -85,13 +85,13 @@ class BalancerTrial:
 
     @property
     def knows_limits(self) -> set[str]:
-        """The limits it has parameters for: ``caps``, ``quantum``. Evener's own balancers take both."""
+        """The limits it has parameters for: ``max_shares``, ``share_multiple_of``. Evener's own balancers take both."""
         function: Callable[..., Balancer] | str = self.make
         if isinstance(function, str):
             if ":" not in function:
-                return {"caps", "quantum"}
+                return {"max_shares", "share_multiple_of"}
             function = type(make_balancer(function, self.world_size))
-        return names_taken(function, _offered(self.world_size)) & {"caps", "quantum"}
+        return names_taken(function, _offered(self.world_size)) & {"max_shares", "share_multiple_of"}
 
     def made(self, seed: int = 0, **limits: Any) -> Balancer:
         """Makes a new balancer, after seeding all random generators with ``seed``."""
@@ -107,26 +107,26 @@ class BalancerTrial:
         balancer: Balancer,
         first: int = 0,
         batch_sizes: tuple[int, ...] | None = None,
-        caps: Sequence[int | None] | None = None,
+        max_shares: Sequence[int | None] | None = None,
     ) -> History:
         """Asks for shares and reports times in all steps, and checks every answer."""
         history = History(balancer)
         for step in range(first, first + self.steps):
             for asked in range(step, step + LOOKAHEAD + 1):
                 for size in batch_sizes or self.batch_sizes:
-                    self._ask(history, asked, size, caps)
+                    self._ask(history, asked, size, max_shares)
             size = (batch_sizes or self.batch_sizes)[step % len(batch_sizes or self.batch_sizes)]
             shares = history.answers[step, size]
             self._tell(balancer, step, shares)
         return history
 
-    def _ask(self, history: History, step: int, size: int, caps: Sequence[int | None] | None) -> None:
+    def _ask(self, history: History, step: int, size: int, max_shares: Sequence[int | None] | None) -> None:
         shares = history.balancer.shares(step, size)
         where = f"Step {step}, a batch of {size} over {self.world_size} ranks: {shares!r}"
         if not isinstance(shares, list) or not all(type(share) is int for share in shares):
             raise broken(self.name, "shares are a list of int", where)
         try:
-            validate_shares(shares, size, self.world_size, caps)
+            validate_shares(shares, size, self.world_size, max_shares)
         except ShareError as error:
             raise broken(self.name, ADD_UP, f"{where}: {error}") from error
         before = history.answers.setdefault((step, size), list(shares))
@@ -155,13 +155,13 @@ class BalancerTrial:
         return [math.nan if none else time for none, time in zip(absent, times, strict=True)]
 
 
-ADD_UP = "shares are one integer of at least 0 for each rank, within the caps, and add up to the batch"
+ADD_UP = "shares are one integer of at least 0 for each rank, within max_shares, and add up to the batch"
 STAY = "shares are the same whenever they are asked for the same step and batch"
 HEARS = "it takes every rank's time, NaN where there is none"
 
 
 def _offered(world_size: int) -> dict[str, Any]:
-    return {"world_size": world_size, "caps": None, "quantum": 1, "lookahead": LOOKAHEAD}
+    return {"world_size": world_size, "max_shares": None, "share_multiple_of": 1, "lookahead": LOOKAHEAD}
 
 
 def _check_decisions(trial: BalancerTrial, history: History) -> None:
@@ -198,38 +198,46 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _check_caps(trial: BalancerTrial) -> None:
-    if "caps" not in trial.knows_limits:
+    if "max_shares" not in trial.knows_limits:
         return
-    caps: list[int | None] = [3 + rank for rank in range(trial.world_size)]
+    max_shares: list[int | None] = [3 + rank for rank in range(trial.world_size)]
     most = sum(3 + rank for rank in range(trial.world_size))
     try:
-        trial.run(trial.made(caps=caps), batch_sizes=(0, 1, most // 2, most - 1, most), caps=caps)
+        trial.run(
+            trial.made(max_shares=max_shares),
+            batch_sizes=(0, 1, most // 2, most - 1, most),
+            max_shares=max_shares,
+        )
     except ShareError as error:
         raise broken(
-            trial.name, "a batch that the caps can hold is divided", f"Caps {caps}, up to {most}: {error}"
+            trial.name,
+            "a batch that max_shares can hold is divided",
+            f"max_shares {max_shares}, up to {most}: {error}",
         ) from error
     try:
-        shares = trial.made(caps=caps).shares(0, most + 1)
+        shares = trial.made(max_shares=max_shares).shares(0, most + 1)
     except ShareError:
         return
     raise broken(
         trial.name,
-        "a batch that the caps cannot hold is a ShareError",
-        f"Caps {caps}, a batch of {most + 1}: {shares}",
+        "a batch that max_shares cannot hold is a ShareError",
+        f"max_shares {max_shares}, a batch of {most + 1}: {shares}",
     )
 
 
-def _check_quantum(trial: BalancerTrial) -> None:
-    if "quantum" not in trial.knows_limits:
+def _check_multiple(trial: BalancerTrial) -> None:
+    if "share_multiple_of" not in trial.knows_limits:
         return
-    promise = "shares are multiples of the quantum, but for one"
+    promise = "shares are multiples of share_multiple_of, but for one"
     try:
-        history = trial.run(trial.made(quantum=4))
+        history = trial.run(trial.made(share_multiple_of=4))
     except ShareError as error:
-        raise broken(trial.name, promise, f"A quantum of 4: {error}") from error
+        raise broken(trial.name, promise, f"share_multiple_of=4: {error}") from error
     for (step, size), shares in history.answers.items():
         if sum(share % 4 != 0 for share in shares) > 1:
-            raise broken(trial.name, promise, f"Step {step}, a batch of {size}, a quantum of 4: {shares}")
+            raise broken(
+                trial.name, promise, f"Step {step}, a batch of {size}, share_multiple_of=4: {shares}"
+            )
 
 
 def _check_state(trial: BalancerTrial, history: History) -> None:

@@ -74,7 +74,7 @@ def _of_two_steps(config: RunConfig) -> RunConfig:
         weights=None,
         resume=None,
         check_replicas=0,
-        heal=None,
+        on_replica_mismatch=None,
         check_data=None,
         throttle=None,
         throttle_at=(),

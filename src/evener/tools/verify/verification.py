@@ -115,7 +115,7 @@ def _in_numbers(config: RunConfig) -> RunConfig:
 
 def alone(config: RunConfig) -> RunConfig:
     """Returns the settings of the same run on one device."""
-    alike: dict[str, Any] = {"balance": "equal", "caps": None, "quantum": 1}
+    alike: dict[str, Any] = {"balance": "equal", "max_shares": None, "share_multiple_of": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
     alike |= {"offload": None, "offload_to": None}

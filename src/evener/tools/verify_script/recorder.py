@@ -34,7 +34,7 @@ from evener.tools.verify.trajectory import RandomSketch, Sketches, as_real
 from evener.tools.verify_script.events import Event, Record, ScriptLines, What
 
 _OF_ONE_DEVICE: dict[str, Any] = {"balance": "equal"}
-_OF_RANKS = ("balance", "caps", "quantum", "throttle", "throttle_at", "compress", "allreduce")
+_OF_RANKS = ("balance", "max_shares", "share_multiple_of", "throttle", "throttle_at", "compress", "allreduce")
 """Settings of a loop that have no meaning on one device."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NOTHING = object()

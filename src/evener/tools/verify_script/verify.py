@@ -30,7 +30,16 @@ from evener.training.factory import balancer_called
 
 STEPS = 20
 """Default number of optimizer steps after which a run ends."""
-_SETTINGS = ("allreduce", "batch_norm", "bucket_mb", "caps", "compress", "device", "quantum", "seed")
+_SETTINGS = (
+    "allreduce",
+    "batch_norm",
+    "bucket_mb",
+    "max_shares",
+    "compress",
+    "device",
+    "share_multiple_of",
+    "seed",
+)
 """Settings of evener.prepare that replace those of the script if they are given."""
 _ON_ONE_DEVICE = ("device", "seed")
 _UNEVEN = ("3", "1", "2")

@@ -169,11 +169,11 @@ class ReplicaCheck:
         config: RunConfig,
         tell: Callable[[Any], None],
     ) -> None:
-        every, heal = config.check_replicas, config.heal
-        self._apart_by_kind = learner.session.mixed and heal is None and every != 0
+        every, remedy = config.check_replicas, config.on_replica_mismatch
+        self._apart_by_kind = learner.session.mixed and remedy is None and every != 0
         if self._apart_by_kind and learner.synchronizer.keeps_equal:
-            heal = "rank0"
-        self._learner, self._control, self._heal, self._tell = learner, control, heal, tell
+            remedy = "rank0"
+        self._learner, self._control, self._remedy, self._tell = learner, control, remedy, tell
         self._mesh, self._auto = learner.mesh, every is None
         self._every = FIRST if every is None else every
         self._keys: list[Axes] | None = None
@@ -184,23 +184,23 @@ class ReplicaCheck:
         if not learner.synchronizer.keeps_equal:
             self._refuse_needless(every)
             self._every = 0
-        elif heal is not None:
-            self._check_heal(heal)
+        elif remedy is not None:
+            self._check_remedy(remedy)
 
     def _refuse_needless(self, every: int | None) -> None:
-        if every or self._heal:
+        if every or self._remedy:
             raise ConfigurationError(
                 f"strategy {self._learner.name!r} lets the ranks differ between steps, and says so: leave out "
-                "check_replicas and heal"
+                "check_replicas and on_replica_mismatch"
             )
 
-    def _check_heal(self, heal: str) -> None:
-        needed = 3 if heal == "majority" else 2
+    def _check_remedy(self, remedy: str) -> None:
+        needed = 3 if remedy == "majority" else 2
         most = max(len(ranks) for part in parts_of(self._learner, False) for ranks in self._alike(part.axes))
         if most < needed:
             raise ConfigurationError(
-                f"heal={heal} would do nothing: it takes {needed} ranks that hold the same tensors, and here are "
-                f"{most}; leave it out"
+                f"on_replica_mismatch={remedy} would do nothing: it takes {needed} ranks that hold the "
+                f"same tensors, and here are {most}; leave it out"
             )
 
     def _alike(self, axes: Axes) -> list[tuple[int, ...]]:
@@ -280,12 +280,12 @@ class ReplicaCheck:
     def _resolve(self, step: int, everything: bool, own: Digests) -> None:
         everyone = self._learner.session.control.gather_objects(own)
         words = self._difference(everyone)
-        if self._heal is None:
+        if self._remedy is None:
             raise DivergenceError(
                 f"after step {step - 1} ranks that must hold the same do not: {words}. They were last seen equal after "
                 f"{self._last_step} steps. What can do it: memory or a device at fault, devices that round otherwise, "
                 "code that treats ranks differently, random numbers drawn in a model outside of evener.nn. Go on from "
-                "the last checkpoint, or set heal to give them the state of the majority or of rank 0"
+                "the last checkpoint, or set on_replica_mismatch to give them the state of the majority or of rank 0"
             )
         strange = self._give(words, step - self._last_step)
         if self._apart_by_kind:
@@ -316,8 +316,8 @@ class ReplicaCheck:
                 Note(
                     step,
                     "devices of different kinds round differently, so that their weights come apart in the last bits: "
-                    f"all have those of rank 0 again, as after every {self._every} steps; heal and check_replicas "
-                    "change that",
+                    f"all have those of rank 0 again, as after every {self._every} steps; "
+                    "on_replica_mismatch and check_replicas change that",
                 )
             )
         self._told = True
@@ -372,11 +372,11 @@ class ReplicaCheck:
         return strange
 
     def _source(self, values: Sequence[float], words: str) -> int:
-        found = 0 if self._heal == "rank0" else majority(values)
+        found = 0 if self._remedy == "rank0" else majority(values)
         if found is None:
             raise DivergenceError(
-                f"replicas differ, and no majority of them holds the same: {words}. Set heal=rank0, or go on from the "
-                "last checkpoint"
+                f"replicas differ, and no majority of them holds the same: {words}. Set "
+                "on_replica_mismatch=rank0, or go on from the last checkpoint"
             )
         return found
 

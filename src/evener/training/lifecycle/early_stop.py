@@ -34,7 +34,7 @@ class Stopping:
         due = (
             self._asked_now()
             if batch.last
-            else self._engine.ledger.wished(self._engine.steps_done - 2) == Wish.END
+            else self._engine.step_sync.wished(self._engine.steps_done - 2) == Wish.END
         )
         if due:
             self._end()
@@ -48,4 +48,4 @@ class Stopping:
 
     def _asked_now(self) -> bool:
         asked = float(bool(self._engine.observers.ending))
-        return any(row[0] for row in self._engine.ledger.control.exchange([asked]).wait())
+        return any(row[0] for row in self._engine.step_sync.control.exchange([asked]).wait())

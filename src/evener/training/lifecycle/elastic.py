@@ -59,7 +59,7 @@ def _refuse_by_hand(config: RunConfig) -> None:
     weights = config.balance is not None and not decides(config.balance)
     asked = {
         f"balance {config.balance!r}": weights,
-        f"caps {config.caps!r}": config.caps,
+        f"max_shares {config.max_shares!r}": config.max_shares,
         f"throttle {config.throttle!r}": config.throttle,
         f"throttle_at {','.join(config.throttle_at)!r}": config.throttle_at,
     }

@@ -153,10 +153,10 @@ class RankReplacement:
         engine, steps = self._engine, self._engine.steps_done
         engine.learner.undo(steps)
         with suppress(RankError, RuntimeError):
-            engine.ledger.settle_before(steps)
+            engine.step_sync.settle_before(steps)
             engine.tell()
         told = [record for record in self._recent.steps if record.step < steps]
-        if lost := engine.ledger.lost_before(steps):
+        if lost := engine.step_sync.lost_before(steps):
             told.append(lost.record())
         return CarriedState(steps, engine.state.local_state(), tuple(told))
 

@@ -100,7 +100,7 @@ class Saving:
             self._engine.settle()
         else:
             number -= 1
-        wish = self._engine.ledger.wished(number)
+        wish = self._engine.step_sync.wished(number)
         return wish if wish >= Wish.STOP or number >= self._saved_at else 0.0
 
     def _is_due(self, batch: Batch) -> bool:

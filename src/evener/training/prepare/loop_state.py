@@ -132,7 +132,7 @@ class LoopState:
         self._held = _layers(models)
         self._models = list(models)
         self._control: Exchange = quickest(session)
-        self.pace = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
+        self.work_timer = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
         self.mean = MeanOfRanks(learner, models, self.exchange)
         random.told = lambda *numbers: self.exchange("seeding anew", *numbers)
         self.steps = 0
@@ -226,7 +226,7 @@ class LoopState:
         self._turns.append(turn)
         if self._measured is None:
             self._measured = turn
-            self.pace.step(self.steps).__enter__()
+            self.work_timer.step(self.steps).__enter__()
         turn.scope.__enter__()
         loop_watch().batch(turn.mark)
         try:
@@ -250,7 +250,7 @@ class LoopState:
         self.outputs.clear()
         if self._measured is turn:
             self._measured = None
-            self.pace.__exit__(None)
+            self.work_timer.__exit__(None)
 
     def finish(self, turn: CurrentBatch) -> list[float]:
         """Returns each rank's seconds of own work with the batch; NaN if it did not train with it. A collective call.
@@ -361,9 +361,9 @@ class LoopState:
 
     def passed(self) -> None:
         """Ends a backward pass: sums the gradients over the ranks, unless ``no_sync`` delays that."""
-        self.mean.work_is_done(self.pace.work_done)
+        self.mean.work_is_done(self.work_timer.work_done)
         for turn in self._turns:
-            turn.worked = self.pace.taken()
+            turn.worked = self.work_timer.taken()
         with self.summing():
             self.mean()
 

@@ -45,11 +45,11 @@ SETTINGS = (
         "balance",
         "batch_norm",
         "bucket_mb",
-        "caps",
+        "max_shares",
         "check_data",
         "compress",
         "device",
-        "quantum",
+        "share_multiple_of",
     ),
     *("seed", "throttle", "throttle_at", "timeout_seconds"),
 )

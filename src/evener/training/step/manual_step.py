@@ -29,7 +29,7 @@ class ManualStep:
 
     def __init__(self, learner: Learner, control: Exchange, non_finite: str) -> None:
         self._learner, self._control, self._non_finite = learner, control, non_finite
-        self.pace = WorkTimer(
+        self.work_timer = WorkTimer(
             stopwatch(learner.session.device), learner.settings.throttle, learner.session.rank
         )
 
@@ -72,7 +72,7 @@ class ManualStep:
         sums = [sum(column) for column in zip(*added, strict=True)]
         with attending(divided()):
             (total * (1.0 if counts else 0.0) / (sums[1] or 1.0)).backward()  # type: ignore[no-untyped-call]
-        self.pace.work_done()
+        self.work_timer.work_done()
         return sums[0] / sums[1] if sums[1] else math.nan
 
     def update(self, optimizer: torch.optim.Optimizer | None, step: int) -> None:
@@ -105,7 +105,7 @@ class ManualStep:
         """
         if self._learner.settings.batch_norm == "local":
             self._learner.synchronizer.share_buffers(self._learner.loose_buffers.tensors(), batch.first_part)
-        return self.pace.taken().value() or math.nan
+        return self.work_timer.taken().value() or math.nan
 
 
 class ManualBatch:
@@ -115,14 +115,14 @@ class ManualBatch:
     alive.
     """
 
-    def __init__(self, learner: Learner, pace: WorkTimer) -> None:
-        self._learner, self._pace = learner, pace
+    def __init__(self, learner: Learner, work_timer: WorkTimer) -> None:
+        self._learner, self._work_timer = learner, work_timer
         self._scope: AbstractContextManager[Scope] | None = None
 
     def around(self, batch: Batch, step: int) -> Self:
         """Opens the scope for the step of ``batch``. Closes the scope of a loop that was abandoned."""
         self.close()
-        self._pace.step(step).__enter__()
+        self._work_timer.step(step).__enter__()
         self._scope = self._learner.micro_scope(batch.micro_batches[0], step)
         self._scope.__enter__()
         return self
@@ -138,7 +138,7 @@ class ManualBatch:
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(None, None, None)
-            self._pace.__exit__(None)
+            self._work_timer.__exit__(None)
 
 
 def _counts_for_something(batch: Batch | None) -> bool:
