@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -189,12 +189,12 @@ def learned_from(*graphs_of_steps: tuple[int, ...]) -> list[list[float]]:
     seen: list[list[float]] = []
     feed = object.__new__(BatchFeed)
     feed.skips, feed._graphs, feed._pieces, feed._events = None, (), PieceSizes(), []
-    feed.balancer, feed._learns = None, True
-    on_cpu: Any = SimpleNamespace(session=SimpleNamespace(device=torch.device("cpu")))
-    feed._learner = on_cpu
-    feed.observe = lambda number, batch, seconds: seen.append(seconds)  # type: ignore[method-assign,assignment,misc]
+    balancer: Any = SimpleNamespace(observe=lambda number, shares, seconds: seen.append(seconds))
+    feed.balancer, feed._learns = balancer, True
+    data = SimpleNamespace(slowest=list)
+    feed._learner = cast(Any, SimpleNamespace(session=SimpleNamespace(device=torch.device("cpu")), data=data))
     for graphs in graphs_of_steps:
-        step = Step(SimpleNamespace(), 0, lambda: None)  # type: ignore[arg-type]
+        step = Step(SimpleNamespace(shares=(1, 1)), 0, lambda: None)  # type: ignore[arg-type]
         step.compute_seconds, step.graphs, step.retries = (0.5, 0.25), graphs, (0, 0)
         feed.observe_step(step)
     return seen

@@ -44,6 +44,8 @@ class PipelineGradSync(SynchronizerAround):
         inner: Sums the gradients over other axes.
     """
 
+    follows = False  # a weight's owners are those that train it at the start
+
     def __init__(self, learner: Learner, axis: str, forward: StagedForward, inner: Synchronizer) -> None:
         super().__init__(inner)
         self._learner, self._forward = learner, forward
