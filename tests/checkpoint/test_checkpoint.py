@@ -117,7 +117,7 @@ def test_a_checkpoint_is_gone_on_from_on_other_ranks(
             torch.testing.assert_close(weights[key], value, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 3)])
+@pytest.mark.parametrize(("before", "after"), spread([(3, 2), (2, 1), (1, 3)], ALWAYS, NIGHTLY, NIGHTLY))
 def test_slices_are_written_by_who_holds_them_and_read_by_who_needs_them(
     ranks: Any, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -282,7 +282,9 @@ PLACES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("after", "how"), spread(PLACES, ALWAYS, SLOW, NIGHTLY, NIGHTLY), ids=str)
+@pytest.mark.parametrize(
+    ("after", "how"), spread(PLACES, NIGHTLY, SLOW, NIGHTLY, NIGHTLY, ALWAYS, SLOW, NIGHTLY, NIGHTLY), ids=str
+)
 def test_fifty_steps_later_elsewhere_it_is_still_the_same_training(
     ranks: Any, tmp_path: Path, after: int, how: dict[str, Any]
 ) -> None:

@@ -27,7 +27,7 @@ from evener.training.lifecycle.callback import Callback
 from evener.training.run import Trained
 from tests import tasks
 from tests.faults.tasks import digest
-from tests.tiers import ALWAYS, NIGHTLY, spread
+from tests.tiers import ALWAYS, NIGHTLY, crossed, spread
 
 
 def alone(run_dir: Path, steps: int, **settings: Any) -> Trained:
@@ -295,7 +295,9 @@ def test_a_run_that_dies_before_its_first_save_is_gone_on_with_where_it_began(
     assert checkpoint.find(tmp_path).identity.run == runs[0]
 
 
-@pytest.mark.parametrize("tear", spread(["{", "[]", None, "", "of step 7"], ALWAYS, NIGHTLY))
+@pytest.mark.parametrize(
+    "tear", spread(["{", "[]", None, "", "of step 7"], ALWAYS, NIGHTLY, NIGHTLY, NIGHTLY)
+)
 def test_a_damaged_mark_is_said_and_the_one_before_is_gone_on_from(tmp_path: Path, tear: str | None) -> None:
     cut_short(tmp_path, 9)
     mark = tmp_path / "checkpoints" / "step-00000008" / "evener.json"
@@ -356,16 +358,22 @@ class Runs(Callback):
 # What saves leave that die
 
 
-@pytest.mark.parametrize("left", [[], [".evener.json.4711"]], ids=["empty", "mark-half-written"])
-@pytest.mark.parametrize("name", [".step-00000004", f".step-00000003.{'0a' * 16}"])
+@pytest.mark.parametrize(
+    ("name", "left"),
+    crossed(
+        [".step-00000004", f".step-00000003.{'0a' * 16}"],
+        ["nothing", ".evener.json.4711"],
+        lambda _: (ALWAYS, NIGHTLY),
+    ),
+)
 def test_what_a_save_leaves_that_died_before_its_mark_is_no_hindrance(
-    tmp_path: Path, name: str, left: list[str]
+    tmp_path: Path, name: str, left: str
 ) -> None:
     alone(tmp_path, 2)
     place = tmp_path / "checkpoints"
     (place / name).mkdir()
-    for file in left:
-        (place / name / file).write_text("{")
+    if left != "nothing":
+        (place / name / left).write_text("{")
     alone(tmp_path, 4, resume=tmp_path)
     assert {path.name for path in place.iterdir()} == {"latest", "step-00000002", "step-00000004"}
 

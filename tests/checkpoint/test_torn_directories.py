@@ -13,6 +13,7 @@ import pytest
 
 from evener.checkpoint.checksums import sum_of
 from evener.cli.main import main
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 ONE = ("--processes", "1", "--device", "cpu")
 COMMANDS = {
@@ -114,12 +115,18 @@ def summed(torn: Path) -> None:
         (place / "sums.json").write_text(json.dumps({path.name: sum_of(path) for path in files}))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "part"), crossed(FILES, [0, 1], lambda _: (ALWAYS, NIGHTLY)))
 def test_every_torn_file_ends_in_words(
-    whole: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    whole: Path,
+    tmp_path: Path,
+    name: str,
+    part: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Torn in every other way; both parts together have all."""
     monkeypatch.chdir(tmp_path)
-    for tear, act in TEARS.items():
+    for tear, act in list(TEARS.items())[part::2]:
         torn = Path(shutil.copytree(whole, tmp_path / "torn"))
         act(place_of(torn, name))
         if name in ("rest.pt", "tensors.json", "__0_0.distcp") and tear not in (
@@ -150,7 +157,10 @@ def test_numbers_of_records_that_are_none(
     assert "is no record" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["records.jsonl", "summary.json", ".evener-owner", "evener.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["records.jsonl", "summary.json", ".evener-owner", pytest.param("evener.json", marks=NIGHTLY)],
+)
 def test_a_run_goes_on_in_a_torn_directory_or_ends_in_words(
     whole: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

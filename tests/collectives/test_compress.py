@@ -12,6 +12,7 @@ from evener.collectives.registry import COMPRESSIONS, check_compression, make
 from evener.collectives.shared_memory import multi_host as two_level_module
 from evener.collectives.shared_memory.all_reduce import SharedMemory
 from evener.errors import ConfigurationError
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 
 def terms(numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -84,8 +85,9 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("inner", ["shared-memory", "ring"])
-@pytest.mark.parametrize("compression", list(COMPRESSIONS))
+@pytest.mark.parametrize(
+    ("compression", "inner"), crossed(COMPRESSIONS, ["shared-memory", "ring"], lambda _: (ALWAYS, NIGHTLY))
+)
 def test_same_bits_and_small_errors(ranks: Any, compression: str, inner: str) -> None:
     results = ranks(3).run(compressed, compression, inner, 12)
     bits = [bits for bits, _, _ in results]

@@ -20,6 +20,8 @@ from tests.collectives.tuning.test_auto import COSTS
 from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 NAMES = [name for name in ALL_REDUCES if name != "auto"]
+OWN_WAYS = ("native", "ring", "shared-memory", "two-level")
+"""To sum and to wait for a rank; other schedules of messages are carried out as the ring is."""
 OF_GLOO = [torch.int64, torch.bfloat16, torch.float32]
 
 
@@ -59,13 +61,11 @@ def chosen_by_size(group: dist.ProcessGroup, timeout_seconds: float) -> Fastest:
 
 
 @pytest.mark.parametrize("world_size", spread([3, 4], ALWAYS, NIGHTLY))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=ALWAYS if name in OWN_WAYS else NIGHTLY) for name in NAMES]
+)
 def test_every_all_reduce_keeps_its_promises(ranks: Any, name: str, world_size: int) -> None:
     ranks(world_size).run(check_all_reduce, name, timeout_seconds=20, missing_rank=False, **claimed(name))
-
-
-OWN_WAYS = ("native", "ring", "shared-memory", "two-level")
-"""To wait for a rank; other schedules of messages wait as the ring does."""
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_two_level_over_hosts_of_unequal_size(ranks: Any) -> None:
     ranks(3).run(check_all_reduce, hosts_of_unequal_size, timeout_seconds=20, missing_rank=False)
 
 
+@pytest.mark.nightly
 def test_hosts_that_differ_inside(ranks: Any) -> None:
     makes = hosts_that_differ(SharedMemory, ALL_REDUCES["ring"])
     ranks(4).run(check_all_reduce, makes, timeout_seconds=20, missing_rank=False)
@@ -105,7 +106,7 @@ def test_a_choice_by_size(ranks: Any) -> None:
     ranks(2).run(check_all_reduce, chosen_by_size, dtypes=OF_GLOO, timeout_seconds=20, missing_rank=False)
 
 
-@pytest.mark.parametrize("compression", list(COMPRESSIONS))
+@pytest.mark.parametrize("compression", spread(COMPRESSIONS, ALWAYS, NIGHTLY, ALWAYS, NIGHTLY, ALWAYS))
 def test_compression(ranks: Any, compression: str) -> None:
     def compressed(group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
         return make("shared-memory", group, timeout_seconds, compression)

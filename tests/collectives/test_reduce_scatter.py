@@ -17,6 +17,7 @@ from evener.collectives.shared_memory import reduce_scatter as owners_module
 from evener.collectives.shared_memory.reduce_scatter import SharedOwners
 from evener.distributed.shm import slots
 from evener.errors import ConfigurationError
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 SIZES = ([3, 2, 1], [0, 5, 0], [0, 0, 0], [7, 0, 400_000], [300_001, 299_999, 1], [64, 64, 64])
 
@@ -77,8 +78,14 @@ def test_memory_is_shared_where_it_can_be(ranks: Any) -> None:
         assert found == ["shared-memory", "native", "shared-memory", "native"]
 
 
-@pytest.mark.parametrize("kind", ["native", "shared"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    crossed(
+        [torch.float64, torch.float32, torch.bfloat16, torch.complex64],
+        ["native", "shared"],
+        lambda _: (ALWAYS, NIGHTLY),
+    ),
+)
 def test_ranges_of_any_lengths(ranks: Any, kind: str, dtype: torch.dtype) -> None:
     assert all(ranks(3).run(summed_and_gathered, kind, dtype))
 

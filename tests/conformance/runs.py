@@ -17,7 +17,7 @@ from evener.errors import EvenerError
 from evener.training.engine import Engine
 from tests.conformance import models, public
 
-STEPS, CLIP = 6, 0.4
+STEPS, CLIP = 4, 0.4
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Every strategy, over meshes of one to three axes, with every kind of model: one device's training, or a refusal.
 
-A cell is six steps of uneven batches in micro-batches, clipped by the global norm, then an evaluation in which each
+A cell is four steps of uneven batches in micro-batches, clipped by the global norm, then an evaluation in which each
 sample counts once, predictions in order, and the whole state of model and optimizer: all of it that of one device.
 """
 
@@ -163,10 +163,18 @@ ROWS = {
     "sharded x context": Row(4, {"mesh": "shard=2,context=2", "balance": "2,1"}, NO_POSITIONS | NO_SPARSE),
     "pipeline x context": Row(4, {"mesh": "pipeline=2,context=2"}, NO_POSITIONS),
     "data x context x tensor": Row(
-        8, {"mesh": "data=2,context=2,tensor=2", "balance": "2,1"}, NO_POSITIONS | NO_PAIRS, always=True
+        8, {"mesh": "data=2,context=2,tensor=2", "balance": "2,1"}, NO_POSITIONS | NO_PAIRS
     ),
     "pipeline x context x tensor": Row(8, {"mesh": "pipeline=2,context=2,tensor=2"}, NO_POSITIONS | NO_PAIRS),
 }
+
+
+ELSEWHERE = (
+    *("pipeline", "pipeline of zero bubble", "tensor", "data x tensor", "tensor with sequence", "sharded"),
+    *("pipeline x sharded 1", "context", "data x context", "context x tensor"),
+    *("sharded 1 x context", "sharded 2 x context"),
+)
+"""Rows of strategies, and of pairs of them, that other fast tests or rows train."""
 
 
 @functools.cache
@@ -176,22 +184,25 @@ def reference(model: str) -> Outcome:
     return found
 
 
-def tiers(slow: bool, trained: bool) -> tuple[Tier, ...]:
+def tiers(row: str, trained: bool) -> tuple[Tier, ...]:
     """The tiers of a row's first, second and further cells; all after the last are of the last one's tier."""
-    if slow:
-        return (SLOW, NIGHTLY)
-    return (ALWAYS, SLOW, NIGHTLY)
+    later = ROWS[row].slow or row in ELSEWHERE
+    return (ALWAYS, SLOW, NIGHTLY) if trained and not later else (SLOW, NIGHTLY)
 
 
 def cells() -> list[Any]:
-    """All cells. Each tier trains in every row that has a tier's place, and the model moves on from row to row."""
-    found = []
+    """All cells. The model moves on from row to row; each refusal is always met in the first row that has it."""
+    found, met = [], set[str]()
     for place, (name, row) in enumerate(ROWS.items()):
         for trained in (True, False):
             models = [model for model in MODELS if (model not in row.refused) == trained]
-            dealt = tiers(row.slow, trained)
+            dealt = tiers(name, trained)
             for other, model in enumerate(models):
                 marks = dealt[min((other + place) % len(models), len(dealt) - 1)]
+                words = row.refused.get(model)
+                if words is not None and words not in met:
+                    met.add(words)
+                    marks = ALWAYS
                 found.append(pytest.param(name, model, id=f"{name}-{model}", marks=marks))
     return found
 

@@ -28,7 +28,6 @@ ROWS = {
         4, {"strategy": (Pipeline(), Sharded(zero=2, shard_sizes="2,1")), "mesh": "pipeline=2,shard=2"}
     ),
 }
-FAST = ("two stages", "four stages", "data x pipeline")
 
 
 @functools.cache
@@ -39,7 +38,9 @@ def reference(model: str) -> Outcome:
 
 
 def tiers(row: str) -> tuple[Tier, ...]:
-    return (ALWAYS, SLOW, NIGHTLY, NIGHTLY, SLOW, NIGHTLY) if row in FAST else (SLOW, NIGHTLY, NIGHTLY)
+    return (
+        (ALWAYS, SLOW, NIGHTLY, NIGHTLY, SLOW, NIGHTLY) if row == "two stages" else (SLOW, NIGHTLY, NIGHTLY)
+    )
 
 
 @pytest.mark.parametrize(("row", "model"), crossed(ROWS, list(public.MODELS), tiers))

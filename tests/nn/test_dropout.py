@@ -20,6 +20,7 @@ from evener.nn.context import scope
 from evener.nn.fqn import clean_name
 from evener.training.engine import Engine
 from tests import tasks
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
 def named(layer: Dropout, name: str = "layer") -> Dropout:
@@ -291,7 +292,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script_method. is deprecated"
 )  # torch's own, importing the backend
-@pytest.mark.parametrize("backend", ["eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("backend", spread(["eager", "aot_eager_decomp_partition"], ALWAYS, NIGHTLY))
 def test_a_compiled_model_has_the_masks_of_the_plain_one_without_a_graph_break(backend: str) -> None:
     torch.compiler.reset()
     plain = outputs_and_gradients(name_dropouts(seeded(Twice)))
@@ -316,7 +317,7 @@ def test_compiled_layers_without_a_name_have_the_masks_of_plain_ones() -> None:
     torch.testing.assert_close(found, plain)
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", spread([False, True], NIGHTLY, ALWAYS))
 def test_compiled_and_outside_of_a_step_there_is_chance(named: bool) -> None:
     torch.compiler.reset()
     layer = nn.Sequential(Dropout(0.5), Dropout1d(0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -77,6 +78,12 @@ def trained(**settings: Any) -> dict[str, Any]:
             "retries": [step.retries for step in steps],
             "told": told,
         }
+
+
+@cache
+def unlimited() -> dict[str, Any]:
+    """What it comes to on one device that has room."""
+    return trained()
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:

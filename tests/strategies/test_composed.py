@@ -24,6 +24,7 @@ from evener.training.engine import Engine
 from evener.training.fit import check_plan, fit
 from tests.comparing import worst
 from tests.strategies.seven import normalised, plain  # noqa: F401 (tasks of this module, by name)
+from tests.tiers import NIGHTLY
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
     usual = {
         "dtype": "float64",
         "device": "cpu",
-        "steps": 7,
+        "steps": 5,
         "strategy": "dimension",
         "mesh": "data=2,tensor=2",
     }
@@ -185,7 +186,10 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("plain", {"balance": "3,1", "clip_norm": 0.05}), ("normalised", {"balance": "3,1", "micro_batch": 5})],
+    [
+        ("plain", {"balance": "3,1", "clip_norm": 0.05}),
+        pytest.param("normalised", {"balance": "3,1", "micro_batch": 5}, marks=NIGHTLY),
+    ],
     ids=str,
 )
 def test_two_strategies_make_one_step(ranks: Any, name: str, settings: dict[str, Any]) -> None:
@@ -212,6 +216,7 @@ def test_gradients_are_summed_afterwards_where_a_strategy_says_so(ranks: Any) ->
     assert (usual, name) == ("DdpSum", "ddp 2 x dimension 2")
 
 
+@pytest.mark.slow
 def test_sums_afterwards_keep_the_promises(ranks: Any) -> None:
     ranks(3).run(check_strategy, LATE)
 

@@ -22,6 +22,7 @@ from evener.training.engine import Engine
 from evener.training.fit import fit
 from tests.comparing import worst
 from tests.observers import Remembering
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 SIZES = (23, 4, 16)
 
@@ -123,8 +124,10 @@ def assert_same(found: Run, wanted: Run) -> None:
     assert worst(wanted.weights, found.weights) <= 1e-12
 
 
-@pytest.mark.parametrize("sizes", [SIZES, (11, 0, 25)], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"micro_batch": 4, "batch_size": 10}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    crossed([{"micro_batch": 4, "batch_size": 10}, {}], [SIZES, (11, 0, 25)], lambda _: (ALWAYS, NIGHTLY)),
+)
 def test_gradients_are_those_of_all_parts_together(
     ranks: Any, sizes: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
@@ -179,7 +182,7 @@ def evaluated(sizes: tuple[int, ...]) -> tuple[dict[str, float], Tensor, dict[st
         )
 
 
-@pytest.mark.parametrize("sizes", [SIZES, (0, 3, 20)], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param(SIZES, marks=NIGHTLY), (0, 3, 20)], ids=str)
 def test_evaluation_counts_every_part_once_and_predictions_are_in_their_order(
     ranks: Any, sizes: tuple[int, ...]
 ) -> None:

@@ -14,6 +14,7 @@ from evener.strategies.registry import strategy_called
 from evener.strategies.single import Single
 from evener.training.engine import Engine
 from tests import tasks
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 
 def train(name: str, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
@@ -39,7 +40,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], rtol: fl
     [
         ("branches", {}),  # with batches of 5, a layer is used by one rank, by both or by none
         ("branches", {"micro_batch": 2}),
-        ("branches", {"balance": "0,1"}),
+        pytest.param("branches", {"balance": "0,1"}, marks=NIGHTLY),
         ("skips_later", {}),
         ("last_micro_batch_skips", {"micro_batch": 6}),
         ("layouts", {"clip_norm": 0.1}),
@@ -65,8 +66,14 @@ def test_a_layer_that_no_rank_uses_is_left_alone(ranks: Any) -> None:
     assert stepped["branches.0.weight"]
 
 
-@pytest.mark.parametrize("name", ["buffers", "replaced_buffers"])
-@pytest.mark.parametrize("settings", [{}, {"micro_batch": 4}, {"balance": "0,1"}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    crossed(
+        [{}, {"micro_batch": 4}, {"balance": "0,1"}],
+        ["buffers", "replaced_buffers"],
+        lambda _: (ALWAYS, NIGHTLY),
+    ),
+)
 def test_replicas_agree_on_buffers(ranks: Any, name: str, settings: dict[str, Any]) -> None:
     (first, _), (second, _) = ranks(2).run(train, name, **settings)
     assert_same(first, second, rtol=0)

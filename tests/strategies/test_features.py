@@ -30,6 +30,7 @@ from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module
     task,
 )
 from tests.tasks import classes, draws
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 
 def plain_dropout() -> Task:
@@ -104,7 +105,7 @@ def stream() -> Task:
 
 
 def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
-    usual = {"dtype": "float64", "device": "cpu", "steps": 9, "strategy": "dimension"}
+    usual = {"dtype": "float64", "device": "cpu", "steps": 5, "strategy": "dimension"}
     config = RunConfig(**(usual | settings))
     return record(f"{__name__}:{name}", None, config, environment)
 
@@ -112,10 +113,10 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("plain", {}),
+        pytest.param("plain", {}, marks=NIGHTLY),
         ("plain", {"micro_batch": 4, "clip_norm": 0.05, "bucket_mb": 1e-5}),
         ("plain", {"balance": "1,4,2", "allreduce": "native"}),
-        ("normalised", {}),
+        pytest.param("normalised", {}, marks=NIGHTLY),
         ("normalised", {"micro_batch": 5}),
         ("plain_dropout", {}),
         ("penalised", {"clip_norm": 0.2}),
@@ -165,12 +166,15 @@ def stop_and_go(state: dict[str, Any] | None, steps: int, name: str, **settings:
         return engine.state_dict()
 
 
-@pytest.mark.parametrize("name", ["plain", "normalised"])
-@pytest.mark.parametrize(("first", "then"), [(3, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("places", "name"),
+    crossed([(3, 2), (3, 1), (1, 3)], ["plain", "normalised"], lambda _: (ALWAYS, NIGHTLY)),
+)
 def test_any_number_of_ranks_goes_on_from_the_state_of_any(
-    ranks: Any, name: str, first: int, then: int
+    ranks: Any, name: str, places: tuple[int, int]
 ) -> None:
     """Weights and what the optimizer keeps of them are whole; two or three ranks divide the features, one does not."""
+    first, then = places
     half = ranks(first).run(stop_and_go, None, 4, name)[0]
     assert half["model"]["0.weight"].shape == (8, FEATURES)
     gone_on = ranks(then).run(stop_and_go, half, 7, name)[0]

@@ -196,7 +196,9 @@ def trained(
         return device, device.train(engine), told
 
 
-@pytest.mark.parametrize(("kind", "trait"), crossed(STRATEGIES, list(TRAITS), lambda kind: (ALWAYS, NIGHTLY)))
+@pytest.mark.parametrize(
+    ("kind", "trait"), crossed(STRATEGIES, list(TRAITS), lambda kind: (ALWAYS, NIGHTLY, NIGHTLY))
+)
 def test_no_step_waits_for_the_device(kind: str, trait: str) -> None:
     if (kind, trait) in WAITS:
         pytest.skip("torch.nn's own BatchNorm reads the number of its batches")

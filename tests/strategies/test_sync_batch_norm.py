@@ -13,8 +13,9 @@ from evener.strategies.sync_batch_norm import words_of_normalization
 from evener.tools.conformance import tasks
 from evener.training.engine import Engine
 from tests.engines import Weights, assert_same
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
-STEPS = 7
+STEPS = 5
 SETTINGS: dict[str, Any] = {"dtype": "float64", "device": "cpu", "steps": STEPS}
 
 
@@ -84,7 +85,11 @@ def test_exact_statistics_are_those_of_one_device_and_nothing_is_said(ranks: Any
         assert words == ""
 
 
-@pytest.mark.parametrize("settings", [{}, {"strategy": "sharded", "strategy_option": ("zero=1",)}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    spread([{}, {"strategy": "sharded", "strategy_option": ("zero=1",)}], ALWAYS, NIGHTLY),
+    ids=str,
+)
 def test_a_rank_without_samples_leaves_no_trace(ranks: Any, settings: dict[str, Any]) -> None:
     """All samples are on rank 1, whose statistics are then those of all; a placeholder is one sample, of which plain
     BatchNorm would have no variance."""

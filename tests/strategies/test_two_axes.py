@@ -40,7 +40,7 @@ from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module
     step_by_hand,
     task,
 )
-from tests.tiers import NIGHTLY, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed, spread
 
 TWO_AXES = "tests.strategies.two_axes:TwoAxes"
 
@@ -64,7 +64,7 @@ def skipping() -> Task:
 
 
 def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
-    usual = {"dtype": "float64", "device": "cpu", "steps": 9, "strategy": TWO_AXES}
+    usual = {"dtype": "float64", "device": "cpu", "steps": 5, "strategy": TWO_AXES}
     return record_steps(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
 
 
@@ -72,14 +72,14 @@ def trajectory(name: str, environment: Environment | None = None, **settings: An
     ("name", "settings"),
     [
         pytest.param("plain", {}, marks=NIGHTLY),
-        ("plain", {"balance": "3,1", "micro_batch": 4}),
-        ("plain", {"balance": "3,1", "clip_norm": 0.05, "bucket_mb": 1e-5}),
+        pytest.param("plain", {"balance": "3,1", "micro_batch": 4}, marks=NIGHTLY),
+        pytest.param("plain", {"balance": "3,1", "clip_norm": 0.05, "bucket_mb": 1e-5}, marks=NIGHTLY),
         ("plain", {"balance": "0,1", "allreduce": "native"}),
         pytest.param("normalised", {"balance": "3,1"}, marks=NIGHTLY),
         ("normalised", {"balance": "3,1", "micro_batch": 5, "clip_norm": 0.2}),
         ("penalised", {"balance": "3,1", "clip_norm": 0.2}),
         pytest.param("skipping", {}, marks=NIGHTLY),
-        ("skipping", {"balance": "3,1", "micro_batch": 2}),
+        ("skipping", {"balance": "3,1", "micro_batch": 2, "steps": 9}),
     ],
     ids=str,
 )
@@ -183,15 +183,19 @@ def test_evaluation_and_predictions(ranks: Any) -> None:
         assert found[1] is None or relative_error(few, found[1]) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["plain", "normalised"])
 @pytest.mark.parametrize(
-    "places", [(4, 1), (1, 4), pytest.param((4, 2), marks=SLOW), pytest.param((2, 4), marks=NIGHTLY)], ids=str
+    ("places", "name"),
+    crossed(
+        [(4, 1), (1, 4), (4, 2), (2, 4)],
+        ["plain", "normalised"],
+        lambda places: (SLOW if 2 in places else ALWAYS, NIGHTLY),
+    ),
 )
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, name: str, places: tuple[int, int]) -> None:
-    reference = trajectory(name, Environment(), strategy="single", steps=7)
+    reference = trajectory(name, Environment(), strategy="single", steps=5)
     strategies = {1: "single", 2: "ddp", 4: TWO_AXES}
     where = [(size, {"strategy": strategies[size]}) for size in places]
-    found = handed_on(ranks, globals()[name], where, (4, 7))
+    found = handed_on(ranks, globals()[name], where, (3, 5))
     for state in found:
         weights = {key: value for key, value in reference.weights.items() if key in state["model"]}
         assert worst(weights, state["model"]) <= 1e-11
@@ -209,11 +213,17 @@ def failing(rank: int, fault: str, by_hand: bool = False) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("rank", [0, 2, 3])
-@pytest.mark.parametrize("fault", ["loss", "gradient"])
-@pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
-def test_an_error_names_the_rank_where_it_is(ranks: Any, rank: int, fault: str, by_hand: bool) -> None:
-    messages = ranks(4).run(failing, rank, fault, by_hand)
+@pytest.mark.parametrize(
+    ("where", "rank"),
+    crossed(
+        [f"{fault}, {loop}" for fault in ("loss", "gradient") for loop in ("step", "by hand")],
+        [0, 2, 3],
+        lambda _: (ALWAYS, NIGHTLY, NIGHTLY),
+    ),
+)
+def test_an_error_names_the_rank_where_it_is(ranks: Any, rank: int, where: str) -> None:
+    fault, loop = where.split(", ")
+    messages = ranks(4).run(failing, rank, fault, loop == "by hand")
     what = "the loss is nan" if fault == "loss" else "a gradient is not finite"
     for message in messages:
         assert what in message

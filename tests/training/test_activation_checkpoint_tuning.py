@@ -181,7 +181,7 @@ STAGES = ("balance=equal", "microbatches=3")
     ("task", "settings"),
     [
         of_two("uneven", "ddp", tower, tier=ALWAYS, balance="2,1", micro_batch=24),
-        of_two("weights in parts", Sharded(zero=3), tier=ALWAYS),
+        of_two("weights in parts", Sharded(zero=3), tier=NIGHTLY),
         of_two("a rank without samples", "ddp", tower, balance="1,0"),
         of_two("gradients in parts", Sharded(zero=2, shard_sizes="2,1"), tower, NIGHTLY),
         of_two("optimizer in parts", Sharded(zero=1), tower),

@@ -26,7 +26,7 @@ RANDOM = "tests.balancers:Random"
         pytest.param("tokens", {"steps": 24}, marks=NIGHTLY),
         ("tokens", {"steps": 24, "micro_batch": 4, "clip_norm": 0.5}),
         ("dropout", {"steps": 16, "micro_batch": 5}),
-        ("branches", {"steps": 16}),
+        pytest.param("branches", {"steps": 16}, marks=NIGHTLY),
     ],
     ids=str,
 )
@@ -74,6 +74,7 @@ def all_recorded() -> dict[str, Recorded]:
     return {balance: recorded(balance) for balance in ("equal", "auto", RANDOM)}
 
 
+@pytest.mark.slow
 def test_workers_read_ahead_across_changes_and_no_sample_is_repeated_or_lost() -> None:
     on_ranks = evener.launch(all_recorded, processes=2, device="cpu")
     together = {name: [runs[name] for runs in on_ranks] for name in on_ranks[0]}

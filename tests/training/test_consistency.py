@@ -15,6 +15,7 @@ from evener.errors import ConfigurationError, DivergenceError
 from evener.training.engine import Engine
 from tests.breaking import SAMPLES, brittle
 from tests.observers import Remembering
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 EVERY = [
     ("ddp", {}),
@@ -69,7 +70,9 @@ def test_a_late_device_names_it_too(ranks: Any, strategy: str, settings: dict[st
         assert ": that of inner.bias; " in message
 
 
-@pytest.mark.parametrize(("strategy", "settings"), EVERY[:5], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "settings"), spread(EVERY[:5], ALWAYS, NIGHTLY, NIGHTLY, ALWAYS, ALWAYS), ids=str
+)
 def test_a_loop_by_hand_names_it_too(ranks: Any, strategy: str, settings: dict[str, Any]) -> None:
     for message in ranks(2).run(stopped, strategy, settings, by_hand=True):
         assert "a gradient is not finite on rank " in message

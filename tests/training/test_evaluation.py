@@ -13,6 +13,7 @@ from evener.errors import ConfigurationError
 from evener.training.engine import Engine
 from evener.training.evaluation import examine
 from tests import tasks
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
 class Same(nn.Module):
@@ -135,7 +136,7 @@ def test_predictions_travel_to_rank_0_alone_unless_all_want_them(ranks: Any) -> 
     assert predicted_once()[:, 0].tolist() == list(range(5))
 
 
-@pytest.mark.parametrize("size", [1, 2, 11])
+@pytest.mark.parametrize("size", spread([1, 2, 11], ALWAYS, NIGHTLY))
 def test_predictions_are_in_order(ranks: Any, size: int) -> None:
     for settings in ({"batch_size": 4}, {"batch_size": 6, "micro_batch": 4, "balance": "2,1"}):
         for outputs in ranks(2).run(predicted, "tensor", size, False, **settings):

@@ -52,6 +52,7 @@ def test_a_setting_that_there_is_not_is_told_before_a_task_that_is_missing() -> 
         fit(epochs=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_a_run_leaves(tmp_path: Path) -> None:
     """Two epochs of four batches on two ranks of unequal shares."""
     run_dir = tmp_path / "deep" / "run"

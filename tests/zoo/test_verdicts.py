@@ -16,7 +16,7 @@ from evener.tools.verify import Trajectory, Verification, record
 from evener.tools.verify.comparison import LIMIT, ComparedRuns, compare, type_of
 from evener.tools.verify.trajectory import Batches
 from evener.tools.verify.verification import STRONGER, OneDevice, alone, judge
-from tests.tiers import NIGHTLY, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed, spread
 from tests.zoo import faults
 
 TASKS = {
@@ -31,9 +31,13 @@ NORMS = {"mobilenet": 5, "efficientnet": 7}
 SETTINGS = {"steps": 4, "balance": "3,1"}
 CLEARLY = STRONGER * LIMIT
 """Times the floor."""
-everywhere = pytest.mark.parametrize("name", TASKS)
 SINGLE = pytest.param("float32", marks=NIGHTLY)
 exactly = pytest.mark.parametrize("dtype", ["float64", SINGLE])
+
+
+def of_models(*always: str) -> list[Any]:
+    """All models, of which some are of every run."""
+    return [pytest.param(name, marks=ALWAYS if name in always else NIGHTLY) for name in TASKS]
 
 
 @cache
@@ -67,8 +71,13 @@ def clear(ranks: Any, name: str, fault: Batches, **settings: Any) -> Verificatio
     return found
 
 
-@everywhere
-@pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *crossed(TASKS, ["float64", "float32"], lambda _: (NIGHTLY, ALWAYS)),
+        *(pytest.param(name, "bfloat16", id=f"{name}-bfloat16", marks=SLOW) for name in TASKS),
+    ],
+)
 def test_right_training_is_the_same_to_rounding(ranks: Any, name: str, dtype: str) -> None:
     found = verdict(ranks, name, dtype=dtype)
     assert found.passed, found.hint
@@ -76,7 +85,7 @@ def test_right_training_is_the_same_to_rounding(ranks: Any, name: str, dtype: st
     assert found.reordered
 
 
-@everywhere
+@pytest.mark.parametrize("name", of_models("bert", "mobilenet", "efficientnet"))
 def test_parameters_whose_gradient_is_zero_are_recognised(ranks: Any, name: str) -> None:
     """Key biases, and biases before a BatchNorm; a projection for all three holds real gradients, too."""
     found = verdict(ranks, name, dtype="float64")
@@ -90,32 +99,29 @@ def test_parameters_whose_gradient_is_zero_are_recognised(ranks: Any, name: str)
     assert found.max_relative_weight_error <= 1e-9
 
 
-@everywhere
+WRONG: dict[str, tuple[Batches, float, str]] = {
+    "averaged": (faults.averaged, 1e5, "averaged over 2 ranks instead of summed?"),
+    "counted twice": (
+        faults.counted_twice,
+        CLEARLY,
+        "the loss of step 1 agrees, but not its gradients.*counted 2 times?",
+    ),
+    "trained twice": (faults.trained_twice, CLEARLY, "at the samples of step 1"),
+}
+
+
 @exactly
 @pytest.mark.parametrize(
-    ("fault", "least", "words"),
-    [
-        (faults.averaged, 1e5, "averaged over 2 ranks instead of summed?"),
-        (
-            faults.counted_twice,
-            CLEARLY,
-            "the loss of step 1 agrees, but not its gradients.*counted 2 times?",
-        ),
-        (faults.trained_twice, CLEARLY, "at the samples of step 1"),
-    ],
-    ids=["averaged", "counted twice", "trained twice"],
+    ("wrong", "name"), crossed(WRONG, list(TASKS), lambda _: (ALWAYS, NIGHTLY, NIGHTLY, NIGHTLY, NIGHTLY))
 )
-def test_a_batch_that_goes_wrong_is_found(
-    ranks: Any, name: str, dtype: str, fault: Batches, least: float, words: str
-) -> None:
+def test_a_batch_that_goes_wrong_is_found(ranks: Any, name: str, dtype: str, wrong: str) -> None:
+    fault, least, words = WRONG[wrong]
     found = clear(ranks, name, fault, dtype=dtype)
     assert found.times_floor > least
     assert re.search(words.replace("?", r"\?"), found.hint), found.hint
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in NORMS else name for name in TASKS]
-)
+@pytest.mark.parametrize("name", spread(TASKS, ALWAYS, NIGHTLY, SLOW, SLOW, NIGHTLY))
 @exactly
 def test_a_penalty_once_a_rank_is_found(ranks: Any, name: str, dtype: str) -> None:
     assert verdict(ranks, name, dtype=dtype, penalty=1e-4).passed
@@ -123,7 +129,7 @@ def test_a_penalty_once_a_rank_is_found(ranks: Any, name: str, dtype: str) -> No
     assert "times the gradient of the task's penalty" in found.hint
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", spread(NORMS, NIGHTLY, ALWAYS))
 @exactly
 def test_one_wrong_batch_norm_is_found(ranks: Any, name: str, dtype: str) -> None:
     """By its running statistics, and without these by losses and gradients."""
@@ -132,7 +138,7 @@ def test_one_wrong_batch_norm_is_found(ranks: Any, name: str, dtype: str) -> Non
     assert "takes statistics over its rank's samples alone" in found.hint
 
 
-@everywhere
+@pytest.mark.parametrize("name", of_models("gpt", "mobilenet"))
 def test_an_error_of_a_millionth_in_any_one_gradient_shows_in_float64(ranks: Any, name: str) -> None:
     """A sketch is linear: that of a gradient which is off by a factor is off by that factor."""
     config = RunConfig(dtype="float64", **SETTINGS)  # type: ignore[arg-type]
@@ -159,13 +165,16 @@ def off(trajectory: Trajectory, parameter: str, factor: float) -> Trajectory:
 
 @pytest.mark.parametrize(
     ("name", "parameter"),
-    [
-        ("bert", "layers.1.norm2.bias"),
-        ("gpt", "blocks.0.mlp.2.weight"),
-        ("mobilenet", "features.0.0.weight"),
-        ("efficientnet", "blocks.1.block.2.fc1.bias"),
-        ("vit", "cls_token"),
-    ],
+    spread(
+        [
+            ("bert", "layers.1.norm2.bias"),
+            ("gpt", "blocks.0.mlp.2.weight"),
+            ("mobilenet", "features.0.0.weight"),
+            ("efficientnet", "blocks.1.block.2.fc1.bias"),
+            ("vit", "cls_token"),
+        ],
+        *(NIGHTLY, NIGHTLY, ALWAYS, NIGHTLY, ALWAYS),
+    ),
 )
 def test_training_with_an_error_of_a_millionth_in_one_gradient_is_found(
     ranks: Any, name: str, parameter: str

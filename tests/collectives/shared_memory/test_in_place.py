@@ -21,6 +21,7 @@ from evener.collectives.shared_memory.all_reduce import SharedMemory
 from evener.collectives.shared_memory.in_place import RankSlice, slice_of
 from evener.collectives.shared_memory.shared_tensors import Homes
 from evener.errors import ConfigurationError, RankError
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 COUNT = 400_003
 
@@ -59,7 +60,7 @@ def same_bits_as_through_slots() -> None:
             assert place.untyped_storage().is_shared()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", spread([2, 3, 4], NIGHTLY, ALWAYS, NIGHTLY))
 def test_sums_where_a_tensor_lies(ranks: Any, world_size: int) -> None:
     ranks(world_size).run(same_bits_as_through_slots)
 

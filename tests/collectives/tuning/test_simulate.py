@@ -10,6 +10,7 @@ from evener.collectives.schedules.schedule import Round, Schedule, Stretch, Topo
 from evener.collectives.tuning.cost import Link
 from evener.collectives.tuning.simulate import Network, simulate
 from tests.collectives.tuning import formulas
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 INSIDE = Link(alpha_seconds=5e-6, beta_seconds_per_byte=1e-10)
 BETWEEN = Link(alpha_seconds=2e-5, beta_seconds_per_byte=1e-9)
@@ -147,7 +148,7 @@ def test_ring_tree_takes_exactly_what_its_formula_says(sizes: tuple[int, int], s
     assert simulate(schedule, 1e6, NETWORK) == pytest.approx(formula)
 
 
-@pytest.mark.parametrize("world_size", [32, 100, 512, 4096, 65536])
+@pytest.mark.parametrize("world_size", spread([32, 100, 512, 4096, 65536], *[ALWAYS] * 4, NIGHTLY))
 def test_ring_overtakes_the_double_tree_where_the_formulas_say(world_size: int) -> None:
     def segments(nbytes: float) -> int:
         return formulas.best_segments(nbytes, world_size, INSIDE, GAMMA)
@@ -161,7 +162,9 @@ def test_ring_overtakes_the_double_tree_where_the_formulas_say(world_size: int) 
     assert_ring_overtakes("tree", Topology.flat(world_size), predicted, segments)
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [(8, 8), (32, 4), (50, 8), (512, 8), (8192, 8)])
+@pytest.mark.parametrize(
+    ("hosts", "per_host"), spread([(8, 8), (32, 4), (50, 8), (512, 8), (8192, 8)], *[ALWAYS] * 4, NIGHTLY)
+)
 def test_ring_overtakes_the_ring_tree_where_the_formulas_say(hosts: int, per_host: int) -> None:
     def segments(nbytes: float) -> int:
         return formulas.best_segments(nbytes, hosts, BETWEEN, GAMMA / per_host)

@@ -33,7 +33,7 @@ from tests.comparing import worst
 from tests.components.compile_check import wrong_code
 from tests.components.test_compile import Tower
 from tests.strategies import sentences, test_experts
-from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, Tier, crossed, spread
 from tests.training.prepare.running import with_settings
 from tests.zoo.text import gpt
 
@@ -93,9 +93,12 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("code", "dtype"), crossed(NAMED, [torch.float32, torch.float64], lambda code: (ALWAYS, NIGHTLY))
-)
+def tiers_of(code: str) -> tuple[Tier, ...]:
+    """What is wrong from a size on is met where each size that is new is compared."""
+    return (NIGHTLY,) if code == "scaled_from_5" else (ALWAYS, NIGHTLY)
+
+
+@pytest.mark.parametrize(("code", "dtype"), crossed(NAMED, [torch.float32, torch.float64], tiers_of))
 def test_wrong_code_is_named_and_not_used(code: str, dtype: torch.dtype) -> None:
     plain = blocks().to(dtype)
     model = copy.deepcopy(plain)
@@ -109,8 +112,9 @@ def test_wrong_code_is_named_and_not_used(code: str, dtype: torch.dtype) -> None
     assert not said(graphs), "it is said once"
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("backend", ["right", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "bf16"), crossed(["right", "aot_eager"], [False, True], lambda _: (ALWAYS, NIGHTLY))
+)
 def test_right_code_is_used_and_nothing_is_said(backend: str, bf16: bool) -> None:
     """Outputs, gradients, buffers and generators are those of a model that nobody compares."""
     model, uncompared = blocks(), blocks()
@@ -123,7 +127,9 @@ def test_right_code_is_used_and_nothing_is_said(backend: str, bf16: bool) -> Non
     assert graphs.uncompiled == []
 
 
-@pytest.mark.parametrize("code", ["without_weights", "without_inputs", "one_number", "not_a_number"])
+@pytest.mark.parametrize(
+    "code", spread(["without_weights", "without_inputs", "one_number", "not_a_number"], ALWAYS, NIGHTLY)
+)
 def test_wrong_code_is_found_in_sixteen_bits(code: str) -> None:
     model = blocks()
     graphs = Compiling("blocks", backend=code).apply(model, "cpu")
@@ -470,7 +476,7 @@ def prepared(compile_first: bool) -> list[str]:
     return [str(each.message) for each in seen if "compile:" in str(each.message)]
 
 
-@pytest.mark.parametrize("compile_first", [True, False])
+@pytest.mark.parametrize("compile_first", spread([True, False], NIGHTLY, ALWAYS))
 def test_what_a_loop_of_ones_own_compiles_is_compared(ranks: Any, compile_first: bool) -> None:
     first, second = ranks(2).run(prepared, compile_first)
     assert not second
@@ -493,8 +499,10 @@ class Dropping(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("code", ["right", "without_weights"])
-@pytest.mark.parametrize("recompute", [None, "blocks"])
+@pytest.mark.parametrize(
+    ("code", "recompute"),
+    crossed(["right", "without_weights"], [None, "blocks"], lambda _: (NIGHTLY, ALWAYS)),
+)
 def test_masks_by_sample_are_those_of_the_plain_model(code: str, recompute: str | None) -> None:
     """A trial is no call of a layer, so that the layers' masks are those of the calls that count."""
 

@@ -80,7 +80,7 @@ def assert_same(found: tuple[dict[str, int], float], offload: str = BOTH) -> Non
     assert all(peaks.values()), peaks
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["computed with", "apart"])
+@pytest.mark.parametrize("apart", spread([False, True], NIGHTLY, ALWAYS), ids=["computed with", "apart"])
 @pytest.mark.parametrize(
     "settings",
     [

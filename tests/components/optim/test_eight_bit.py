@@ -27,6 +27,7 @@ from evener.torch_internals.quantized_state import codes_of, is_quantized, new_s
 from evener.training.engine import Engine
 from tests.comparing import worst
 from tests.strategies import eight
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 with warnings.catch_warnings(action="ignore"):
     optim = pytest.importorskip("torchao.optim")
@@ -83,7 +84,7 @@ def test_numbers_that_no_codes_stood_for_are_rounded() -> None:
     assert torch.equal(kept.dequantize(), plainly.dequantize())
 
 
-@pytest.mark.parametrize("kind", ["8bit", *KINDS])
+@pytest.mark.parametrize("kind", ["8bit", *spread(KINDS, NIGHTLY, ALWAYS, ALWAYS)])
 def test_a_run_that_goes_on_is_the_run_that_was_stopped(tmp_path: Path, kind: str) -> None:
     task, settings = (eight.task, EIGHT) if kind == "8bit" else (partial(eight.of_torchao, kind), {})
     with engine(task, **settings) as whole:
@@ -285,7 +286,7 @@ def _trained(settings: dict[str, Any], kind: str, path: str) -> tuple[list[float
 STRATEGIES = [
     ("ddp", (), 1, 0.02),
     ("sharded", ("zero=2",), 2, 0.02),
-    ("sharded", ("zero=3",), 2, 0.02),
+    pytest.param("sharded", ("zero=3",), 2, 0.02, marks=NIGHTLY),
     pytest.param("sharded", ("zero=1",), 2, 0.02, marks=pytest.mark.slow),
     pytest.param("pipeline", (), 1, 0.02, marks=pytest.mark.slow),
     # Columns and rows of a head are other blocks than those of the whole.

@@ -93,6 +93,7 @@ def test_a_scripts_traceback_is_shown_once_with_its_rank(faults: Path) -> None:
     assert ended.err.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_scripts_own_exit_status_is_kept(faults: Path) -> None:
     ended = drive(faults, "exit")
     assert (ended.status, ended.err.strip()) == (3, "RankError rank 1 ended with status 3")

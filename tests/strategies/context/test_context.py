@@ -26,7 +26,7 @@ from tests.tiers import NIGHTLY
     ("size", "name", "settings"),
     [
         pytest.param(2, "task", {"clip_norm": 0.05}, marks=NIGHTLY),
-        (3, "task", {"micro_batch": 2}),
+        pytest.param(3, "task", {"micro_batch": 2}, marks=NIGHTLY),
         (2, "ordinary", {"strategy": Ulysses()}),
         (3, "ordinary", {"strategy": ContextParallel(order="contiguous")}),
         pytest.param(2, "layered", {}, marks=NIGHTLY),
@@ -54,9 +54,9 @@ def over_two_axes(name: str, **settings: Any) -> Trajectory:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("task", {"balance": "2,1", "clip_norm": 0.1}),
+        pytest.param("task", {"balance": "2,1", "clip_norm": 0.1}, marks=NIGHTLY),
         ("dropping", {"balance": "1,0", "micro_batch": 2}),
-        ("multi", {"balance": "3,1"}),
+        pytest.param("multi", {"balance": "3,1"}, marks=NIGHTLY),
     ],
     ids=str,
 )
@@ -77,10 +77,10 @@ def test_evaluation_sees_whole_sequences_and_predictions_are_in_order(ranks: Any
 
 
 def test_a_checkpoint_is_taken_into_every_other_strategy(ranks: Any) -> None:
-    reference = trajectory("multi", Environment(), strategy="single", steps=8)
+    reference = trajectory("multi", Environment(), strategy="single", steps=6)
     places = (("context", 3), ("single", 1), ("context", 2), ("ddp", 3))
     where = [(size, {"strategy": strategy}) for strategy, size in places]
-    found = handed_on(ranks, multi, where, (2, 4, 6, 8))
+    found = handed_on(ranks, multi, where, (1, 3, 4, 6))
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 

@@ -38,7 +38,7 @@ from tests.strategies.sentences import (  # noqa: F401 (some as tasks of this mo
     task,
     total,
 )
-from tests.tiers import NIGHTLY
+from tests.tiers import NIGHTLY, SLOW, spread
 
 
 class Scores(Model):
@@ -115,7 +115,10 @@ slow = pytest.mark.slow
     [
         ("heads", TENSOR, {"clip_norm": 0.1}),
         pytest.param("scores", TENSOR, {"clip_norm": 0.1, "micro_batch": 2}, marks=NIGHTLY),
-        ("repeated", STAGES, {"strategy": Pipeline(schedule="zero-bubble"), "micro_batch": 3}),
+        pytest.param(
+            *("repeated", STAGES, {"strategy": Pipeline(schedule="zero-bubble"), "micro_batch": 3}),
+            marks=NIGHTLY,
+        ),
         ("penalised", SHARDS, {"strategy": Sharded(zero=2, shard_sizes="2,1"), "balance": "2,1"}),
         pytest.param("multi", SHARDS, {"balance": "3,1", "micro_batch": 2}, marks=NIGHTLY),
         pytest.param("dropping", TENSOR, {"micro_batch": 3}, marks=slow),
@@ -145,7 +148,7 @@ def test_weights_are_those_of_one_device(ranks: Any, name: str, mesh: str, setti
     assert all(one.losses == pytest.approx(reference.losses, rel=1e-11) for one in divided)
 
 
-@pytest.mark.parametrize("mesh", [TENSOR, STAGES, pytest.param(SHARDS, marks=slow)])
+@pytest.mark.parametrize("mesh", spread([TENSOR, STAGES, SHARDS], NIGHTLY, NIGHTLY, SLOW))
 def test_evaluation_sees_whole_sequences(ranks: Any, mesh: str) -> None:
     ((metrics, outputs),) = ranks(1).run(evaluated)
     for found, predicted in ranks(4).run(evaluated, mesh=mesh):
@@ -153,7 +156,7 @@ def test_evaluation_sees_whole_sequences(ranks: Any, mesh: str) -> None:
         assert relative_error(outputs, predicted) <= 1e-12
 
 
-@pytest.mark.parametrize("mesh", [TENSOR, pytest.param(SHARDS, marks=slow)])
+@pytest.mark.parametrize("mesh", spread([TENSOR, SHARDS], NIGHTLY, SLOW))
 def test_a_loop_of_the_users_own(ranks: Any, mesh: str) -> None:
     (weights,) = ranks(1).run(trained_by_hand, heads, total, count)
     for found in ranks(4).run(trained_by_hand, heads, total, count, mesh=mesh):
@@ -179,9 +182,9 @@ def refused(name: str, **settings: Any) -> tuple[type[BaseException], str]:
     ("name", "mesh", "settings", "words"),
     [
         ("counting", STAGES, {}, DIFFERS + ".*evener.nn.positions"),
-        ("counting", SHARDS, {}, DIFFERS),
+        pytest.param("counting", SHARDS, {}, DIFFERS, marks=NIGHTLY),
         ("counting", SHARDS, {"strategy": Sharded(zero=2)}, DIFFERS),
-        ("counting", TENSOR, {}, DIFFERS),
+        pytest.param("counting", TENSOR, {}, DIFFERS, marks=NIGHTLY),
         ("zero_attention", TENSOR, {}, "with add_zero_attn adds keys of no position"),
         ("dropped_weights", TENSOR, {}, "attention drops its weights .dropout 0.1."),
         ("heads", TENSOR, {"strategy": ULYSSES}, "blocks.0.causal has 1 heads on a rank, .* method 'ring'"),

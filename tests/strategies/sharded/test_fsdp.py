@@ -38,13 +38,13 @@ from tests.strategies.sharding import (  # noqa: F401 (some as tasks of this mod
     recurrent,
     task,
 )
-from tests.tiers import NIGHTLY, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 FSDP = Fsdp()
 
 
 def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
-    usual = {"dtype": "float64", "device": "cpu", "steps": 8, "strategy": FSDP}
+    usual = {"dtype": "float64", "device": "cpu", "steps": 6, "strategy": FSDP}
     return record(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
 
 
@@ -60,9 +60,9 @@ def compare(ranks: Any, number: int, name: str, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("task", {"balance": "5,1,2", "clip_norm": 0.05}),
+        pytest.param("task", {"balance": "5,1,2", "clip_norm": 0.05}, marks=NIGHTLY),
         pytest.param("task", {"balance": "3,0,1", "micro_batch": 4}, marks=NIGHTLY),
-        ("task", {"strategy": Fsdp(wrap="")}),
+        pytest.param("task", {"strategy": Fsdp(wrap="")}, marks=NIGHTLY),
         ("task", {"strategy": Fsdp(wrap="blocks.*.layers.*,never", reshard=False), "micro_batch": 4}),
         ("task", {"strategy": Fsdp(offload=True), "balance": "5,1,2"}),
         ("penalised", {"balance": "5,1,2", "clip_norm": 0.2}),
@@ -75,6 +75,7 @@ def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[s
     compare(ranks, 3, name, **settings)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -133,7 +134,7 @@ def held(dtype: str | None) -> tuple[dict[str, int], list[str], int]:
         return found, Wide.built, storage
 
 
-@pytest.mark.parametrize("dtype", [None, "float64"])
+@pytest.mark.parametrize("dtype", spread([None, "float64"], ALWAYS, NIGHTLY))
 def test_a_rank_holds_its_part_and_only_the_first_ever_holds_the_whole(ranks: Any, dtype: str | None) -> None:
     Wide.built = []
     whole = sum(p.numel() for p in Wide().parameters()) * (8 if dtype else 4)
@@ -174,7 +175,7 @@ WHERE: dict[str, tuple[int, dict[str, Any]]] = {
     "places",
     [
         ("sharded", "one device"),
-        ("one device", "sharded"),
+        pytest.param(("one device", "sharded"), marks=NIGHTLY),
         pytest.param(("sharded", "replicas"), marks=SLOW),
         ("replicas", "two axes"),
         pytest.param(("two axes", "sharded in two"), marks=SLOW),
@@ -182,8 +183,8 @@ WHERE: dict[str, tuple[int, dict[str, Any]]] = {
     ids=" to ".join,
 )
 def test_any_ranks_go_on_from_a_checkpoint_of_any(ranks: Any, places: tuple[str, str]) -> None:
-    reference = trajectory("task", Environment(), strategy="single", steps=7)
-    found = handed_on(ranks, task, [WHERE[place] for place in places], (4, 7))
+    reference = trajectory("task", Environment(), strategy="single", steps=5)
+    found = handed_on(ranks, task, [WHERE[place] for place in places], (3, 5))
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 
@@ -198,7 +199,7 @@ def evaluated(strategy: Any) -> tuple[dict[str, float], Any, Any]:
         return {**metrics[0], "few": metrics[1]["loss"]}, engine.predict(few), engine.evaluate()["loss"]
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", spread([True, False], NIGHTLY, ALWAYS))
 def test_evaluation_and_predictions(ranks: Any, reshard: bool) -> None:
     ((metrics, predicted, after),) = ranks(1).run(evaluated, "single")
     for rank, found in enumerate(ranks(3).run(evaluated, Fsdp(reshard=reshard))):

@@ -48,7 +48,7 @@ def exact(ranks: Any, size: int, task: str, settings: dict[str, Any], **division
 
 
 def trajectory(task: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
-    usual: dict[str, Any] = {"dtype": "float64", "device": "cpu", "steps": 7}
+    usual: dict[str, Any] = {"dtype": "float64", "device": "cpu", "steps": 5}
     return record(task, None, RunConfig(**(usual | settings)), environment)
 
 
@@ -62,8 +62,8 @@ def staged(zero: int, shard_sizes: str | None = None, **options: Any) -> tuple[A
 @pytest.mark.parametrize(
     ("name", "strategy", "balance", "settings"),
     [
-        ("language", staged(2, "3,1"), "5,1", {"clip_norm": 0.1}),
-        ("layers", staged(1, schedule="zero-bubble"), "0,1", {"micro_batch": 4}),
+        nightly("language", staged(2, "3,1"), "5,1", {"clip_norm": 0.1}),
+        nightly("layers", staged(1, schedule="zero-bubble"), "0,1", {"micro_batch": 4}),
         slow("language", staged(1, "1,2", schedule="gpipe"), "1,2", {"micro_batch": 4, "bucket_mb": 1e-5}),
         nightly("normalized", staged(2), "3,1", {"micro_batch": 4}),
         slow("penalised", staged(2, "0,1"), "3,1", {"clip_norm": 0.1}),
@@ -161,8 +161,8 @@ def test_a_gradient_that_is_no_number_stops_all_stages(
 @pytest.mark.parametrize(
     ("name", "options", "balance", "settings"),
     [
-        ("words", {}, "3,1", {"clip_norm": 0.1}),
-        ("mlp", {"reshard": False}, "0,1", {"micro_batch": 3}),
+        nightly("words", {}, "3,1", {"clip_norm": 0.1}),
+        nightly("mlp", {"reshard": False}, "0,1", {"micro_batch": 3}),
         slow("words", {"wrap": "encoder.layers.*,decoder"}, "1,2", {"micro_batch": 4}),
         slow("words", {"offload": True}, "1,1", {}),
         nightly("scores_apart", {}, "1,3", {"micro_batch": 3, "clip_norm": 0.1}),
@@ -193,7 +193,7 @@ def test_the_battery_of_strategies_on_divided_layers(ranks: Any) -> None:
     [
         (stages.normalized, ((staged(2, "3,1", cut="1"), 4, STAGES), ("ddp", 2, None))),
         slow(stages.normalized, (("ddp", 3, None), (staged(1, "1,2"), 4, STAGES))),
-        (wide.words, (((Sharded(), TensorParallel()), 4, FEATURES), ("single", 1, None))),
+        nightly(wide.words, (((Sharded(), TensorParallel()), 4, FEATURES), ("single", 1, None))),
         slow(wide.words, (("tensor", 2, None), ((Sharded(), TensorParallel()), 4, FEATURES))),
     ],
     ids=placeless,

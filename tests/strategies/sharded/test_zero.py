@@ -29,7 +29,7 @@ from evener.training.engine import Engine
 from tests import tasks
 from tests.comparing import handed_on, worst
 from tests.strategies.seven import normalised, penalised, plain, step_by_hand  # noqa: F401 (some by name)
-from tests.tiers import NIGHTLY, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 WORDS, WIDTH, SAMPLES = 11, 6, 37
 
@@ -127,7 +127,7 @@ def looked_up() -> Task:
 
 
 def trajectory(name: str, environment: Environment | None = None, **settings: Any) -> Trajectory:
-    usual = {"dtype": "float64", "device": "cpu", "steps": 9, "strategy": Zero()}
+    usual = {"dtype": "float64", "device": "cpu", "steps": 6, "strategy": Zero()}
     return record(f"{__name__}:{name}", None, RunConfig(**(usual | settings)), environment)
 
 
@@ -144,7 +144,11 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
     ("name", "settings"),
     [
         ("recurrent", {"balance": "5,1,2", "clip_norm": 0.05, "bucket_mb": 1e-5}),
-        ("recurrent", {"strategy": Zero(shard_sizes="3,1,1"), "balance": "3,0,1", "micro_batch": 4}),
+        pytest.param(
+            "recurrent",
+            {"strategy": Zero(shard_sizes="3,1,1"), "balance": "3,0,1", "micro_batch": 4},
+            marks=NIGHTLY,
+        ),
         pytest.param(
             *(
                 "recurrent",
@@ -166,7 +170,13 @@ def compared(ranks: Any, size: int, name: str, settings: dict[str, Any]) -> None
             *("behind_its_back", {"strategy": Zero(1, "3,1,0", in_common=True), "micro_batch": 4}),
             marks=NIGHTLY,
         ),
-        ("penalised", {"strategy": Zero(2, "1,0,2", in_common=True), "balance": "5,0,2", "clip_norm": 0.2}),
+        pytest.param(
+            *(
+                "penalised",
+                {"strategy": Zero(2, "1,0,2", in_common=True), "balance": "5,0,2", "clip_norm": 0.2},
+            ),
+            marks=NIGHTLY,
+        ),
     ],
     ids=str,
 )
@@ -177,11 +187,16 @@ def test_weights_are_those_of_one_device(ranks: Any, name: str, settings: dict[s
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("recurrent", {"strategy": Zero(shard_sizes="2,1"), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
+        pytest.param(
+            "recurrent",
+            {"strategy": Zero(shard_sizes="2,1"), "mesh": "data=2,shard=2", "balance": "4,1,0,2"},
+            marks=NIGHTLY,
+        ),
         ("recurrent", {"strategy": Zero(in_common=True), "mesh": "data=2,shard=2", "balance": "4,1,0,2"}),
-        (
+        pytest.param(
             "recurrent",
             {"strategy": Zero(stage=1), "mesh": "data=2,shard=2", "micro_batch": 4, "clip_norm": 0.05},
+            marks=NIGHTLY,
         ),
     ],
     ids=str,
@@ -289,12 +304,15 @@ def gradients_of_wholes(engine: Engine) -> Any:
 
 @pytest.mark.parametrize(
     ("size", "shard_sizes", "parts"),
-    [
-        (2, None, (0.5, 0.5)),
-        (2, "2,1", (2 / 3, 1 / 3)),
-        (3, "3,1,1", (0.6, 0.2, 0.2)),
-        (3, None, (1 / 3,) * 3),
-    ],
+    spread(
+        [
+            (2, None, (0.5, 0.5)),
+            (2, "2,1", (2 / 3, 1 / 3)),
+            (3, None, (1 / 3,) * 3),
+            (3, "3,1,1", (0.6, 0.2, 0.2)),
+        ],
+        *(ALWAYS, NIGHTLY, NIGHTLY, ALWAYS),
+    ),
     ids=str,
 )
 def test_each_rank_holds_the_part_that_was_asked_for(
@@ -330,13 +348,16 @@ ONE: dict[str, Any] = {"strategy": "single"}
         ),
         (({"strategy": Zero(shard_sizes="3,1")}, 2), ({"strategy": Zero(shard_sizes="1,2,2")}, 3)),
         (({"strategy": Zero(shard_sizes="1,0,4")}, 3), ({"strategy": "ddp"}, 2)),
-        (({"strategy": "ddp"}, 3), ({"strategy": Zero(shard_sizes="1,3"), "mesh": "data=2,shard=2"}, 4)),
+        pytest.param(
+            (({"strategy": "ddp"}, 3), ({"strategy": Zero(shard_sizes="1,3"), "mesh": "data=2,shard=2"}, 4)),
+            marks=NIGHTLY,
+        ),
     ],
     ids=str,
 )
 def test_a_checkpoint_is_taken_into_every_other_division(ranks: Any, places: Any) -> None:
-    reference = trajectory("recurrent", Environment(), strategy="single", steps=7)
-    found = handed_on(ranks, recurrent, [(size, settings) for settings, size in places], (4, 7))
+    reference = trajectory("recurrent", Environment(), strategy="single", steps=5)
+    found = handed_on(ranks, recurrent, [(size, settings) for settings, size in places], (3, 5))
     for state in found:
         assert worst(reference.weights, state["model"]) <= 1e-11
 
@@ -381,7 +402,7 @@ def own_optimizer(engine: Engine, number: int) -> None:
     engine.update(torch.optim.SGD(others, lr=0.2))
 
 
-@pytest.mark.parametrize("change", [None, drop_one, clamp_one, own_optimizer])
+@pytest.mark.parametrize("change", [pytest.param(None, marks=NIGHTLY), drop_one, clamp_one, own_optimizer])
 def test_a_loop_of_the_users_own(ranks: Any, change: Any) -> None:
     (weights,) = ranks(1).run(by_hand, "single", change)
     for stage in (1, 2):

@@ -19,12 +19,13 @@ from evener.strategies.single_process.data_parallel import DataParallel, DeviceR
 from evener.tools.conformance.tasks import CLASSES, FEATURES
 from tests.comparing import worst
 from tests.strategies.one_process import engine_of, refused, task_of, trained, try_all
+from tests.tiers import NIGHTLY, SLOW, spread
 
 UNEVEN = DataParallel("cpu:0,cpu:1,cpu:2", "3,1,2")
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(UNEVEN, marks=pytest.mark.slow), DataParallel("cpu:0,cpu:1", "0,1")], ids=str
+    "strategy", spread([UNEVEN, DataParallel("cpu:0,cpu:1", "0,1")], SLOW, NIGHTLY), ids=str
 )
 def test_all_trials(strategy: DataParallel) -> None:
     try_all(strategy)

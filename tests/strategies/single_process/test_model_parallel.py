@@ -18,6 +18,7 @@ from evener.tools.conformance.tasks import CLASSES, FEATURES
 from tests.comparing import worst
 from tests.strategies.logical import LogicalDevices, MixedDevicesError
 from tests.strategies.one_process import engine_of, refused, task_of, trained, try_all
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 
 class Net(nn.Module):
@@ -43,15 +44,12 @@ def test_all_trials_with_a_computed_placement() -> None:
 
 
 @pytest.mark.parametrize(
-    "placement",
-    [
-        "blocks=cpu:1,last=cpu:2",
-        "first=cpu:2,blocks.1=cpu:1",
-        "blocks.*.1=cpu:1",
-    ],
-)
-@pytest.mark.parametrize(
-    "settings", [{"clip_norm": 0.05}, {"micro_batch": 5}], ids=lambda settings: next(iter(settings))
+    ("placement", "settings"),
+    crossed(
+        ["blocks=cpu:1,last=cpu:2", "first=cpu:2,blocks.1=cpu:1", "blocks.*.1=cpu:1"],
+        [{"clip_norm": 0.05}, {"micro_batch": 5}],
+        lambda _: (ALWAYS, NIGHTLY),
+    ),
 )
 def test_weights_are_those_of_one_device(placement: str, settings: dict[str, Any]) -> None:
     task = task_of(Net, penalty=lambda model: sum(p.norm() for p in model.parameters()))

@@ -13,7 +13,8 @@ import evener
 from evener.errors import ConfigurationError
 from evener.nn import data_group
 from evener.training.engine import Engine
-from tests.strategies.hungry import BATCH, room_for, same, task, trained
+from tests.strategies.hungry import BATCH, room_for, same, task, trained, unlimited
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,11 @@ from tests.strategies.hungry import BATCH, room_for, same, task, trained
     [
         pytest.param({"strategy": "sharded", "balance": "auto"}, id="sharded"),
         pytest.param({"strategy": "sharded", "strategy_option": ("zero=1",), "balance": "1,2"}, id="zero=1"),
-        pytest.param({"strategy": "sharded", "strategy_option": ("zero=2",), "balance": "1,5"}, id="zero=2"),
+        pytest.param(
+            {"strategy": "sharded", "strategy_option": ("zero=2",), "balance": "1,5"},
+            id="zero=2",
+            marks=NIGHTLY,
+        ),
         pytest.param({"strategy": "tensor"}, id="tensor"),
     ],
 )
@@ -36,16 +41,16 @@ def test_unequal_limits_change_no_number(ranks: Any, settings: dict[str, Any]) -
     assert any("rank 1 takes pieces of" in words for words in told["told"])
 
 
-@pytest.mark.parametrize("balance", ["1,0", "0,1", "22,2"])
+@pytest.mark.parametrize("balance", spread(["1,0", "0,1", "22,2"], NIGHTLY, ALWAYS, NIGHTLY))
 def test_ranks_without_samples_take_part(ranks: Any, balance: str) -> None:
-    free = trained()
+    free = unlimited()
     settings = {"strategy": "sharded", "balance": balance, "memory_limit": str(room_for(10))}
     for found in ranks(2).run(trained, micro_batch="auto", **settings):
         same(free, found)
 
 
 def test_a_limit_that_is_lowered_is_followed_by_all(ranks: Any) -> None:
-    free, least = trained(), room_for(4)
+    free, least = unlimited(), room_for(4)
     settings = {"strategy": "sharded", "memory_limit": str(2 * least), "memory_limit_at": (f"5:1:{least}",)}
     for found in ranks(2).run(trained, micro_batch="auto", **settings):
         same(free, found)

@@ -19,11 +19,22 @@ from evener.errors import ConfigurationError, OutOfMemoryError
 from evener.strategies.steppers import oom_retry as piecewise
 from evener.strategies.steppers.oom_retry import MicroBatchSize
 from evener.training.engine import Engine
-from tests.strategies.hungry import BATCH, LAYERS, ROOMY, TIGHT, Whole, room_for, same, task, trained
+from tests.strategies.hungry import (
+    BATCH,
+    LAYERS,
+    ROOMY,
+    TIGHT,
+    Whole,
+    room_for,
+    same,
+    task,
+    trained,
+    unlimited,
+)
 
 
 def test_a_limit_that_is_lowered_in_mid_run_changes_no_number() -> None:
-    free = trained()
+    free = unlimited()
     found = trained(memory_limit=str(ROOMY), memory_limit_at=(f"5:0:{TIGHT}",), micro_batch="auto")
     same(free, found)
     assert not any(found["pieces"][:5])
@@ -33,7 +44,7 @@ def test_a_limit_that_is_lowered_in_mid_run_changes_no_number() -> None:
 
 
 def test_without_auto_a_limit_is_found_by_running_into_it() -> None:
-    free = trained()
+    free = unlimited()
     found = trained(memory_limit=str(ROOMY), memory_limit_at=(f"5:0:{TIGHT}",))
     same(free, found)
     assert found["retries"][5][0] >= 1
@@ -44,7 +55,7 @@ def test_without_auto_a_limit_is_found_by_running_into_it() -> None:
 def test_passes_that_take_more_than_was_learned_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model whose passes take twice as much all at once, as longer sentences would."""
     monkeypatch.setattr(piecewise, "PATIENCE", 100)
-    free, tanh, calls = trained(), torch.tanh, 0
+    free, tanh, calls = unlimited(), torch.tanh, 0
 
     def swollen(x: Tensor) -> Tensor:
         nonlocal calls
@@ -61,7 +72,7 @@ def test_passes_that_take_more_than_was_learned_are_taken_again(monkeypatch: pyt
 
 def test_ranks_with_unequal_limits_pull_one_load(ranks: Any) -> None:
     """Neither could hold the batch alone, and the smaller one takes smaller pieces."""
-    free = trained()
+    free = unlimited()
     divided = ranks(2).run(
         trained, memory_limit=f"{room_for(8)},{room_for(2)}", micro_batch="auto", balance="auto"
     )
@@ -78,7 +89,7 @@ def test_ranks_with_unequal_limits_pull_one_load(ranks: Any) -> None:
 def test_pieces_grow_again_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecewise, "PATIENCE", 2)
     found = trained(memory_limit=str(TIGHT), memory_limit_at=(f"3:0:{ROOMY}",), micro_batch="auto")
-    same(trained(), found)
+    same(unlimited(), found)
     assert found["pieces"][2]
     assert not found["pieces"][-1]
     assert any("tries pieces of any size" in words for words in found["told"])
@@ -120,6 +131,7 @@ def test_the_record_tells_why(tmp_path: Path) -> None:
         device="cpu",
         processes=1,
         dtype="float64",
+        steps=6,
         run_dir=tmp_path / "run",
         micro_batch="auto",
         memory_limit=str(TIGHT),

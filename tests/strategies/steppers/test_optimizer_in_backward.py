@@ -25,6 +25,7 @@ from evener.tools.verify import verify
 from evener.training.engine import Engine
 from tests import tasks
 from tests.strategies import eight
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 EARLY = {"update_in_backward": True}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -91,7 +92,7 @@ def _on_ranks(name: str, options: tuple[str, ...], early: bool, more: dict[str, 
     return trained(own[name]() if name in own else getattr(tasks, name)(), **settings)
 
 
-@pytest.mark.parametrize("name", ["wide", "branches", "batch_norm"])
+@pytest.mark.parametrize("name", spread(["wide", "branches", "batch_norm"], ALWAYS, ALWAYS, NIGHTLY))
 def test_sharded_ranks_come_to_the_same_bits(ranks: Any, name: str) -> None:
     """Of ``branches`` each rank leaves to the end what its own samples did not use, and nobody used one layer."""
     early, usual = (ranks(2).run(_on_ranks, name, (), each, {}) for each in (True, False))

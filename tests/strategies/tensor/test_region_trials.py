@@ -17,7 +17,7 @@ from evener.tools.verify import Trajectory, record
 from evener.training.engine import Engine
 from tests.comparing import worst
 from tests.strategies import foreign
-from tests.tiers import NIGHTLY, SLOW, spread
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 ATTENTION_AND_MLP = {
     "mingpt": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
@@ -59,7 +59,7 @@ def exact(ranks: Any, size: int, name: str, **settings: Any) -> list[tuple[Traje
     return found
 
 
-@pytest.mark.parametrize("name", ATTENTION_AND_MLP)
+@pytest.mark.parametrize("name", spread(ATTENTION_AND_MLP, NIGHTLY, ALWAYS, NIGHTLY, ALWAYS))
 def test_attention_and_feed_forward_are_divided(ranks: Any, name: str) -> None:
     for _, divided, _ in exact(ranks, 2, name):
         assert {f"h.{block}.{layer}" for block in range(2) for layer in ATTENTION_AND_MLP[name]} <= divided

@@ -90,6 +90,7 @@ def held(strategy: Any) -> tuple[dict[str, float], Any]:
         return engine.evaluate(), engine.predict(engine.task.evaluate, everywhere=True)
 
 
+@pytest.mark.nightly
 def test_evaluation_is_that_of_one_device(ranks: Any) -> None:
     ((metrics, predicted),) = ranks(1).run(held, "single")
     for of_rank, outputs in ranks(2).run(held, DERIVED):

@@ -16,6 +16,7 @@ from evener.collectives.native import Native
 from evener.errors import ConfigurationError, EvenerError
 from evener.testing import ConformanceError, check_all_reduce
 from evener.tools.conformance import all_reduces
+from tests.tiers import NIGHTLY
 
 DTYPES = [torch.float32]
 
@@ -187,7 +188,7 @@ def test_a_broken_promise_is_named_on_all_ranks(ranks: Any, kind: Any, promise: 
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (SaysNotWho, "EvenerError says: somebody is missing"),
+        pytest.param(SaysNotWho, "EvenerError says: somebody is missing", marks=NIGHTLY),
         (Gloo, "(RuntimeError|DistBackendError) says: .*"),
     ],
     ids=["an error of Evener", "the backend's own"],

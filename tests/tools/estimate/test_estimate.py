@@ -87,9 +87,9 @@ class Bucketless(Ddp):
 
 QUICK: list[dict[str, Any]] = [
     {"strategy": "ddp", "balance": "3,1", "micro_batch": 12, "clip_norm": 1.0},
-    {"strategy": "sharded", "strategy_option": ("zero=2",)},
 ]
 DIVIDED: list[dict[str, Any]] = [
+    {"strategy": "sharded", "strategy_option": ("zero=2",)},
     {"strategy": "ddp", "compress": "fp16", "dtype": "float64"},
     {"strategy": "sharded", "strategy_option": ("zero=1",)},
     {"strategy": "sharded"},

@@ -20,6 +20,7 @@ from evener.training.consistency.replicas import FIRST, digest, majority, steps_
 from evener.training.engine import Engine
 from tests.breaking import brittle
 from tests.observers import Remembering
+from tests.tiers import ALWAYS, NIGHTLY, spread
 from tests.training.test_consistency import EVERY, assert_same
 
 # Digests
@@ -110,7 +111,11 @@ def train(
     return said, [event for kind, event in told.told if kind == "event"], found
 
 
-@pytest.mark.parametrize(("strategy", "settings"), EVERY[:6], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    spread(EVERY[:6], ALWAYS, NIGHTLY, NIGHTLY, ALWAYS, ALWAYS, ALWAYS),
+    ids=str,
+)
 def test_what_a_strategy_keeps_equal_is(ranks: Any, strategy: str, settings: dict[str, Any]) -> None:
     for said, _, found in ranks(2).run(train, strategy, settings, norm=strategy != "tensor"):
         assert said == ""
@@ -125,7 +130,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "settings"), MESHES, ids=str)
+@pytest.mark.parametrize(("strategy", "settings"), spread(MESHES, NIGHTLY, ALWAYS, ALWAYS, ALWAYS), ids=str)
 def test_over_a_mesh_those_are_compared_that_hold_the_same(
     ranks: Any, strategy: str, settings: dict[str, Any]
 ) -> None:
@@ -161,7 +166,10 @@ def test_without_a_word_they_are_compared_at_the_end(ranks: Any) -> None:
         assert said.startswith("after step 5 ")
 
 
-@pytest.mark.parametrize(("on_replica_mismatch", "edit"), [("majority", 0), ("majority", 2), ("rank0", 1)])
+@pytest.mark.parametrize(
+    ("on_replica_mismatch", "edit"),
+    spread([("majority", 0), ("majority", 2), ("rank0", 1)], ALWAYS, NIGHTLY, ALWAYS),
+)
 def test_a_rank_that_went_astray_is_healed(ranks: Any, on_replica_mismatch: str, edit: int) -> None:
     """The others take no step with it: it is found before the next."""
     undisturbed = ranks(3).run(train, "ddp", {})[0][2]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evener.training.consistency.task_description import TensorSketch
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 SIZES = (3, 16, 17, 1000, 50_000, 300_000)
 
@@ -65,11 +66,11 @@ def test_numbers_that_changed_places_are_seen() -> None:
     assert not are_equal(tensor, tensor[order])
 
 
-@pytest.mark.parametrize("size", SIZES)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn],
-    ids=str,
+    ("dtype", "size"), crossed(DTYPES, SIZES, lambda _: (ALWAYS, NIGHTLY, ALWAYS, NIGHTLY, NIGHTLY))
 )
 def test_last_bits_may_differ_wherever_a_border_of_rounding_lies(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(size)

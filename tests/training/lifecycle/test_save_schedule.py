@@ -27,6 +27,7 @@ from evener.training.engine import Engine
 from evener.training.fit import fit
 from evener.training.run import Trained
 from tests import tasks
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 from tests.training.reporting.test_run_dir import room
 
 
@@ -310,10 +311,10 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_used(tmp_path: Path) -> No
     assert "step-00000006 instead" in words
 
 
-@pytest.mark.parametrize(
-    "name", ["rest.pt", "tensors.json", ".metadata", "__0_0.distcp", "sums.json", "evener.json"]
-)
-@pytest.mark.parametrize("how", ["truncated", "gone"])
+FILES = ("rest.pt", "tensors.json", ".metadata", "__0_0.distcp", "sums.json", "evener.json")
+
+
+@pytest.mark.parametrize(("name", "how"), crossed(FILES, ["truncated", "gone"], lambda _: (ALWAYS, NIGHTLY)))
 def test_a_file_that_is_torn_or_gone(tmp_path: Path, name: str, how: str) -> None:
     path = damaged(tmp_path) / name
     if how == "gone":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evener
 from evener.training.prepare import prepare as preparing
+from tests.tiers import ALWAYS, NIGHTLY
 
 Weights = dict[str, Tensor]
 
@@ -33,6 +35,20 @@ def with_settings(**settings: Any) -> Iterator[None]:
 def prepared(loop: Callable[[bool], Any], **settings: Any) -> Any:
     with with_settings(**settings):
         return loop(True)
+
+
+def divided(cases: Iterable[tuple[str, tuple[Any, ...]]], divisions: Sequence[str]) -> list[Any]:
+    """Each named case by each division. The first, which gives both ranks samples, is always met, and with every
+    third case the second, too."""
+    return [
+        pytest.param(
+            *(*case, balance),
+            id=f"{name}-{balance}",
+            marks=ALWAYS if at == 0 or (at == 1 and place % 3 == 0) else NIGHTLY,
+        )
+        for place, (name, case) in enumerate(cases)
+        for at, balance in enumerate(divisions)
+    ]
 
 
 def rows(count: int = 26, seed: int = 1) -> TensorDataset:

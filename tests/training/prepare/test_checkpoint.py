@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import evener
 from evener.errors import CheckpointError, ConfigurationError, DataError
+from tests.tiers import ALWAYS, NIGHTLY, spread
 from tests.training.prepare.running import Loop, Weights, prepared, rows, with_settings
 
 
@@ -66,7 +67,7 @@ def test_a_loop_through_two_loaders_goes_on_from_a_file(ranks: Any, tmp_path: Pa
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("stop", [3, 5, 7])
+@pytest.mark.parametrize("stop", spread([3, 5, 7], NIGHTLY, ALWAYS, ALWAYS))
 def test_a_loop_goes_on_from_a_file_on_another_number_of_ranks(ranks: Any, tmp_path: Path, stop: int) -> None:
     path = str(tmp_path / "loop.pt")
     with with_settings():

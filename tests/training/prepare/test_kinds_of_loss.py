@@ -18,7 +18,7 @@ from evener.errors import DivergenceError, EvenerError
 from evener.training.prepare import prepare as preparing
 from evener.training.prepare.loss_kind import LossKind, way_of
 from tests.ids import placeless
-from tests.training.prepare.running import with_settings
+from tests.training.prepare.running import divided, with_settings
 
 WORDS, LENGTH, CLASSES = 5, 4, 3
 Step = Callable[[nn.Module, Any, Any], Tensor]
@@ -208,9 +208,12 @@ def together(loss: Any, step: Step, balance: str) -> Any:
         return steps(loss, step, True)
 
 
+DIVISIONS = ("3,1", "0,1", "equal")
+
+
 def check(ranks: Any, loss: Any, step: Step, *shares: str) -> None:
     weights, told = steps(loss() if isinstance(loss, type) else loss, step, False)
-    for balance in shares or ("3,1", "0,1", "equal"):
+    for balance in shares or DIVISIONS:
         made = loss() if isinstance(loss, type) else loss
         for own, own_told in ranks(2).run(together, made, step, balance):
             assert own_told == pytest.approx(told, rel=1e-9), balance
@@ -223,9 +226,11 @@ def of_words(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=placeless)
-def test_a_function_is_that_of_one_device(ranks: Any, function: Any) -> None:
-    check(ranks, function, of_words)
+@pytest.mark.parametrize(
+    ("function", "balance"), divided(((each.__name__, (each,)) for each in FUNCTIONS), DIVISIONS)
+)
+def test_a_function_is_that_of_one_device(ranks: Any, function: Any, balance: str) -> None:
+    check(ranks, function, of_words, balance)
 
 
 # What a loop makes of a loss
@@ -322,9 +327,12 @@ KINDS: tuple[tuple[Any, Step], ...] = (
 )
 
 
-@pytest.mark.parametrize(("loss", "step"), KINDS, ids=[f"{n}-{s.__name__}" for n, (_, s) in enumerate(KINDS)])
-def test_a_loss_is_used_as_on_one_device(ranks: Any, loss: Any, step: Step) -> None:
-    check(ranks, loss, step)
+@pytest.mark.parametrize(
+    ("loss", "step", "balance"),
+    divided(((f"{n}-{kind[1].__name__}", kind) for n, kind in enumerate(KINDS)), DIVISIONS),
+)
+def test_a_loss_is_used_as_on_one_device(ranks: Any, loss: Any, step: Step, balance: str) -> None:
+    check(ranks, loss, step, balance)
 
 
 def over_all_samples(model: nn.Module, loss: Any, batch: Any) -> Tensor:
@@ -375,11 +383,14 @@ def of_what_has_a_graph(model: nn.Module, _: Any, batch: Any) -> Tensor:
     return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
 
 
+OF_THE_LOOP: tuple[Step, ...] = (of_what_there_is, of_a_function, of_terms, of_what_has_a_graph, of_all_rows)
+
+
 @pytest.mark.parametrize(
-    "step", [of_a_function, of_terms, of_all_rows, of_what_there_is, of_what_has_a_graph], ids=placeless
+    ("step", "balance"), divided(((each.__name__, (each,)) for each in OF_THE_LOOP), DIVISIONS)
 )
-def test_what_the_loop_computes_itself_is_that_of_one_device(ranks: Any, step: Step) -> None:
-    check(ranks, words, step)
+def test_what_the_loop_computes_itself_is_that_of_one_device(ranks: Any, step: Step, balance: str) -> None:
+    check(ranks, words, step, balance)
 
 
 def test_a_function_of_sums_is_not_computed_from_the_rows_of_all() -> None:

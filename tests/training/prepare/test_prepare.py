@@ -23,7 +23,16 @@ from evener.hardware.async_read import ReadyValue
 from evener.nn import context as scope
 from evener.training.prepare import prepare as preparing
 from tests.ids import placeless
-from tests.training.prepare.running import Loop, Weights, model_of, prepared, rows, sgd, with_settings
+from tests.training.prepare.running import (
+    Loop,
+    Weights,
+    divided,
+    model_of,
+    prepared,
+    rows,
+    sgd,
+    with_settings,
+)
 
 
 def plainly(is_prepared: bool) -> Weights:
@@ -164,13 +173,14 @@ LOOPS = (
 )
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=placeless)
-def test_it_is_the_loop_of_one_device(ranks: Any, loop: Callable[[bool], Weights]) -> None:
+@pytest.mark.parametrize(
+    ("loop", "balance"), divided(((each.__name__, (each,)) for each in LOOPS), ("3,1", "0,1"))
+)
+def test_it_is_the_loop_of_one_device(ranks: Any, loop: Callable[[bool], Weights], balance: str) -> None:
     expected = loop(False)
-    for balance in ("3,1", "0,1"):
-        for found in ranks(2).run(prepared, loop, balance=balance):
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    for found in ranks(2).run(prepared, loop, balance=balance):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
 
 
 def test_workers_read_what_the_plain_loader_reads() -> None:

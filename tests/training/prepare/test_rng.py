@@ -10,6 +10,7 @@ import torch
 
 from evener.training.prepare.rng import CommonRandom
 from tests.ids import placeless
+from tests.tiers import ALWAYS, NIGHTLY, spread
 from tests.training.prepare.running import Loop, Weights, prepared
 
 imported_before = torch.manual_seed
@@ -64,7 +65,7 @@ def set_before_each_epoch(is_prepared: bool, way: Callable[..., Any]) -> Weights
     return loop.weights()
 
 
-@pytest.mark.parametrize("way", [*WAYS, within_a_fork], ids=placeless)
+@pytest.mark.parametrize("way", [within_a_fork, *spread(WAYS, NIGHTLY, ALWAYS)], ids=placeless)
 def test_the_order_is_that_of_the_seed(ranks: Any, way: Callable[..., Any]) -> None:
     expected = set_before_each_epoch(False, way)
     for found in ranks(2).run(prepared, lambda is_prepared: set_before_each_epoch(is_prepared, way)):

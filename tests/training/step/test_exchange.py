@@ -28,6 +28,7 @@ from evener.training.engine import Engine
 from evener.training.step.exchange import ROWS_EVERY, BySums, GatheredStep, loss_code, results_of
 from evener.training.step.step import RankStats
 from tests.observers import Remembering
+from tests.tiers import ALWAYS, NIGHTLY, spread
 from tests.training.step.test_step_sync import brittle
 
 STEPS = 20
@@ -73,7 +74,7 @@ def trained(most: int, late: bool, by_hand: bool = False, **settings: Any) -> tu
     return told, shares, weights
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", spread([False, True], NIGHTLY, ALWAYS))
 def test_sums_train_as_rows_do_and_rows_follow_now_and_then(ranks: Any, late: bool) -> None:
     (rows, *_), (sums, *others) = (ranks(4).run(trained, most, late, balance="equal") for most in (64, 1))
     assert sums[2] == rows[2]
@@ -88,7 +89,9 @@ def test_sums_train_as_rows_do_and_rows_follow_now_and_then(ranks: Any, late: bo
     assert all(len(record.memory_held) == (4 if record.step % ROWS_EVERY == 0 else 0) for record in told)
 
 
-@pytest.mark.parametrize(("late", "by_hand"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("late", "by_hand"), spread([(False, False), (True, False), (False, True)], NIGHTLY, ALWAYS, ALWAYS)
+)
 def test_shares_follow_speeds_that_each_rank_knows_of_itself(ranks: Any, late: bool, by_hand: bool) -> None:
     found = ranks(4).run(trained, 1, late, by_hand, balance="auto", steps=40, batch_size=40)
     shares = found[0][1]
@@ -126,7 +129,7 @@ def stopped(late: bool, bad: int, what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", spread([False, True], ALWAYS, NIGHTLY))
 def test_who_was_not_finite_is_named_on_all_ranks(ranks: Any, late: bool) -> None:
     found = ranks(4).run(stopped, late, 13, "loss")
     assert {text.split(";")[0] for text in found} == {"the loss is nan in step 3 on rank 2"}
