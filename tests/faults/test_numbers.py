@@ -59,11 +59,13 @@ WHOLE = "NaN gradient"
 
 
 @pytest.mark.parametrize("fault", rows(*FAULTS))
-def test_it_ends_as_promised(fault: Fault, tmp_path: Path, warm: Warm, capsys: Any) -> None:
+def test_it_ends_as_promised(
+    fault: Fault, tmp_path: Path, request: pytest.FixtureRequest, capsys: Any
+) -> None:
     if fault.name == WHOLE:
         suffer(fault, tmp_path)
     else:
-        suffer_warm(fault, tmp_path, warm, capsys)
+        suffer_warm(fault, tmp_path, request.getfixturevalue("warm"), capsys)
     assert not list((tmp_path / "run").glob("checkpoints/step-8")), (
         "nothing of a step that went wrong is saved"
     )

@@ -219,7 +219,7 @@ def test_rows_are_divided_over_one_axis_of_a_mesh(ranks: Any, name: str, setting
     ids=str,
 )
 def test_the_promises_are_kept(ranks: Any, strategy: Zero, size: int) -> None:
-    shard_sizes = strategy.shard_sizes and f"{strategy.owns}{',0' * (size - 2)}"
+    shard_sizes = strategy.shard_sizes and f"{strategy.shard_sizes}{',0' * (size - 2)}"
     ranks(size).run(check_strategy, Zero(strategy.stage, shard_sizes))
 
 

@@ -92,7 +92,7 @@ DIVIDED: list[dict[str, Any]] = [
     {"strategy": "sharded", "strategy_option": ("zero=2",)},
     {"strategy": "ddp", "compress": "fp16", "dtype": "float64"},
     {"strategy": "sharded", "strategy_option": ("zero=1",)},
-    {"strategy": "sharded"},
+    {"strategy": "sharded", "batch_size": 96},  # fewer samples have two moments of nearly the same peak
     {"strategy": "tensor"},
     {"strategy": "dimension"},
     {"strategy": "pipeline", "strategy_option": ("balance=equal",)},
