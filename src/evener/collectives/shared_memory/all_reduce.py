@@ -173,9 +173,8 @@ class SharedMemory(AllReduce):
             # The sum is first written to this rank's slot, where no other rank writes. Only sums are written to that
             # place of the slot, so that no rank can take a term for a sum.
             result = chunk.give[self.rank]
-            ring.add_up(
-                chunk, result, REDUCED
-            )  # published before the copy, for which no other rank needs to wait
+            ring.add_up(chunk, result, REDUCED)
+            # The sum is published before this copy, for which no other rank needs to wait.
             chunk.pieces[self.rank].copy_(result)
 
         # A chunk that is copied out was reduced a turn ago: this rank needs no more terms or sums of it, in any slot.

@@ -27,9 +27,8 @@ from evener.collectives.shared_memory.in_place import add_terms
 from evener.distributed.shm.slots import DTYPE_CODES, ENTERED, LEFT, Slots
 from evener.errors import ConfigurationError
 
-SLOTS = (
-    4  # copying in is two chunks ahead of copying out: with fewer than three slots, all ranks would deadlock
-)
+SLOTS = 4
+"""Slots of a rank. Copying in is two chunks ahead of copying out: with fewer than three, all ranks would deadlock."""
 _FORMS = 512
 
 
@@ -154,7 +153,7 @@ class ChunkRing:
 
 
 def run(chunks: Sequence[Chunk], *stages: Callable[[Chunk], None]) -> None:
-    """Takes all chunks through the stages. In each turn, a stage works on the chunk before that of the last stage::
+    """Takes all chunks through the stages. In each turn a stage works on the chunk behind that of the stage before it::
 
     turn        0     1     2     3     4
     copy in     c0    c1    c2    c3    c4

@@ -11,15 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from evener.collectives.base import AllReduce, key_of
+from evener.collectives.base import key_of
 from evener.collectives.reduce_scatter import Pending, RangeOwners
-from evener.collectives.registry import make, make_owners
+from evener.collectives.registry import make_owners
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import BUCKETS
 from evener.strategies.learner import Learner
+from evener.strategies.reducer import all_reduce_of
 from evener.strategies.sharded.buckets import Bucket
 from evener.strategies.sharded.owned_weight import AXIS
 
@@ -72,11 +72,6 @@ class ReduceMode(ABC):
         """Releases the resources of the mode."""
         self.owners.close()
 
-    def _all_reduce(self, group: ProcessGroup) -> AllReduce:
-        settings = self._learner.settings
-        seconds = self._learner.session.timeout_seconds
-        return make(settings.all_reduce, group, seconds, settings.compression)
-
 
 class AllReduceMode(ReduceMode):
     """Sums for all ranks: each gets the whole sum."""
@@ -87,7 +82,7 @@ class AllReduceMode(ReduceMode):
         super().__init__(learner)
         group = learner.mesh.group(*DIVIDING_TERMS)
         assert group is not None
-        self._sum = self._all_reduce(group)
+        self._sum = all_reduce_of(learner, group)
 
     @property
     def words(self) -> str:
@@ -118,7 +113,7 @@ class ReduceScatterMode(ReduceMode):
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner)
         group = learner.mesh.group(*_OTHERS)
-        self._sum = self._all_reduce(group) if group is not None else None
+        self._sum = all_reduce_of(learner, group) if group is not None else None
 
     @property
     def _owners_name(self) -> str | None:
