@@ -43,6 +43,9 @@ Cut = Callable[[Tensor, ShardSpec], Tensor]
 _OF_DEVICE = ("foreach", "fused", "capturable")
 """Optimizer options that choose an implementation and do not change the result. Loading keeps the current ones, because
 the saved ones may belong to another device or strategy."""
+OF_REPLICAS = ("replica.", "outer.")
+"""Beginnings of the keys under which a strategy of local steps keeps what other replicas, and its outer optimizer, have
+of a parameter. Other strategies leave these out."""
 Load = Callable[[dict[str, Any]], None]
 """Loads an optimizer's state, as ``load_state_dict`` does."""
 
@@ -179,6 +182,7 @@ def load_state(
         return {
             key: kept_as(optimizer, tensors[name], key, map_leaves(_own, taken(name, value)))
             for key, value in state[name].items()
+            if not key.startswith(OF_REPLICAS)
         }
 
     groups = found["optimizer"]["groups"]
@@ -221,6 +225,27 @@ def _load_optimizer(
         listed.append({**group, **map_leaves(_own, kept), "params": own})
     state = _Made({numbers[name]: partial(entries_of, name) for name in saved_names})
     load({"state": state, "param_groups": listed})
+
+
+def optimizer_state_from(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Any]]
+) -> dict[Any, Any]:
+    """Returns an optimizer's state by parameter, as its ``load_state_dict`` makes it of a saved one by name.
+
+    The optimizer itself is left as it is. The saved tensors are copied.
+    """
+    names, before = _names(model), optimizer.state_dict()
+    groups = [{**group, "params": _listed(group, names)} for group in optimizer.param_groups]
+    try:
+        made: Callable[[str], dict[str, Any]] = partial(_owned, saved)
+        _load_optimizer(optimizer, optimizer.load_state_dict, names, list(saved), made, groups)
+        return optimizer.state
+    finally:
+        optimizer.load_state_dict(before)
+
+
+def _owned(saved: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    return {key: map_leaves(_own, value) for key, value in saved[name].items()}
 
 
 def _own(value: Any) -> Any:

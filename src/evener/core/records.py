@@ -37,6 +37,8 @@ class RunStart:
     strategy: str = ""
     allreduce: str = ""
     """The all-reduce that sums the gradients; empty if it is not known yet."""
+    merging: str = ""
+    """Description of how replicas merge; empty if all ranks meet in each step."""
     run_dir: str | None = None
     shares: tuple[int, ...] = ()
     """Samples in each part of the first batch; empty if the data decide it, or if batches are not divided."""
@@ -105,6 +107,9 @@ class StepRecord:
     pieces: tuple[int, ...] = ()
     """The largest micro-batch that fits into each rank's memory, in samples; 0 if the whole share fits. Empty if the
     whole share fits on all ranks."""
+    merge_spread: tuple[float, ...] = ()
+    """For each merge of a round of local steps: the root mean square distance of the replicas from their mean, as a
+    multiple of how far the mean has gone since the last merge. 0 means that all replicas have gone the same way."""
     graphs: tuple[int, ...] = ()
     """Graphs that each rank has compiled so far, if anything is compiled. A step that compiles a graph is slow."""
 
@@ -181,7 +186,9 @@ class RunSummary:
     emulation: str = ""
     """Description of the emulation of unequal devices; empty if there was none."""
     allreduce: str = ""
-    """All-reduce that summed the gradients."""
+    """All-reduce that summed the gradients, or the differences of replicas."""
+    merging: str = ""
+    """Description of how replicas merged; empty if all ranks met in each step."""
     precision: str = ""
     """Precision of the computation; empty if it was left as the task makes it."""
     memory: list[dict[str, int]] = field(default_factory=list)

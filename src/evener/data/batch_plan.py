@@ -54,6 +54,15 @@ class BatchPlanner:
         """Returns the positions that each rank takes of each micro-batch; see :func:`evener.data.division.divide`."""
         return _divided(size, tuple(shares), self.micro_batch)
 
+    def reads(self, ids: Ids, shares: tuple[int, ...], done: int) -> list[tuple[Ids, int]]:
+        """Returns the samples that this rank reads of a global batch: for each micro-batch the ids and its weight.
+
+        Args:
+            ids: The samples of the global batch.
+            done: The number of samples of the training before it.
+        """
+        return _reads(ids, self.table(len(ids), shares), self.rank)
+
 
 @lru_cache(maxsize=64)
 def _checked(shares: tuple[int, ...], size: int, world_size: int) -> tuple[int, ...]:
@@ -118,7 +127,7 @@ def plans(
     for epoch in range(start[0], epochs):
         for begin, end in order.batches(cut.batch_size, start[1] if epoch == start[0] else 0):
             shares = cut.draw(step, end - begin)
-            reads = _reads(order.ids(epoch, begin, end), cut.table(end - begin, shares), cut.rank)
+            reads = cut.reads(order.ids(epoch, begin, end), shares, epoch * order.size + begin)
             index = begin // cut.batch_size
             yield BatchPlan(epoch, index, begin, end - begin, shares, end == order.size, reads)
             step += 1

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, tee
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +30,8 @@ from evener.data.collate import Collate
 from evener.data.fetch import Fetch
 from evener.data.iterable import Agree, StreamBatches
 from evener.data.local_shards import LocalShards, part_plans
-from evener.data.prefetch import Batches, Convert, cut_to, delivery_to
+from evener.data.prefetch import Batches, Convert, Delivery, cut_to, delivery_to
+from evener.data.rounds import RoundBatch, RoundPlanner, Rounds
 from evener.data.sampler import Ids, ListedOrder, Order
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
@@ -66,6 +68,8 @@ class Loader(Iterator[Batch]):
         start_method: The start method of the workers; ``None`` for Python's default.
         timeout_seconds: The longest wait for a worker.
         skips: If True, samples that cannot be read are left out and listed in ``Batch.skipped``.
+        rounds: Makes every batch a round of local steps, a ``RoundBatch``. Then ``shares`` are those of the replicas,
+            and ``batch_size`` and ``micro_batch`` are those of the rounds.
 
     Raises:
         ConfigurationError: If the data set is empty, its size differs from the order's, or an argument is invalid.
@@ -99,9 +103,16 @@ class Loader(Iterator[Batch]):
         start_method: str | None = None,
         timeout_seconds: float = 600,
         skips: bool = False,
+        rounds: Rounds | None = None,
     ) -> None:
         device = torch.device(device)
-        cut = BatchPlanner(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
+        self._batches: Batches | _Rounds
+        if rounds is None:
+            cut = BatchPlanner(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
+        else:
+            batch_size, world_size = rounds.size, rounds.replicas
+            shares = shares or equal_shares(world_size)
+            cut = RoundPlanner(batch_size, shares, 0, world_size, rounds=rounds)
         pin_memory = device.type in WITH_STREAMS and workers > 0
         pool = Workers(
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
@@ -129,8 +140,12 @@ class Loader(Iterator[Batch]):
                 if parts is None
                 else part_plans(parts, order, cut, epochs, start)
             )
-            batches = _read(drawn, Fetch(dataset, collate, name, skips), pool)
+            fetch = Fetch(dataset, collate, name, skips)
             self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + delivery.ahead
+            if rounds is not None:
+                self._batches = _Rounds(drawn, rounds, whole.size, fetch, pool, delivery)
+                return
+            batches = _read(drawn, fetch, pool)
         self._batches = cut_to(piece, delivery(batches))
 
     def __next__(self) -> Batch:
@@ -165,6 +180,50 @@ def _read(drawn: Iterator[BatchPlan], fetch: Fetch, workers: Workers) -> Batches
         for first in values:
             plan = pending.popleft()
             yield plan.batch([first, *islice(values, len(plan.reads) - 1)])
+
+
+class _Rounds(Iterator[Batch]):
+    """Reads the rounds of the plans. The passes of a round are read and delivered while it is trained on, which may be
+    when later rounds have been drawn: so they can be read until this is closed.
+
+    Args:
+        size: The number of samples in an epoch.
+    """
+
+    def __init__(
+        self,
+        drawn: Iterator[BatchPlan],
+        rounds: Rounds,
+        size: int,
+        fetch: Fetch,
+        workers: Workers,
+        delivery: Delivery,
+    ) -> None:
+        to_request, to_fill, self._to_return = tee(drawn, 3)
+        self._rounds, self._size = rounds, size
+        self._values = workers.read(fetch, (ids for plan in to_request for ids, _ in plan.reads))
+        self._passes = delivery(self._filled(to_fill))
+
+    def _filled(self, plans: Iterator[BatchPlan]) -> Batches:
+        for plan in plans:
+            for read in plan.reads:
+                yield replace(plan, reads=[read]).batch([next(self._values)])
+
+    def __next__(self) -> Batch:
+        plan = next(self._to_return)
+        place = (plan.epoch, plan.index, plan.position, plan.size, plan.shares)
+        return RoundBatch(
+            *place,
+            [],
+            plan.last,
+            passes=islice(self._passes, len(plan.reads)),
+            done=plan.epoch * self._size + plan.position,
+            of_ranks=self._rounds.of_ranks(plan.shares),
+        )
+
+    def close(self) -> None:
+        self._passes.close()
+        self._values.close()
 
 
 def _checked(order: Order | None, dataset: Any, name: str) -> Order:

@@ -12,6 +12,7 @@ from evener.strategies.experts import ExpertParallel
 from evener.strategies.features import FeatureParallel
 from evener.strategies.interfaces import BatchSlicer, StepOutcome, Stepper, StrategySettings
 from evener.strategies.learner import Learner
+from evener.strategies.local_steps.strategies import DiLoCo, LocalSgd
 from evener.strategies.pipeline.pipeline import Pipeline
 from evener.strategies.sharded.sharded import Sharded
 from evener.strategies.single_process.data_parallel import DataParallel
@@ -26,11 +27,13 @@ __all__ = [
     "ContextParallel",
     "DataParallel",
     "Ddp",
+    "DiLoCo",
     "ExpertParallel",
     "FeatureParallel",
     "Layers",
     "Layout",
     "Learner",
+    "LocalSgd",
     "Mesh",
     "Pipeline",
     "Plain",

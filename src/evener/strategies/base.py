@@ -82,6 +82,8 @@ class Strategy(Recipe, ABC):
     """True if DistributedDataParallel can sum gradients while this strategy's stepper runs backward."""
     one_process: ClassVar[bool] = False
     """True if the strategy uses several devices in one process."""
+    serves_one_rank: ClassVar[bool] = False
+    """True if the strategy does something else than ``single`` with one rank, too."""
     mixes: ClassVar[bool] = False
     """True if hosts may have different kinds of devices. Such a strategy communicates only through gloo and the
     all-reduce."""
@@ -132,6 +134,15 @@ class Strategy(Recipe, ABC):
         if not self.divides_model:
             check_room(divided, learner.session)
         return model.settle_on(divided, learner.session.device, learner.settings.weight_type)
+
+    def batch_parts(self, world_size: int) -> int | None:
+        """Returns the number of parts into which a batch is divided, if it is not the number that the mesh says."""
+        return None
+
+    def on_one_device(self, processes: int) -> Strategy | None:
+        """Returns a strategy that is the same training on one rank as this one is on ``processes`` ranks. None means
+        that of ``single``, which computes whole batches."""
+        return None
 
     @abstractmethod
     def synchronizer(self, learner: Learner) -> Synchronizer:

@@ -55,7 +55,8 @@ def laid(parts: Sequence[Strategy], mesh: str | None, world_size: int) -> Strate
     Raises:
         ConfigurationError: If the strategies cannot be combined over such a mesh, with the reason.
     """
-    if world_size == 1 and all(map(_is_of_evener, parts)) and not any(part.one_process for part in parts):
+    alone = any(part.one_process or part.serves_one_rank for part in parts)
+    if world_size == 1 and all(map(_is_of_evener, parts)) and not alone:
         _check_product(degrees_of(mesh), 1)
         return Single()
     if mesh is None and len(parts) < 2:

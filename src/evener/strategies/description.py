@@ -15,6 +15,7 @@ class LearnerRecord(TypedDict):
 
     strategy: str
     allreduce: str
+    merging: str
     precision: str
     optimizer: str
     optimizer_state: str
@@ -29,6 +30,7 @@ def describe(learner: Learner) -> LearnerRecord:
     return {
         "strategy": learner.name,
         "allreduce": learner.synchronizer.words,
+        "merging": learner.replicas.words if learner.replicas else "",
         "precision": settings.precision.words,
         "optimizer": fused.words_of(optimizer),
         "optimizer_state": eight_bit.words_of(optimizer),

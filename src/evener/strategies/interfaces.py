@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.components.amp.policy import Precision
 from evener.components.compile import Compiling
 from evener.components.memory_limits.limits import MemoryLimits
+from evener.components.state_dict import HeldState
 from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
 from evener.core.types import Tree
@@ -65,6 +66,10 @@ class StrategySettings:
     """Bucket size in bytes for gradient synchronization. None lets the synchronizer choose it."""
     throttle: Throttle | None = None
     """Emulates slower devices, per rank. None means no emulation."""
+    batch_size: int | None = None
+    """The number of samples in a batch, over all ranks. None means the task's."""
+    micro_batch: int | None = None
+    """The number of samples in a micro-batch, over all ranks. None means whole batches."""
     weights: Sequence[float] | None = None
     """The ranks' shares, if the user has fixed them. A strategy that divides the model may use them to divide it."""
     devices: tuple[str, ...] | None = None
@@ -108,6 +113,14 @@ class StepOutcome:
     piece: int = 0
     """The largest number of samples in one pass that fits into memory; 0 if unknown or if everything fits."""
 
+    terms: float | None = None
+    """The number of terms over all ranks, if the stepper has counted them; else the row of the step before has it."""
+
+    merge_spread: tuple[float, ...] = ()
+    """See :class:`~evener.core.records.StepRecord`."""
+    input_seconds: float = 0.0
+    """Seconds in which the stepper waited for samples."""
+
     changes: tuple[str, ...] = ()
     """How the set of trained parameters differs from the set at the start: one text for each parameter."""
     has_changed: bool = False
@@ -125,6 +138,13 @@ class Stepper(ABC):
     On a GPU the stepper only queues work and never waits for the device. It returns numbers as ``Readout`` objects.
     """
 
+    outer: torch.optim.Optimizer | None = None
+    """The optimizer of merged differences, if replicas take steps of their own between two merges."""
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    """The task's scheduler if it goes by steps. A stepper that updates the weights itself steps it, too."""
+    updates: bool = False
+    """True if the stepper updates the weights itself, so that no update follows."""
+
     @abstractmethod
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         """Runs forward and backward on the rank's share. When it returns, the gradients have been synchronized.
@@ -133,6 +153,14 @@ class Stepper(ABC):
             divisor: Returns the global divisor of the loss, with the loss scale in it. It is called after the first
                 forward pass, so that the message that brings the divisor can travel during that pass.
         """
+
+    def elapsed(self, whole: Readout) -> Readout:
+        """Returns the seconds of this rank's part of the last step without those in which it waited for samples.
+
+        Args:
+            whole: The seconds from the first pass to the end of the last one.
+        """
+        return whole
 
     @abstractmethod
     def outputs(self, micro: MicroBatch) -> Tree:
@@ -158,6 +186,22 @@ class MemoryWatch(Protocol):
         Args:
             asked: Size of the failed allocation in bytes; 0 if unknown.
         """
+
+
+class StoredReplicas(Protocol):
+    """The replicas of a rank, for a strategy in which replicas take steps of their own between two merges."""
+
+    words: str
+    """A description of the merge, for the record of the run."""
+
+    def held(self, held: HeldState) -> HeldState:
+        """Adds what the replicas of this rank have beside the model and its optimizer's state."""
+
+    def gathered(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Adds what the replicas of other ranks have to a whole state. All ranks must call this together."""
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over the state of the replicas, and of the outer optimizer, from an optimizer's saved state."""
 
 
 class BatchSlicer:

@@ -5,22 +5,22 @@ It holds the code that all strategies share: the update with clipping and penalt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from evener.collectives.executor.subgroup import subgroup
 from evener.components import gradients
 from evener.components import model_init as model
 from evener.components import state_dict as state
 from evener.components.activation_checkpoint.forward import Blocks
 from evener.components.amp.grad_scaler import LossScale
+from evener.components.buffer_snapshot import BufferSnapshot
 from evener.components.clipping import Clipping
 from evener.components.compile import Graphs
 from evener.components.loose_buffers import LooseBuffers
@@ -32,22 +32,28 @@ from evener.components.optim.fused import lay_out
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.sharded_tensor.summon_full import undivided
 from evener.components.trainable import TrainableParameters
-from evener.core.phase_marks import marked
 from evener.core.task.task import Task
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
-from evener.distributed.hosts import destroy
-from evener.distributed.mesh import DIVIDING_TERMS, DataAxis, Mesh
+from evener.data.rounds import Rounds
+from evener.distributed.mesh import DataAxis, Mesh
 from evener.distributed.session import Session
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue, read
-from evener.hardware.timers import stopwatch, waiting
+from evener.hardware.timers import stopwatch
 from evener.nn.context import Scope, scope
 from evener.nn.fqn import clean_name
-from evener.strategies.interfaces import BatchSlicer, MemoryWatch, StepOutcome, Stepper, StrategySettings
+from evener.strategies.data_group import group_of_passes
+from evener.strategies.interfaces import (
+    BatchSlicer,
+    MemoryWatch,
+    StepOutcome,
+    Stepper,
+    StoredReplicas,
+    StrategySettings,
+)
 from evener.strategies.synchronizer import Synchronizer
 from evener.strategies.timing import WorkTimer
-from evener.torch_internals.modules import own_buffers
 
 Portion = Callable[[Any, "Learner"], Any]
 
@@ -78,6 +84,10 @@ class Learner:
     """State that is offloaded from the device, and the optimizer updates of offloaded parameters."""
     trained: TrainableParameters
     """The trained parameters, at the start and now."""
+    rounds: Rounds | None = None
+    """How the training is divided into rounds of local steps. None if all ranks meet in each step."""
+    replicas: StoredReplicas | None = None
+    """The replicas whose state differs from the model's, for a strategy of local steps."""
     first_step_checks: list[Callable[[Callable[[Any], list[Any]]], None]]
     """Checks that run once, after the first update. Each is called with a function that gathers an object from every
     rank."""
@@ -97,8 +107,7 @@ class Learner:
         """A number that is not finite if the gradient of the penalty is not."""
         self.may_leave_out = False
         """True if an update may be skipped, so that buffers must be saved before each step."""
-        self._remembered: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        self._remembered_of: int | None = None
+        self._snapshot = BufferSnapshot()
         self.updating: int | None = None
         """The last step whose update has begun. None before the first."""
         self.updated_early: set[Tensor] = set()
@@ -174,20 +183,10 @@ class Learner:
 
     @cached_property
     def data_group(self) -> ProcessGroup | None:
-        """The process group of the ranks that compute the parts of a batch, for communication in the user's loss or
-        layers.
-
-        It is a separate group, so that messages in backward cannot mix with gradient buckets. All its ranks must access
-        this property together for the first time, which creates the group. None if this rank is alone.
-        """
-        ranks = self.mesh.group(*DIVIDING_TERMS)
-        if ranks is None:
-            return None
-        with waiting(), marked("start of a process group"):
-            made = subgroup(ranks, range(ranks.size()), self.session.group_timeout.total_seconds())
-        assert made is not None
-        self.mesh.close_with_mesh(partial(destroy, made))
-        return made
+        """The group of the ranks that compute the parts of a batch; see :mod:`evener.strategies.data_group`."""
+        return group_of_passes(
+            self.mesh, self.session, "" if self.rounds is None or self.rounds.replicas == 1 else self.name
+        )
 
     # The update
 
@@ -205,6 +204,21 @@ class Learner:
             self.parameter(name).grad = None
         if self.trained.thawed:
             self.synchronizer.sum_thawed(without)
+        if self.stepper.updates:
+            self.updating = step
+            if not passes():
+                self._leave_out()
+        else:
+            self.apply_gradients(step, passes)
+        self.synchronizer.updated(step)
+        self.room.over()
+        while self.first_step_checks:
+            self.first_step_checks.pop(0)(self.session.control.gather_objects)
+        self.graphs.check(step, self.session.control.gather_objects)
+
+    def apply_gradients(self, step: int, passes: Callable[[], bool] = lambda: True) -> None:
+        """Adds the penalty, clips, steps the optimizer and clears the gradients. The arguments are those of
+        :meth:`update`."""
         if self.scale is not None:
             gradients.scale(self.names, 1 / self.scale.value)
         self._add_penalty()
@@ -217,21 +231,6 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self._leave_out()
-        self.synchronizer.updated(step)
-        self.room.over()
-        while self.first_step_checks:
-            self.first_step_checks.pop(0)(self.session.control.gather_objects)
-        self.graphs.check(step, self.session.control.gather_objects)
-
-    def _remember_buffers(self, step: int) -> None:
-        """Saves the buffers; they are restored if the update of ``step`` is skipped."""
-        self._remembered_of = step
-        self._remembered = [
-            (held, name, buffer, buffer.clone())
-            for held in map(own_buffers, self.model.modules())
-            for name, buffer in held.items()
-            if buffer is not None
-        ]
 
     def start_afresh(self) -> None:
         """Drops the gradients of an unfinished step after another state was loaded. All ranks must call this
@@ -244,13 +243,11 @@ class Learner:
         for parameter in self.names:
             parameter.grad = None
 
-    @torch.no_grad()
     def _leave_out(self) -> None:
         """Skips the update: clears the gradients and restores the buffers that the forward pass changed."""
         self.clipping.norm = None
         self._clear_gradients()
-        for held, name, buffer, value in self._remembered:
-            held[name] = buffer.copy_(value)
+        self._snapshot.restore()
 
     def has_drawn(self) -> None:
         """Called by the synchronizer before it sends the last gradients of the step."""
@@ -258,7 +255,7 @@ class Learner:
 
     def undo(self, step: int) -> None:
         """Undoes ``step`` if its buffers were saved: clears the gradients and restores the buffers."""
-        if self._remembered_of == step:
+        if self._snapshot.step == step:
             self._leave_out()
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -306,7 +303,7 @@ class Learner:
         if self.settings.limits is not None:
             self.room.allow(self.settings.limits.limit_for(self.session.rank, step))
         if self.may_leave_out:
-            self._remember_buffers(step)
+            self._snapshot = BufferSnapshot(self.model, step)
         try:
             outcome = self.stepper.run(batch, divisor, step)
         except BaseException:
@@ -364,7 +361,23 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and optimizer state by name: whole copies on the CPU, which any strategy can load. All ranks
         must call this together."""
-        return state.whole(state.held(self.model, self.optimizer), self.mesh)
+        whole = state.whole(self.held_state(), self.mesh)
+        return whole if self.replicas is None else self.replicas.gathered(whole)
+
+    def held_state(self) -> state.HeldState:
+        """Returns the state that this rank holds, by name."""
+        held = state.held(self.model, self.optimizer)
+        return held if self.replicas is None else self.replicas.held(held)
+
+    def load_held(self, found: Mapping[str, Any], cut: state.Cut | None = None) -> None:
+        """Loads a state whose tensors are those of this rank, or whole ones from which ``cut`` takes this rank's.
+
+        Raises:
+            ConfigurationError: If the state belongs to another model or optimizer.
+        """
+        state.load_state(self.model, self.optimizer, found, cut, self.offloaded.load)
+        if self.replicas is not None:
+            self.replicas.load(found["optimizer"]["state"])
 
     def load_state_dict(self, found: dict[str, Any]) -> None:
         """Loads a state returned by :meth:`state_dict`. The given tensors are copied.
@@ -372,9 +385,7 @@ class Learner:
         Raises:
             ConfigurationError: If the state belongs to another model or optimizer.
         """
-        state.load_state(
-            self.model, self.optimizer, found, lambda value, piece: piece.part(value), self.offloaded.load
-        )
+        self.load_held(found, lambda value, piece: piece.part(value))
 
     def close(self) -> None:
         """Frees the resources of the strategy."""

@@ -80,6 +80,10 @@ def normalize_apart(model: nn.Module, learner: Learner, one_process: bool) -> No
 
 def words_of_normalization(learner: Learner) -> str:
     """Returns a text for the record that tells how BatchNorm normalizes if it is not exact. Returns "" otherwise."""
+    if learner.rounds is not None and learner.rounds.replicas > 1:
+        if not any(isinstance(module, AnyBatchNorm) for module in learner.model.modules()):
+            return ""
+        return "BatchNorm by each replica's own samples; running moments merge as those of all samples"
     if learner.settings.batch_norm == "exact" or learner.data.degree == 1:
         return ""
     if not any(isinstance(module, BatchNorm) for module in learner.model.modules()):

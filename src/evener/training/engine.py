@@ -31,7 +31,6 @@ from evener.core.config.kwargs import Settings
 from evener.core.config.run_config import RunConfig
 from evener.core.losses import Loss
 from evener.core.observer import Observer, Observers
-from evener.core.records import EvaluationRecord
 from evener.core.task.task import TaskLike, resolve
 from evener.core.types import Tree
 from evener.data.batch import Batch
@@ -47,7 +46,7 @@ from evener.training.batches.progress import Progress
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.consistency.replicas import ReplicaCheck
 from evener.training.consistency.startup import agree_on_optimizer, agreement
-from evener.training.evaluation import InputsOnly, examine, predict
+from evener.training.evaluation import InputsOnly, examine, predict, record_of
 from evener.training.factory import settings_of, strategy_of
 from evener.training.state.run_state import RunState
 from evener.training.step.exchange import way_to_tell
@@ -92,11 +91,13 @@ class Engine:
             self.observers = Observers(list(observers), self.session.rank)
             self.scheduler = build_scheduler(task, learner.optimizer)
             agree_on_optimizer(learner.optimizer, self.scheduler, learner.names, self.session)
+            self._by_step = task.scheduler_interval == "step"
+            learner.stepper.scheduler = self.scheduler if self._by_step else None
             self.guard = NonFinitePolicy(self.config.non_finite, learner, self.observers)
-            control, mesh = undo.enter_context(lent(self.session)), learner.mesh
-            telling = undo.enter_context(way_to_tell(self.session, mesh, control, lambda: self.feed))
+            control = undo.enter_context(lent(self.session))
+            telling = undo.enter_context(way_to_tell(self.session, learner.mesh, control, lambda: self.feed))
             told = self._observe, self.guard.waits, learner.graphs, telling, self.session.mixed
-            self.step_sync = StepSync(control, mesh, self.session.device, lambda: self.loss, *told)
+            self.step_sync = StepSync(control, learner.mesh, self.session.device, lambda: self.loss, *told)
             self.recomputing = Recomputing(learner, self.observers.event)
             self._by_hand = ManualStep(learner, control, self.config.non_finite)
             self._replicas = ReplicaCheck(learner, control, self.config, self.observers.event)
@@ -165,7 +166,7 @@ class Engine:
         with self.feed.open(self.progress) as loader:
             batch = self._next(loader)
             while batch is not None and not self._reached_last_step():
-                upcoming = None if self.steps_done + 1 == self.config.steps else self._next(loader)
+                upcoming = None if self.steps_done + 1 == self.feed.last_step else self._next(loader)
                 self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done
                 with self._at_hand.around(batch, taken):
@@ -180,7 +181,7 @@ class Engine:
             self._replicas.check(self.steps_done, everything=True)
 
     def _reached_last_step(self) -> bool:
-        return self.observers.ended or self.steps_done >= (self.config.steps or math.inf)
+        return self.observers.ended or self.steps_done >= (self.feed.last_step or math.inf)
 
     def _next(self, source: Iterator[Batch]) -> Batch | None:
         batch = self.feed.next(source, self.steps_done)
@@ -203,7 +204,8 @@ class Engine:
             step = Step(batch, number, sync.settle, learner.names_in_order)
             next_count = sync.count(self._upcoming)
             outcome = learner.run(batch, partial(sync.divisor, step, learner.loss_scale), number)
-            elapsed = learner.work_timer.elapsed()
+            elapsed = learner.stepper.elapsed(learner.work_timer.elapsed())
+            self.times.input += outcome.input_seconds
             forget = sync.post(step, outcome, self._upcoming, next_count, elapsed, self.feed.input_seconds)
             learner.update(forget, number, partial(self.guard.passes, step))
             if sync.buffers_changed:
@@ -232,7 +234,7 @@ class Engine:
         self.progress.advance(batch)
         of = f" of {self.total_steps}" if self.total_steps else ""
         self.session.watchdog.progress(f"step {self.steps_done}{of}, epoch {batch.epoch + 1}")
-        if self.scheduler is not None and (batch.last or self.task.scheduler_interval == "step"):
+        if self.scheduler and (not self.learner.stepper.updates if self._by_step else batch.last):
             self.scheduler.step()
         self._replicas.after(self.steps_done, self.settle)
 
@@ -272,6 +274,7 @@ class Engine:
 
     def _took_by_hand(self, batch: Batch) -> None:
         """Ends a step that the user's own loop took: the ranks exchange only their times."""
+        self._by_hand.check_meets()
         self.settle()
         own, sync = self._by_hand.over(batch), self.step_sync
         self.feed.observe_times(sync.tell_times(Step(batch, self.steps_done, sync.settle), own))
@@ -300,10 +303,7 @@ class Engine:
         with self.session.watchdog.phase("evaluation", step=self.steps_done):
             found = examine(self.learner, chosen, self.feed.evaluation_options(self.steps_done))
         if dataset is None:
-            seconds = time.perf_counter() - began
-            epoch = max(0, self.progress.epoch - (self.progress.position == 0))
-            record = EvaluationRecord(self.steps_done, epoch, found.metrics, found.samples, seconds)
-            self.observers.evaluation(record)
+            self.observers.evaluation(record_of(found, self.progress, time.perf_counter() - began))
         return found.metrics
 
     def predict(

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from evener.balance.base import Equal, Fixed
 from evener.core.losses import Accumulator, metric
+from evener.core.records import EvaluationRecord
 from evener.core.task.validation import check_dataset
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
@@ -25,6 +26,7 @@ from evener.errors import ConfigurationError
 from evener.strategies.dataset_view import Reading
 from evener.strategies.learner import Learner
 from evener.training.batches.evaluation_options import EvaluationOptions
+from evener.training.batches.progress import Progress
 from evener.training.batches.skipped_samples import Announcer
 
 
@@ -54,6 +56,12 @@ class EvaluationResult:
     samples: int
     pieces: list[Piece] | None
     """Kept data in dataset order, on rank 0 or on every rank. None on other ranks, and if nothing was to be kept."""
+
+
+def record_of(found: EvaluationResult, progress: Progress, seconds: float) -> EvaluationRecord:
+    """Returns the record of an evaluation after the steps of ``progress``, which took ``seconds``."""
+    epoch = max(0, progress.epoch - (progress.position == 0))
+    return EvaluationRecord(progress.steps, epoch, found.metrics, found.samples, seconds)
 
 
 def examine(

@@ -155,6 +155,8 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Strat
         all_reduce=config.allreduce,
         compression=config.compress,
         bucket_bytes=None if config.bucket_mb is None else round(config.bucket_mb * 2**20),
+        batch_size=config.batch_size,
+        micro_batch=config.samples_at_once,
         devices=_devices_of(config, strategy),
     )
     if settings.recompute is not None:
@@ -177,7 +179,8 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Strat
         )
     # If all ranks compute the same samples, the weights divide the model, not the batch.
     balance = balance_of(config, data.degree, unlike=False)
-    weights = fixed_weights(balance, world_size) if data.degree == 1 else None
+    divides_model = data.degree == 1 and strategy.batch_parts(world_size) is None
+    weights = fixed_weights(balance, world_size) if divides_model else None
     return replace(settings, throttle=_throttle_of(config, data, world_size), weights=weights)
 
 
@@ -229,7 +232,7 @@ def check_division(config: RunConfig, world_size: int) -> None:
     """
     strategy = strategy_of(config, world_size)
     settings = settings_of(config, strategy, world_size)
-    degree = strategy.layout(world_size, settings).data_axis(0).degree
+    degree = strategy.batch_parts(world_size) or strategy.layout(world_size, settings).data_axis(0).degree
     if config.allreduce is not None:
         find(config.allreduce)
     if config.compress is not None:

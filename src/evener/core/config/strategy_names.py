@@ -15,6 +15,8 @@ STRATEGIES = {
     "sharded": "evener.strategies.sharded.sharded:Sharded",
     "pipeline": "evener.strategies.pipeline.pipeline:Pipeline",
     "context": "evener.strategies.context.context:ContextParallel",
+    "local_sgd": "evener.strategies.local_steps.strategies:LocalSgd",
+    "diloco": "evener.strategies.local_steps.strategies:DiLoCo",
     "data_parallel": "evener.strategies.single_process.data_parallel:DataParallel",
     "layers": "evener.strategies.single_process.model_parallel:Layers",
 }
@@ -36,6 +38,8 @@ MEANINGS = {
         "context": "sequences divided over the ranks (context parallelism)",
         "experts": "the experts of a mixture divided over the ranks (expert parallelism)",
         "dimension": "the features of the input divided over the ranks",
+        "local_sgd": "replicas take steps of their own, and their weights merge every so often (local SGD)",
+        "diloco": "local steps with Nesterov's momentum on what merges (DiLoCo)",
         "data_parallel": "one process, a replica on each of its devices (DataParallel)",
         "layers": "one process, layers on several devices (model parallelism)",
     },
@@ -75,6 +79,8 @@ SYNONYMS = {
         **dict.fromkeys(("ep", "moe", "expert", "expert_parallel"), "experts"),
         **dict.fromkeys(("mp", "model_parallel", "device_map", "layer"), "layers"),
         **dict.fromkeys(("feature", "features", "feature_parallel"), "dimension"),
+        **dict.fromkeys(("localsgd", "local_steps", "post_local_sgd", "federated", "fedavg"), "local_sgd"),
+        **dict.fromkeys(("streaming_diloco", "open_diloco", "opendiloco", "lookahead", "snoo"), "diloco"),
         **dict.fromkeys(("none", "one", "no"), "single"),
     },
     "all-reduce": {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from evener.data.batch import Batch, MicroBatch, map_leaves
+from evener.data.rounds import RoundBatch
 from evener.training.engine import Engine
 
 
@@ -51,6 +52,8 @@ def disturb(model: torch.nn.Module, generator: torch.Generator, strength: int = 
 
 def reordered(batch: Batch, generator: torch.Generator) -> Batch:
     """Returns the batch with the samples of each micro-batch in another order."""
+    if isinstance(batch, RoundBatch):
+        return dataclasses.replace(batch, passes=(reordered(each, generator) for each in batch.passes))
     micro_batches = [_shuffled(micro, generator) for micro in batch.micro_batches]
     return dataclasses.replace(batch, micro_batches=micro_batches)
 

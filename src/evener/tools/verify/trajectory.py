@@ -117,7 +117,8 @@ class TrajectoryRecorder:
         self._early: dict[Tensor, Tensor] = {}  # gradients of updates that run during backward
         self._penalty: Sketches = {}
         self._buffers: Sketches = {}
-        self._learner.optimizer.register_step_pre_hook(self._before_update)
+        self._updating = self._learner.stepper.outer or self._learner.optimizer
+        self._updating.register_step_pre_hook(self._before_update)
 
     def seen(self, steps: Iterator[Step]) -> Iterator[Step]:
         """Passes the steps through. Records the buffers after the first step. All ranks must call this together."""
@@ -131,7 +132,7 @@ class TrajectoryRecorder:
             yield step
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer is not self._learner.optimizer:  # an update of some parameters during backward
+        if optimizer is not self._updating:  # an update of some parameters during backward
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._early.update((p, p.grad.detach().clone()) for p in held)
             return

@@ -82,7 +82,7 @@ def verify(
     _check_partition(built)
     config = config.replace(batch_size=config.batch_size or built.batch_size)
     eps = torch.finfo(type_of(config)).eps
-    one = OneDevice(partial(record, task, options, alone(config), Environment()), eps)
+    one = OneDevice(partial(record, task, options, alone(config, processes), Environment()), eps)
     divided = launch(
         record,
         task,
@@ -113,14 +113,26 @@ def _in_numbers(config: RunConfig) -> RunConfig:
     return config if given else config.replace(dtype="float32" if config.optimizer_state else "float64")
 
 
-def alone(config: RunConfig) -> RunConfig:
-    """Returns the settings of the same run on one device."""
+def alone(config: RunConfig, processes: int) -> RunConfig:
+    """Returns the settings of the same run on one device.
+
+    Raises:
+        ConfigurationError: If the run would not be the same from one time to the next.
+    """
+    strategy = strategy_of(config, processes).on_one_device(processes)
     alike: dict[str, Any] = {"balance": "equal", "max_shares": None, "share_multiple_of": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
     alike |= {"offload": None, "offload_to": None}
     alike |= {"update_in_backward": False, "batch_norm": "exact"}
-    return config.replace(strategy="single", processes=1, **alike)
+    if strategy is not None:
+        alike["balance"] = config.balance
+        if config.balance == "auto":
+            raise ConfigurationError(
+                f"with strategy {strategy.label!r} shares decide which replica trains on what, and those of balance "
+                "auto are other ones each time: verify it with fixed shares, as in --shares 3,1"
+            )
+    return config.replace(strategy=strategy or "single", processes=1, **alike)
 
 
 class OneDevice:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from evener.balance.base import Balancer, Decision
 from evener.balance.by_speed_large import BySpeedOfMany, SpeedReport
+from evener.balance.registry import BALANCERS
 from evener.core.config.run_config import RunConfig
+from evener.core.plugins import is_named
 from evener.core.records import MemoryRecord, Note
 from evener.data.batch import Batch
 from evener.data.loader import Loader
+from evener.data.rounds import Rounds
 from evener.distributed.control_channel import Channel
 from evener.errors import ConfigurationError
 from evener.strategies.dataset_view import Reading
@@ -45,6 +51,9 @@ class BatchFeed:
         check_data(config, learner)
         self._batch_size, self._epochs, self._steps_late = batch_size, epochs, steps_late
         self._reading = Reading.from_learner(learner, learner.task.train, "training set", learner.task.order)
+        if learner.rounds is not None:
+            config = check_rounds(config, learner, learner.rounds)
+            self._reading = replace(self._reading, ranks=learner.rounds.replicas)
         self._listed = _agreed_order(self._reading, learner.session.control)
         self._config, self._unlike = settled(config, learner.session, self._reading)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
@@ -61,14 +70,20 @@ class BatchFeed:
         self.input_seconds = 0.0
         """Seconds that this rank waited for the last batch."""
 
+    @property
+    def last_step(self) -> int | None:
+        """Number of steps after which the run ends, if the settings say so. In local steps, the number of rounds."""
+        rounds = self._learner.rounds
+        return self._config.steps if rounds is None else rounds.count(self._config.steps)
+
     @cached_property
     def total_steps(self) -> int | None:
         """Number of steps of the whole run. None if the dataset has no known length."""
         size = self._reading.size
         if size is None:
-            return self._config.steps
-        steps = math.ceil(size / self._batch_size) * self._epochs
-        return min(steps, self._config.steps) if self._config.steps else steps
+            return self.last_step
+        steps = math.ceil(size / self._size) * self._epochs
+        return min(steps, self.last_step) if self.last_step else steps
 
     def sample_order(self) -> SampleOrder:
         """Returns the settings that decide which samples a step has."""
@@ -117,6 +132,7 @@ class BatchFeed:
             start=start,
             first_step=progress.steps,
             skips=self.skips is not None,
+            rounds=self._learner.rounds,
         )
         # Besides the loader's read-ahead, a batch is looked at one step early, and times are known late.
         drawn_ahead = max(self._learner.session.control.gather_objects(loader.lookahead))
@@ -137,7 +153,16 @@ class BatchFeed:
         if self._loader is None:
             self._ready(progress)
         assert self.balancer is not None
-        return tuple(self.balancer.shares(progress.steps, self._batch_size)), _learns(self.balancer)
+        return self._of_ranks(self.balancer.shares(progress.steps, self._size)), _learns(self.balancer)
+
+    @property
+    def _size(self) -> int:
+        """Number of samples that are divided at once: those of a batch, or of a round of local steps."""
+        return self._batch_size if self._learner.rounds is None else self._learner.rounds.size
+
+    def _of_ranks(self, shares: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shares of the parts of a batch. Those of replicas are added up for each rank."""
+        return tuple(shares) if self._learner.rounds is None else self._learner.rounds.of_ranks(shares)
 
     def rewind(self) -> bool:
         """Allows batches to be opened again; earlier ones must be closed. Returns True if there were any."""
@@ -232,8 +257,8 @@ class BatchFeed:
         """Returns the shares that the ranks took in the last step. None, before the first, means equal shares."""
         if self.balancer is None or steps_done == 0:
             return None
-        shares = self.balancer.shares(max(self.first_step, steps_done - 1), self._batch_size)
-        return [float(share) for share in shares]
+        shares = self.balancer.shares(max(self.first_step, steps_done - 1), self._size)
+        return [float(share) for share in self._of_ranks(shares)]
 
     def evaluation_options(self, steps_done: int) -> EvaluationOptions:
         """Returns the options for dividing an evaluation: with the shares of the last step."""
@@ -248,6 +273,30 @@ class BatchFeed:
     def state_dict(self) -> dict[str, Any]:
         """Returns what the balancer has learned."""
         return self.balancer.state_dict() if self.balancer else self.balancer_state
+
+
+def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds) -> RunConfig:
+    """Returns the settings of a run in rounds of local steps.
+
+    Raises:
+        ConfigurationError: If a setting does not go with rounds.
+    """
+    asked = {
+        "an iterable data set, which has no global order": isinstance(learner.task.train, IterableDataset),
+        "non_finite=skip, for a step that is left out is one of a single replica": config.non_finite
+        == "skip",
+        "skipping samples that cannot be read": config.on_bad_sample == "skip",
+    }
+    if rounds.replicas != learner.session.world_size:
+        balance = config.balance or "equal"
+        config = config.replace(balance=balance)
+        speed = f"shares by speed, for {rounds.replicas} replicas are not one for each rank"
+        asked[speed] = balance == "auto" or is_named(balance, "balancer", BALANCERS)
+    for what in (what for what, is_asked in asked.items() if is_asked):
+        raise ConfigurationError(
+            f"strategy {learner.name!r} does not go with {what}: leave it out, or use ddp"
+        )
+    return config
 
 
 def _of_own_work(step: Step) -> float:

@@ -97,7 +97,8 @@ def parts_of(learner: Learner, everything: bool) -> Iterator[ReplicaPart]:
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
                 yield _part(clean_name(f"{at}.{name}" if at else name), buffer, buffer)
-    for parameter, entries in learner.optimizer.state.items() if everything else ():
+    alike = everything and learner.rounds is None  # replicas that merge have optimizer state of their own
+    for parameter, entries in learner.optimizer.state.items() if alike else ():
         for key, value in entries.items():
             if isinstance(value, Tensor) and parameter in names:
                 yield from _parts(f"the optimizer's {key} of {names[parameter]}", value, parameter)

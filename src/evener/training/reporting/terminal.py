@@ -174,11 +174,15 @@ def _bar_format(total_steps: int | None) -> str:
     return "{remaining} left |{bar:10}| {n_fmt}/{total_fmt} steps{desc}{postfix}"
 
 
+def _summed_words(run: RunStart | RunSummary) -> str:
+    return f"{'differences of weights' if run.merging else 'gradients'} summed by {run.allreduce}"
+
+
 def header_lines(run: RunStart) -> list[str]:
     """Describes the run in lines that fit 60 columns if names allow it. Returns none if the devices are unknown."""
     kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
-    summed = [f"  gradients summed by {run.allreduce}"] if run.allreduce and run.world_size > 1 else []
+    summed = [f"  {_summed_words(run)}"] if run.allreduce and run.world_size > 1 else []
     kept = (
         f"records, weights and checkpoints in {from_here(run.run_dir)}"
         if run.run_dir
@@ -247,7 +251,7 @@ def summary_text(summary: RunSummary) -> str:
         lines += ["  rank   share   compute      wait     input"]
         of_ranks = enumerate(zip(summary.shares, summary.ranks, strict=True))
         lines += [_rank_line(rank, share, times) for rank, (share, times) in of_ranks]
-        lines += [f"  gradients summed by {summary.allreduce}"] if summary.allreduce else []
+        lines += [f"  {_summed_words(summary)}"] if summary.allreduce else []
     unread = f"{summary.skipped:,} samples could not be read and count for nothing"
     further = (
         summary.reading,

@@ -154,7 +154,7 @@ class RunState:
         learner, steps = self._learner, self.progress.steps
         self._check_between_steps()
         learner.check_weights(steps)
-        held = state.held(learner.model, learner.optimizer)
+        held = learner.held_state()
         more = {"data": self._data(), "settings": self._config.as_dict()}
         if self._continues is not None and self._continues[0] != directory.resolve():
             self.branch()
@@ -176,11 +176,11 @@ class RunState:
         found = checkpoint.agreed(path, session.control, session.rank, session.world_size, tell)
         progress = self._feed.sample_order().resumed(found.rest["progress"])
         self._check_data(found)
-        pieces = found.read(state.held(learner.model, learner.optimizer))
+        pieces = found.read(learner.held_state())
         state.check_kind(learner.optimizer, pieces["optimizer"])
         over = self._terms.chosen(found.rest.get("said"), tell if session.rank == 0 else _tell_nobody)
         pieces["optimizer"] = self._terms.overridden(pieces["optimizer"], over)
-        state.load_state(learner.model, learner.optimizer, pieces, None, learner.offloaded.load)
+        learner.load_held(pieces)
         self._go_on(progress, {**found.rest, **self._after(found)}, over)
         self.identity, self._continues = found.identity, (found.path.parent.resolve(), progress.steps)
         if not found.newest or not found.identity.run:

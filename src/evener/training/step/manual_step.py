@@ -7,8 +7,8 @@ that gradients are finite, and at the end of the step for its time. The engine's
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
-from typing import Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from evener.data.batch import Batch
 from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.timers import stopwatch, waiting
 from evener.nn.attention_dispatch import attending
-from evener.nn.context import Scope, divided
+from evener.nn.context import divided
 from evener.strategies.learner import Learner
 from evener.strategies.timing import WorkTimer
 from evener.training.step.exchange import Exchange
@@ -45,6 +45,7 @@ class ManualStep:
                 "in a loop of your own leave it out: backward() and update() raise DivergenceError on all ranks alike, "
                 "before weights change"
             )
+        self.check_meets()
         recompute = self._learner.settings.recompute
         if recompute is not None and recompute.is_budget:
             raise ConfigurationError(
@@ -74,6 +75,14 @@ class ManualStep:
             (total * (1.0 if counts else 0.0) / (sums[1] or 1.0)).backward()  # type: ignore[no-untyped-call]
         self.work_timer.work_done()
         return sums[0] / sums[1] if sums[1] else math.nan
+
+    def check_meets(self) -> None:
+        """Raises ConfigurationError if the ranks do not meet in every step."""
+        if self._learner.rounds is not None:
+            raise ConfigurationError(
+                f"strategy {self._learner.name!r} takes steps of its own between two merges: take them with "
+                "engine.step(batch), or use strategy ddp in a loop with backward() and update() of your own"
+            )
 
     def update(self, optimizer: torch.optim.Optimizer | None, step: int) -> None:
         """Sums the gradients of the optimizer's parameters over the ranks, clips them, steps, and clears them."""
@@ -117,13 +126,14 @@ class ManualBatch:
 
     def __init__(self, learner: Learner, work_timer: WorkTimer) -> None:
         self._learner, self._work_timer = learner, work_timer
-        self._scope: AbstractContextManager[Scope] | None = None
+        self._scope: AbstractContextManager[Any] | None = None
 
     def around(self, batch: Batch, step: int) -> Self:
         """Opens the scope for the step of ``batch``. Closes the scope of a loop that was abandoned."""
         self.close()
         self._work_timer.step(step).__enter__()
-        self._scope = self._learner.micro_scope(batch.micro_batches[0], step)
+        micros = batch.micro_batches  # a round of local steps has none, and is taken by engine.step() alone
+        self._scope = self._learner.micro_scope(micros[0], step) if micros else nullcontext()
         self._scope.__enter__()
         return self
 

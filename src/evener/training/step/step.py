@@ -154,6 +154,7 @@ class Step:
         self.changes: tuple[str, ...] = ()
         """Differences of this rank's set of trained parameters from that at the start."""
         self.skipped = 0
+        self.merge_spread: tuple[float, ...] = ()
         self.seconds = 0.0
         self.lr = 0.0
         self.penalty: Readout = _NONE
@@ -265,6 +266,7 @@ class Step:
             loss=self.loss,
             samples=batch.size,
             skipped=self.skipped,
+            merge_spread=self.merge_spread,
             seconds=self.seconds,
             shares=batch.shares,
             lr=self.lr,

@@ -128,6 +128,11 @@ class StepSync:
         Raises:
             DivergenceError: If a number is not finite, as far as that is known at once.
         """
+        if outcome.terms is not None:  # the stepper has counted them, and has not asked for a divisor
+            with waiting():
+                self.settle()
+            step.terms, step.count = outcome.terms, self._loss().divisor(outcome.terms)
+        step.merge_spread = outcome.merge_spread
         results = total, soundness, _ = (0.0, 0.0, 0.0)
         if self._late:
             step.results = self._telling.results(self._on_device(outcome))
@@ -141,7 +146,8 @@ class StepSync:
         doubtful = not (math.isfinite(total) and math.isfinite(soundness))
         graphs, differing = self._graphs.made, float(self._graphs.untold)
         step.only_work, self._made = graphs == self._made and not outcome.retries, graphs
-        counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), input_seconds)
+        read_seconds = input_seconds + outcome.input_seconds
+        counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), read_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
         row = RankStats(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
         step.changes = outcome.changes

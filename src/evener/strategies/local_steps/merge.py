@@ -1,0 +1,179 @@
+"""Merges the weights of the replicas: the mean of their differences, weighted by the terms that each has trained on.
+
+Replica ``i`` has gone from the merged weights ``w`` to ``w_i``. With ``n_i`` terms of the loss (tokens, or labels that
+are not ignored) behind it,
+
+    difference = Σ n_i (w - w_i) / Σ n_i
+
+is a gradient to an *outer* optimizer, which takes one step with it from ``w``. Plain SGD with a rate of 1 makes the
+weighted mean of the weights (local SGD); Nesterov's momentum makes DiLoCo (Douillard et al., 2023, arXiv:2311.08105).
+
+A fragment of the model may be sent some batches before it merges, while training goes on, and may keep a part ``alpha``
+of what its replica has (Streaming DiLoCo, Douillard et al., 2025, arXiv:2501.18512).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.collectives.base import AllReduce, Work, key_of
+from evener.components.coalesce import in_buckets
+from evener.components.gradients import number_of
+from evener.hardware.timers import waiting
+from evener.strategies.learner import Learner
+from evener.strategies.local_steps.replicas import ReplicaSet
+
+
+@dataclass(frozen=True)
+class SentFragment:
+    """The differences of a fragment, on their way over the ranks."""
+
+    buckets: list[list[nn.Parameter]]
+    flats: list[Tensor]
+    """For each bucket the sum of the weighted differences."""
+    numbers: Tensor
+    """The sum of the weights, and the weighted sum of the differences' squares."""
+    work: list[Work | dist.Work]
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Returns the widest type of floating-point numbers that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Merge:
+    """Merges fragments of the model.
+
+    Args:
+        group: The ranks that carry other replicas. None if this rank carries all.
+        all_reduce: Sums differences over the ranks. None without a group.
+        unit: The number of terms that counts as the weight 1. Keeps numbers in the range of half precision.
+        alpha: The part of a replica's own weights that stays in a merge.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        replicas: ReplicaSet,
+        outer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        all_reduce: AllReduce | None,
+        unit: float,
+        alpha: float,
+    ) -> None:
+        self._learner, self._replicas, self._outer = learner, replicas, outer
+        self._group, self._all_reduce = group, all_reduce
+        self._unit, self._alpha = unit, alpha
+        self._sent: dict[int, SentFragment] = {}
+        self.spreads: list[float] = []
+        """For each merge of the round: how far the replicas were from their mean, as a multiple of its length."""
+        self.terms = 0.0
+        """The terms behind the last merge, over all replicas."""
+
+    @property
+    def words(self) -> str:
+        """A description of the all-reduce."""
+        return self._all_reduce.words if self._all_reduce else "none: one rank"
+
+    @torch.no_grad()
+    def send(self, fragment: int, parameters: list[nn.Parameter]) -> None:
+        """Starts to sum the differences of a fragment over the ranks. All ranks must call this together."""
+        trained = [p for p in parameters if p.requires_grad and p.numel()]
+        weights = [(replica.terms - replica.sent[fragment]) / self._unit for replica in self._replicas.all]
+        for replica in self._replicas.all:
+            replica.sent[fragment] = replica.terms
+        device = self._learner.session.device
+        squares = torch.zeros((), dtype=widest(device), device=device)
+        buckets = list(in_buckets(trained, self._learner.settings.bucket_nbytes, lambda p: p))
+        flats = [self._weighted(bucket, weights, squares) for bucket in buckets]
+        numbers = torch.stack([torch.tensor(sum(weights), dtype=widest(device), device=device), squares])
+        work: list[Work | dist.Work] = []
+        if self._all_reduce is not None:
+            with waiting():
+                work = [
+                    self._all_reduce(flat, key_of(bucket))
+                    for flat, bucket in zip(flats, buckets, strict=True)
+                ]
+                summed = dist.all_reduce(numbers, group=self._group, async_op=True)
+                assert summed is not None
+                work.append(summed)
+        self._sent[fragment] = SentFragment(buckets, flats, numbers, work)
+
+    def _weighted(self, bucket: list[nn.Parameter], weights: list[float], squares: Tensor) -> Tensor:
+        """Returns the weighted sum of this rank's differences in one flat tensor, and adds their squares."""
+        wide = torch.promote_types(bucket[0].dtype, torch.float32)
+        flat = torch.zeros(sum(p.numel() for p in bucket), dtype=wide, device=bucket[0].device)
+        for replica, weight in zip(self._replicas.all, weights, strict=True):
+            start = 0
+            for parameter in bucket if weight else ():
+                own = self._replicas.weights_of(replica, parameter)
+                difference = (self._replicas.merged[parameter].to(wide) - own.to(wide)).flatten()
+                flat[start : start + difference.numel()].add_(difference, alpha=weight)
+                squares += weight * difference.square().sum()
+                start += difference.numel()
+        return flat
+
+    @torch.no_grad()
+    def finish(self, fragment: int) -> bool:
+        """Waits for a fragment's sum and steps the outer optimizer. All ranks must call this together.
+
+        Returns:
+            False if a difference is not finite. The merged weights then stay as they are, on all ranks alike, and the
+            replicas go on from them.
+        """
+        sent = self._sent.pop(fragment)
+        with waiting():
+            for work in sent.work:
+                work.wait()
+        weight, squares = sent.numbers.tolist()
+        if not all(math.isfinite(number_of(flat)) for flat in sent.flats):
+            self._give([parameter for bucket in sent.buckets for parameter in bucket], 0.0)
+            return False
+        if not weight:
+            return True
+        self.terms = weight * self._unit
+        length = 0.0
+        for bucket, flat in zip(sent.buckets, sent.flats, strict=True):
+            flat.div_(weight)
+            length += float(flat.square().sum())
+            self._to_gradients(bucket, flat)
+        self.spreads.append(math.sqrt(max(0.0, squares / weight - length) / length) if length else 0.0)
+        self._step([parameter for bucket in sent.buckets for parameter in bucket])
+        return True
+
+    def _to_gradients(self, bucket: list[nn.Parameter], flat: Tensor) -> None:
+        for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+    def _step(self, parameters: list[nn.Parameter]) -> None:
+        """Steps the outer optimizer from the merged weights, and gives the result to the replicas of this rank."""
+        merged, alpha = self._replicas.merged, self._alpha
+        own = [parameter.detach().clone() for parameter in parameters] if alpha else []
+        for parameter in parameters:
+            parameter.copy_(merged[parameter])
+        self._outer.step()
+        for parameter in parameters:
+            parameter.grad = None
+            merged[parameter].copy_(parameter)
+        for parameter, value in zip(parameters, own, strict=False):
+            parameter.copy_(value)
+        self._give(parameters, alpha)
+
+    def _give(self, parameters: list[nn.Parameter], alpha: float) -> None:
+        """Gives the merged weights to the replicas of this rank, which keep a part ``alpha`` of their own."""
+        for replica in self._replicas.all:
+            for parameter in (
+                parameters if replica.weights is not None or replica is self._replicas.current else ()
+            ):
+                own, merged = self._replicas.weights_of(replica, parameter), self._replicas.merged[parameter]
+                own.lerp_(merged, 1 - alpha) if alpha else own.copy_(merged)
+
+    def close(self) -> None:
+        """Frees the resources of the all-reduce."""
+        if self._all_reduce is not None:
+            self._all_reduce.close()

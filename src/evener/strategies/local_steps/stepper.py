@@ -1,0 +1,221 @@
+"""Takes the steps of a round: every replica of this rank on its own samples, then the merge.
+
+::
+
+    begin    every replica starts from the merged weights
+    warm-up  all replicas take a batch together: gradients are summed over them, as by data parallelism
+    segment  local steps of one replica after the other ─ send the fragments whose time has come ─ merge others
+    end      buffers merge; the model holds the merged weights
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+from evener.components import gradients
+from evener.core.losses import Loss
+from evener.data.batch import Batch, MicroBatch
+from evener.data.rounds import LocalBatch, RoundBatch, Rounds
+from evener.errors import ConfigurationError
+from evener.hardware.async_read import DeferredValue, Readout, ReadyValue, read
+from evener.hardware.timers import waiting
+from evener.strategies.interfaces import StepOutcome
+from evener.strategies.learner import Learner
+from evener.strategies.local_steps.buffers import BufferMerge
+from evener.strategies.local_steps.merge import Merge, widest
+from evener.strategies.local_steps.replicas import ReplicaSet
+from evener.strategies.reducer import all_reduce_of, sum_in_buckets
+from evener.strategies.single import NoSync
+from evener.strategies.steppers.plain import Plain
+
+
+class LocalSteps(Plain):
+    """Trains the replicas of this rank.
+
+    Args:
+        outer: The optimizer that applies merged differences.
+        fragments: The parameters of each fragment.
+        alpha: The part of a replica's own weights that stays in a merge.
+        words: A description of the merge.
+    """
+
+    updates = True
+
+    def __init__(
+        self,
+        learner: Learner,
+        rounds: Rounds,
+        outer: torch.optim.Optimizer,
+        fragments: list[list[torch.nn.Parameter]],
+        alpha: float,
+        words: str,
+    ) -> None:
+        super().__init__(learner)
+        self._rounds, self._fragments = rounds, fragments
+        self._group: dist.ProcessGroup | None = learner.mesh.group("data")
+        self._all_reduce = None if self._group is None else all_reduce_of(learner, self._group)
+        keeps_own = len(fragments) > 1 or alpha > 0
+        self.replicas = ReplicaSet(learner, rounds, keeps_own, outer, fragments, words)
+        unit = float(rounds.size)
+        self.merge = Merge(learner, self.replicas, outer, self._group, self._all_reduce, unit, alpha)
+        self._buffers = BufferMerge(learner, self.replicas, self._group)
+        self._loss: Loss = learner.task.exact_loss()
+        self._sparse = gradients.sparse_weights(learner.model)
+        self.outer = outer
+        self._input_seconds = 0.0
+        self._soundness: list[Readout] = []
+
+    def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
+        learner, replicas = self._learner, self.replicas
+        if not isinstance(batch, RoundBatch):
+            raise ConfigurationError(
+                f"strategy {learner.name!r} takes the rounds that engine.batches() gives, and no other batch"
+            )
+        plan, passes = self._rounds.plan(batch.shares, batch.done), iter(batch.passes)
+        self._input_seconds, self._soundness, self.merge.spreads = 0.0, [], []
+        totals, before = list[Readout](), [replica.terms for replica in replicas.all]
+        with learner.work_timer.step(step):
+            self._buffers.begin()
+            replicas.begin(self.scheduler)
+            for together in plan.together:
+                totals += self._together(together, passes, step)
+            if plan.together:
+                self._keep_warm()
+            for segment in plan.segments:
+                for local in segment.local:
+                    totals += self._local(local, passes, step)
+                learner.work_timer.work_done()
+                for fragment in segment.sent:
+                    self.merge.send(fragment, self._fragments[fragment])
+                for fragment in segment.merged:
+                    if not self.merge.finish(fragment):
+                        self._soundness.append(ReadyValue(math.nan))
+            for replica in replicas.all:  # one without samples keeps to the schedule, too
+                replicas.stepped(replica, plan.batches)
+            learner.work_timer.work_done()
+            self._buffers.merge(batch.shares)
+            replicas.end()
+            terms = self._over_ranks([sum(each.terms for each in replicas.all) - sum(before)])[0]
+        return StepOutcome(
+            totals=tuple(totals),
+            missing=(),
+            buffers_changed=False,
+            compute_seconds=learner.work_timer.taken(),
+            soundness=tuple(self._soundness),
+            terms=terms,
+            merge_spread=tuple(self.merge.spreads),
+            input_seconds=self._input_seconds,
+        )
+
+    def _local(self, local: LocalBatch, passes: Iterator[Batch], step: int) -> list[Readout]:
+        """Takes one step of one replica."""
+        replica = self.replicas.enter(local.replica)
+        micro_batches, terms = self._next(passes, len(local.passes))
+        totals = self._backward(micro_batches, terms, step)
+        self._soundness += self._learner.synchronizer.soundness()
+        self.replicas.take_step(partial(self._learner.apply_gradients, step))
+        replica.terms += terms
+        replica.samples += sum(map(len, local.passes))
+        self.replicas.stepped(replica, local.batches)
+        return totals
+
+    def _backward(self, micro_batches: Sequence[MicroBatch], terms: float, step: int) -> list[Readout]:
+        if not micro_batches:
+            return []
+        totals = self._passes(micro_batches, lambda: self._loss.divisor(terms) or 1.0, step)
+        self._learner.synchronizer.complete()
+        return totals
+
+    def _next(self, passes: Iterator[Batch], number: int) -> tuple[list[MicroBatch], float]:
+        """Returns the next passes, and the number of the loss's terms in them."""
+        began = time.perf_counter()
+        with waiting():
+            found = list(islice(passes, number))
+        if len(found) < number:
+            raise ConfigurationError(
+                "the samples of this round cannot be read: it was trained on before, or the loop over engine.batches() "
+                "that gave it has ended; take each step within that loop, once"
+            )
+        self._input_seconds += time.perf_counter() - began
+        counts = [read(self._loss.count((each.on_host or each).micro_batches[0].targets)) for each in found]
+        return [each.micro_batches[0] for each in found], sum(count.value() for count in counts)
+
+    # Warm-up
+
+    def _together(self, local: Iterable[LocalBatch], passes: Iterator[Batch], step: int) -> list[Readout]:
+        """Takes one step of all replicas together: each updates with the gradient of the whole batch."""
+        learner, totals = self._learner, list[Readout]()
+        read_ahead = [(each, *self._next(passes, len(each.passes))) for each in local]
+        terms = self._over_ranks([sum(terms for _, _, terms in read_ahead)])[0]
+        for each, micro_batches, own in read_ahead:
+            replica = self.replicas.enter(each.replica)
+            totals += self._backward(micro_batches, terms, step)
+            replica.terms += own
+            replica.samples += sum(map(len, each.passes))
+        self._soundness += learner.synchronizer.soundness()
+        learner.work_timer.work_done()
+        trained = [p for p in learner.names if p.requires_grad]
+        used = self._over_ranks([float(p.grad is not None) for p in trained])
+        summed = [p for p, times in zip(trained, used, strict=True) if times]
+        if self._all_reduce is not None:
+            nbytes = learner.settings.bucket_nbytes
+            sum_in_buckets(summed, self._sparse, nbytes, self._all_reduce)
+        found = [(p, p.grad) for p in summed]
+        for each, _, _ in read_ahead:
+            replica = self.replicas.enter(each.replica)
+            for parameter, gradient in found:
+                parameter.grad = None if gradient is None else gradient.clone()
+            learner.apply_gradients(step)
+            self.replicas.stepped(replica, each.batches)
+        return totals
+
+    def _keep_warm(self) -> None:
+        """Lets the merged weights be those of the replicas, which are alike."""
+        self.replicas.keep_as_merged()
+        for replica in self.replicas.all:
+            replica.sent = [replica.terms] * len(self._fragments)
+
+    def _over_ranks(self, numbers: list[float]) -> list[float]:
+        """Returns the sums of numbers over all ranks. All ranks must call this together."""
+        if self._group is None:
+            return numbers
+        device = self._learner.session.device
+        summed = torch.tensor(numbers, dtype=widest(device), device=device)
+        with waiting():
+            dist.all_reduce(summed, group=self._group)
+        return list(summed.tolist())
+
+    def elapsed(self, whole: Readout) -> Readout:
+        seconds = self._input_seconds
+        return DeferredValue(lambda: whole.value() - seconds)
+
+
+class LocalSynchronizer(NoSync):
+    """Sums no gradients: each replica steps with its own. The replicas merge in `LocalSteps`."""
+
+    follows = False
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner)
+        self.stepper: LocalSteps | None = None
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return "none: one rank" if self.stepper is None else self.stepper.merge.words
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        raise ConfigurationError(
+            f"strategy {self._learner.name!r} takes steps of its own between two merges, and a loop of your own asks "
+            "for a sum of gradients in each: use engine.step(batch) or fit, or strategy ddp"
+        )
+
+    def close(self) -> None:
+        if self.stepper is not None:
+            self.stepper.merge.close()

@@ -1,0 +1,207 @@
+"""The strategies of local steps: their options, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from evener.data.rounds import Rounds, carried_by
+from evener.distributed.mesh import Layout
+from evener.errors import ConfigurationError
+from evener.strategies.base import Strategy
+from evener.strategies.interfaces import Stepper, StrategySettings
+from evener.strategies.learner import Learner
+from evener.strategies.local_steps.stepper import LocalSteps, LocalSynchronizer
+from evener.strategies.synchronizer import Synchronizer
+
+
+@dataclass(frozen=True)
+class LocalSgd(Strategy):
+    """Local SGD: every replica takes steps of its own, and the weights merge every ``sync_every`` batches.
+
+    The replicas are part of the training, and the ranks are not: the same number of replicas trains the same on any
+    number of ranks up to it.
+    """
+
+    sync_every: int = 100
+    """The number of batches between two merges."""
+    replicas: int | None = None
+    """The number of replicas. None means one for each rank."""
+    warmup_steps: int = 0
+    """The number of batches at the start that all replicas take together, as with ``ddp``."""
+    num_fragments: int = 1
+    """The number of parts of the model that merge in turn, each once every ``sync_every`` batches."""
+    fragment_sync_delay: int = 0
+    """The number of batches of training between sending a fragment and merging it."""
+    fragment_update_alpha: float = 0.0
+    """The part of a replica's own weights that stays in a merge: 0 takes the merged ones."""
+
+    serves_one_rank: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("sync_every", 1),
+            ("warmup_steps", 0),
+            ("num_fragments", 1),
+            ("fragment_sync_delay", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.replicas is not None and self.replicas < 1:
+            raise ConfigurationError(f"replicas is {self.replicas}; it must be at least 1")
+        if not 0 <= self.fragment_update_alpha < 1:
+            raise ConfigurationError(
+                f"fragment_update_alpha is {self.fragment_update_alpha}; it must be at least 0 and below 1, with which "
+                "replicas would never merge"
+            )
+        if self.num_fragments > self.sync_every:
+            raise ConfigurationError(
+                f"{self.num_fragments} fragments cannot merge in turn within sync_every={self.sync_every} batches: "
+                "give fewer fragments or a larger sync_every"
+            )
+        if self.fragment_sync_delay and self.fragment_sync_delay * self.num_fragments >= self.sync_every:
+            raise ConfigurationError(
+                f"fragment_sync_delay={self.fragment_sync_delay} must be less than the {self.sync_every} batches of "
+                f"sync_every divided by {self.num_fragments} fragments"
+            )
+
+    @property
+    def outer_words(self) -> str:
+        """A description of the outer optimizer."""
+        return "their mean, weighted by terms"
+
+    def outer_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Returns the optimizer that takes a step with the merged difference."""
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def batch_parts(self, world_size: int) -> int:
+        return self.replicas or world_size
+
+    def on_one_device(self, processes: int) -> Strategy:
+        return replace(self, replicas=self.replicas or processes)
+
+    def layout(self, world_size: int, settings: StrategySettings) -> Layout:
+        if self.replicas is not None and self.replicas < world_size:
+            raise ConfigurationError(
+                f"{self.replicas} replicas cannot be divided over {world_size} ranks: a replica is computed by one "
+                "rank. Use at most as many processes as replicas"
+            )
+        self._check(settings)
+        return Layout({"data": world_size})
+
+    def _check(self, settings: StrategySettings) -> None:
+        """Raises ConfigurationError for settings that do not go with steps of each replica."""
+        asked = {
+            "precision fp16, whose loss scale all ranks share: use bf16": settings.precision.is_scaled,
+            "micro_batch=auto: give micro_batch a number": settings.fits,
+            "update_in_backward": settings.update_in_backward,
+            f"offload {settings.offload.words}": bool(settings.offload.kinds),
+            f"optimizer_state={settings.optimizer_state}": settings.optimizer_state is not None,
+            "a budget of recompute: use recompute=blocks": settings.recompute is not None
+            and settings.recompute.is_budget,
+        }
+        for what in (what for what, is_asked in asked.items() if is_asked):
+            raise ConfigurationError(
+                f"strategy {self.label!r} does not go with {what}. In it each replica steps on its own"
+            )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(f"strategy {self.label!r} does not go with LBFGS, which needs closures")
+
+    def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
+        world_size, rank = learner.session.world_size, learner.session.rank
+        if learner.task.partition == "sample":
+            raise ConfigurationError(
+                f"strategy {self.label!r} divides one data set over its replicas, and the task's data are partitioned "
+                "by sample: let every rank hold all samples, partition='batch'"
+            )
+        replicas = self.replicas or world_size
+        learner.rounds = Rounds(
+            replicas,
+            self.sync_every,
+            learner.settings.batch_size or learner.task.batch_size,
+            carried_by(rank, world_size, replicas),
+            world_size,
+            learner.settings.micro_batch,
+            self.warmup_steps,
+            self.num_fragments,
+            self.fragment_sync_delay,
+        )
+        return self
+
+    def _words(self, rounds: Rounds) -> str:
+        count = f"{rounds.replicas} replicas merge" if rounds.replicas > 1 else "1 replica merges"
+        turns = f", {self.num_fragments} fragments in turn" if self.num_fragments > 1 else ""
+        return (
+            f"{count} every {self.sync_every} batches by {self.outer_words}{turns}; "
+            f"a step is a round of {rounds.size} samples"
+        )
+
+    def synchronizer(self, learner: Learner) -> Synchronizer:
+        return LocalSynchronizer(learner)
+
+    def stepper(self, learner: Learner) -> Stepper:
+        assert learner.rounds is not None
+        fragments = cut_into_fragments(list(learner.names), self.num_fragments)
+        outer, alpha = self.outer_optimizer(learner.model), self.fragment_update_alpha
+        stepper = LocalSteps(learner, learner.rounds, outer, fragments, alpha, self._words(learner.rounds))
+        learner.replicas = stepper.replicas
+        assert isinstance(learner.synchronizer, LocalSynchronizer)
+        learner.synchronizer.stepper = stepper
+        return stepper
+
+
+@dataclass(frozen=True)
+class DiLoCo(LocalSgd):
+    """DiLoCo: local steps, and Nesterov's momentum on the merged differences (Douillard et al., 2023).
+
+    With one replica it is the outer optimizer alone, as in Lookahead.
+    """
+
+    outer_lr: float = 0.7
+    """The rate of the outer optimizer."""
+    outer_momentum: float = 0.9
+    """The momentum of the outer optimizer; 0 for plain steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.outer_lr > 0:
+            raise ConfigurationError(f"outer_lr is {self.outer_lr}; it must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(
+                f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1"
+            )
+
+    @property
+    def outer_words(self) -> str:
+        return f"a Nesterov step (rate {self.outer_lr:g}, momentum {self.outer_momentum:g})"
+
+    def outer_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        momentum = self.outer_momentum
+        return torch.optim.SGD(model.parameters(), lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+
+def cut_into_fragments(parameters: list[nn.Parameter], number: int) -> list[list[nn.Parameter]]:
+    """Cuts parameters, in their order, into fragments of about the same number of elements.
+
+    Raises:
+        ConfigurationError: If there are fewer parameters than fragments.
+    """
+    if number > len(parameters):
+        raise ConfigurationError(
+            f"num_fragments is {number}, and the model has {len(parameters)} parameters: give at most that many"
+        )
+    fragments: list[list[nn.Parameter]] = [[] for _ in range(number)]
+    whole, before, at = sum(p.numel() for p in parameters) or 1, 0, 0
+    for place, parameter in enumerate(parameters):
+        middle = before + parameter.numel() / 2
+        left = len(parameters) - place
+        due = fragments[at] and (middle * number >= whole * (at + 1) or left <= number - at - 1)
+        at += bool(due and at + 1 < number)
+        fragments[at].append(parameter)
+        before += parameter.numel()
+    return fragments

@@ -1,0 +1,315 @@
+"""Local SGD and DiLoCo against what they come to: ddp, Nesterov, plain training, and themselves on other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.errors import DivergenceError
+from evener.strategies import DiLoCo, LocalSgd
+from evener.tools.verify import verify
+from evener.training.engine import Engine
+from tests.comparing import handed_on, worst
+from tests.tiers import NIGHTLY
+
+ROUNDING = 1e-9
+SAMPLES, IGNORED = 130, -100
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 3, 6, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 4, (SAMPLES, 3), generator=generator)
+    targets[torch.rand(SAMPLES, 3, generator=generator) < 0.4] = IGNORED  # replicas differ in their terms
+    return TensorDataset(inputs, targets)
+
+
+class Words(nn.Module):
+    def __init__(self, normalized: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12, bias=False), nn.Linear(12, 4)
+        self.norm = nn.BatchNorm1d(12) if normalized else nn.Identity()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(words).flatten(0, 1))))
+
+
+def total(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Terms:
+    def count(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).sum()
+
+    total = staticmethod(total)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2)
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2 * 0.7, momentum=0.9, nesterov=True)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+
+
+def task(optimizer: Callable[[Any], Any] = sgd, normalized: bool = False, **more: Any) -> Task:
+    usual = {"model": partial(Words, normalized), "train": samples(), "loss": Terms(), "batch_size": 12}
+    return Task(optimizer=optimizer, **usual | more)
+
+
+def everything() -> Task:
+    return task(adam, True, scheduler=decaying, scheduler_interval="step")
+
+
+def trained(build: Callable[[], Task], settings: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
+    config = RunConfig(**{"device": "cpu", "dtype": "float64", "epochs": 2} | dict(settings))
+    with Engine(build(), config) as engine:
+        losses = [engine.step(batch).loss for batch in engine.batches()]
+        return {name: value.clone() for name, value in engine.learner.tensors().items()}, losses
+
+
+def on(ranks: Any, size: int, build: Callable[[], Task], **settings: Any) -> dict[str, Tensor]:
+    """The weights after training on ``size`` ranks, which all have the same."""
+    found = [weights for weights, _ in ranks(size).run(trained, build, settings)]
+    assert all(worst(found[0], other) == 0 for other in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("balance", ["1,1", "3,1"])
+def test_merging_after_each_batch_is_data_parallelism(ranks: Any, balance: str) -> None:
+    local = on(ranks, 2, task, strategy=LocalSgd(sync_every=1), balance=balance)
+    assert worst(on(ranks, 2, task, strategy="ddp"), local) < ROUNDING
+
+
+def test_an_outer_step_after_each_batch_is_nesterovs_method(ranks: Any) -> None:
+    local = on(ranks, 2, task, strategy=DiLoCo(sync_every=1))
+    assert worst(on(ranks, 1, partial(task, nesterov), strategy="single"), local) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    "strategy", [LocalSgd(sync_every=4), DiLoCo(sync_every=4, outer_lr=1.0, outer_momentum=0.0)]
+)
+def test_one_replica_without_an_outer_step_is_plain_training(ranks: Any, strategy: LocalSgd) -> None:
+    plain, _ = trained(everything, {"strategy": "single"})
+    local, _ = trained(everything, {"strategy": strategy})
+    assert worst(plain, local) < ROUNDING
+
+
+def test_warm_up_alone_is_data_parallelism(ranks: Any) -> None:
+    build = partial(task, adam, scheduler=decaying, scheduler_interval="step")
+    local = on(ranks, 2, build, strategy=LocalSgd(sync_every=4, warmup_steps=100), balance="3,1")
+    assert worst(on(ranks, 2, build, strategy="ddp"), local) < ROUNDING
+
+
+WAYS = {
+    "plain": {"strategy": DiLoCo(sync_every=4, replicas=3)},
+    "fragments": {
+        "strategy": DiLoCo(
+            sync_every=6, replicas=3, num_fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.3
+        )
+    },
+    "warm-up": {"strategy": LocalSgd(sync_every=4, replicas=3, warmup_steps=6)},
+    "shares": {
+        "strategy": DiLoCo(sync_every=3, replicas=3),
+        "balance": "3,1,0",
+        "micro_batch": 9,
+        "clip_norm": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=NIGHTLY)])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_replicas_on_other_ranks_are_the_same_training(ranks: Any, way: str, size: int) -> None:
+    alone, losses = trained(everything, WAYS[way])
+    found, elsewhere = ranks(size).run(trained, everything, WAYS[way])[0]
+    assert worst(alone, found) < 1e-7  # Adam makes full steps of rounding
+    assert losses == pytest.approx(elsewhere, rel=1e-7)
+
+
+@pytest.mark.parametrize("way", ["fragments", "shares"])
+def test_other_ranks_go_on_from_a_checkpoint(ranks: Any, way: str) -> None:
+    whole = on(ranks, 1, everything, **WAYS[way])
+    rounds = 4 if way == "fragments" else 8
+    places = [(size, WAYS[way] | {"epochs": 2, "steps": None}) for size in (2, 1, 3)]
+    sync_every = WAYS[way]["strategy"].sync_every
+    legs = [2 * sync_every, 3 * sync_every, rounds * sync_every]
+    states = handed_on(ranks, everything, places, legs)
+    assert all(worst(whole, _named(state, whole)) < 1e-7 for state in states)
+
+
+def _named(state: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state["model"][name] for name in like}
+
+
+def _kept_in_memory(settings: Mapping[str, Any]) -> float:
+    config = RunConfig(**{"device": "cpu", "dtype": "float64", "epochs": 2} | dict(settings))
+    with Engine(everything(), config) as engine:
+        for number, batch in enumerate(engine.batches()):
+            engine.step(batch)
+            if number == 1:
+                state = engine.state_dict()
+                break
+    with Engine(everything(), config) as engine:
+        engine.load_state_dict(state)
+        for batch in engine.batches():
+            engine.step(batch)
+        found = {name: value.clone() for name, value in engine.learner.tensors().items()}
+    whole, _ = trained(everything, settings)
+    return worst(whole, found)
+
+
+def test_a_state_in_memory_holds_all_replicas(ranks: Any) -> None:
+    assert max(ranks(2).run(_kept_in_memory, WAYS["fragments"])) < 1e-7
+
+
+def _goes_on_with(strategy: Any, state: dict[str, Any]) -> int:
+    config = RunConfig(device="cpu", dtype="float64", epochs=2, strategy=strategy)
+    with Engine(everything(), config) as engine:
+        engine.load_state_dict(state)
+        return len([engine.step(batch).loss for batch in engine.batches()])
+
+
+def test_data_parallelism_goes_on_from_local_steps_and_the_other_way_round(ranks: Any) -> None:
+    def saved(strategy: Any) -> dict[str, Any]:
+        with Engine(
+            everything(), RunConfig(device="cpu", dtype="float64", epochs=2, strategy=strategy)
+        ) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+                return engine.state_dict()
+        raise AssertionError("no batch")
+
+    assert _goes_on_with("single", saved(WAYS["fragments"]["strategy"])) == 22 - 6
+    assert _goes_on_with(WAYS["plain"]["strategy"], saved("single")) == 3 + 3
+    assert _goes_on_with(DiLoCo(replicas=2, sync_every=4), saved(WAYS["plain"]["strategy"])) == 2 + 3
+
+
+class Pooled(nn.Module):
+    """A BatchNorm whose running moments are those of its last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm2d(2, momentum=1.0), nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("kind", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.copy_(images.mean())
+            self.kind.fill_(int(images[0, 0, 0, 0] * 1000))
+        return self.last(self.norm(images).mean((2, 3)))
+
+
+def images() -> Task:
+    generator = torch.Generator().manual_seed(2)
+    data = torch.randn(16, 2, 3, 3, generator=generator, dtype=torch.float64)
+    data += torch.arange(16).view(-1, 1, 1, 1)  # the replicas' means lie apart
+    return Task(
+        model=Pooled,
+        train=TensorDataset(data, torch.zeros(16, 1, dtype=torch.float64)),
+        loss=nn.MSELoss(),
+        optimizer=sgd,
+        batch_size=16,
+        order=lambda epoch: torch.arange(16),
+    )
+
+
+def test_running_moments_are_those_of_all_samples_together(ranks: Any) -> None:
+    settings = {"strategy": LocalSgd(sync_every=1), "balance": "3,1", "epochs": 1}
+    found = on(ranks, 2, images, **settings)
+    data = images().train[:][0]
+    assert torch.allclose(found["norm.running_mean"], data.mean((0, 2, 3)), rtol=1e-12)
+    assert torch.allclose(found["norm.running_var"], data.var((0, 2, 3)), rtol=1e-12)
+    assert found["norm.num_batches_tracked"] == 2
+    assert found["seen"] == pytest.approx(float(data.mean()), rel=1e-12)
+    assert found["kind"] == int(data[0, 0, 0, 0] * 1000)
+
+
+def test_verify_compares_with_one_device_that_carries_all_replicas(warm: Any) -> None:
+    found = verify(everything, strategy=DiLoCo(sync_every=3), processes=2, balance="3,1", steps=9)
+    assert found.passed
+    assert found.reordered
+
+
+def test_verify_fails_for_other_weights_of_the_replicas(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener.strategies.local_steps.strategies.LocalSgd.on_one_device", _plain_mean)
+    assert not verify(everything, strategy=DiLoCo(sync_every=3), processes=2, balance="3,1", steps=9).passed
+
+
+def _plain_mean(strategy: LocalSgd, processes: int) -> LocalSgd:
+    return LocalSgd(sync_every=strategy.sync_every, replicas=processes)
+
+
+def _records() -> list[Any]:
+    config = RunConfig(device="cpu", dtype="float64", epochs=1, strategy=DiLoCo(sync_every=4, replicas=3))
+    with Engine(task(), config) as engine:
+        steps = [engine.step(batch) for batch in engine.batches()]
+        assert engine.learner.replicas is not None
+        return [step.record() for step in steps]
+
+
+def test_records_count_samples_by_rank_and_say_how_far_replicas_were_apart(ranks: Any) -> None:
+    first = ranks(2).run(_records)[0][0]
+    assert (first.samples, first.shares) == (48, (32, 16))
+    assert len(first.merge_spread) == 1
+    assert 0 < first.merge_spread[0] < 10
+
+
+class Bad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layer(images) * images[:, :1]
+
+
+def broken(bad: float) -> Task:
+    data = torch.ones(16, 2, dtype=torch.float64)
+    data[13] = bad
+    return Task(
+        model=Bad,
+        train=TensorDataset(data, torch.zeros(16, 1, dtype=torch.float64)),
+        loss=nn.MSELoss(),
+        optimizer=sgd,
+        batch_size=4,
+        order=lambda epoch: torch.arange(16),
+    )
+
+
+def _diverging() -> tuple[str, bool]:
+    with Engine(
+        broken(math.nan), RunConfig(device="cpu", strategy=LocalSgd(sync_every=4), dtype="float64")
+    ) as engine:
+        before = {name: value.clone() for name, value in engine.learner.tensors().items()}
+        try:
+            for batch in engine.batches():
+                engine.step(batch)
+        except DivergenceError as error:
+            return str(error), worst(before, engine.learner.tensors()) == 0
+    return "", False
+
+
+def test_a_replica_that_diverges_is_not_merged_and_its_rank_is_named(ranks: Any) -> None:
+    for words, is_kept in ranks(2).run(_diverging):
+        assert "step 0 on rank 1" in words
+        assert is_kept
