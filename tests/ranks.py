@@ -9,7 +9,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import chdir
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,11 @@ _IMPORTED_ONCE = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "evener.training.engine",
+    "evener.tools.verify",
+    "pytest",
+    "hypothesis",
+    "tests.tasks",
+    "tests.set_apart",
 ]
 """What every rank needs. One process imports it, and the ranks are forks of that process: each has it at once."""
 
@@ -102,6 +109,8 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
+        with chdir(Path(__file__).parents[1]):  # where that process finds ``tests``
+            forkserver.ensure_running()
         store = str(Path(tempfile.mkdtemp(prefix="evener-ranks-")) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

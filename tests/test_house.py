@@ -7,6 +7,7 @@ import builtins
 import graphlib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import evener
@@ -31,8 +32,13 @@ BARE = {"of", "put", "take", "look", "meet", "own", "come", "gave"}
 WHOLE = {"conformance", "faults", "zoo"}
 """Directories of tests that are of no single room: all strategies by all models, injected faults, public models."""
 FILES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
-MODULES = {name.removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in FILES.items()}
 ROOMS = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """The syntax tree of each module. It takes seconds, which only the worker that runs these tests spends."""
+    return {name.removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -43,14 +49,18 @@ def imported(tree: ast.AST) -> Iterator[str]:
             assert node.module, "imports are absolute"
             if node.module.partition(".")[0] == "evener":
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-                yield from (name if name in MODULES else node.module for name in names)
+                yield from (name if name in modules() else node.module for name in names)
 
 
-def edges() -> Iterator[tuple[str, str]]:
+@cache
+def edges() -> list[tuple[str, str]]:
     """Every module with each that it imports, but for the package itself, which knows the homes of public names."""
-    for name, tree in MODULES.items():
-        if name != "evener":
-            yield from ((name, found) for found in sorted(set(imported(tree)) - {name}))
+    return [
+        (name, found)
+        for name, tree in modules().items()
+        if name != "evener"
+        for found in sorted(set(imported(tree)) - {name})
+    ]
 
 
 def place_of(module: str, depth: int) -> str:
@@ -62,7 +72,7 @@ def place_of(module: str, depth: int) -> str:
 
 
 def test_every_room_and_loose_file_has_a_floor() -> None:
-    assert {place_of(name, 1) for name in MODULES if name != "evener"} == FLOOR_OF.keys()
+    assert {place_of(name, 1) for name in modules() if name != "evener"} == FLOOR_OF.keys()
 
 
 def test_the_house_is_small() -> None:
@@ -85,15 +95,13 @@ def test_imports_go_down() -> None:
 
 
 def test_no_room_in_a_room_imports_itself_through_others() -> None:
+    rooms = {place_of(name, 2) for name in modules() if name.count(".") >= 2}
     graph: dict[str, set[str]] = defaultdict(set)
     for a, b in edges():
         inner, other = place_of(a, 2), place_of(b, 2)
-        if place_of(a, 1) == place_of(b, 1) and inner != other and other in MODULES_AND_ROOMS:
+        if place_of(a, 1) == place_of(b, 1) and inner != other and other in rooms:
             graph[inner].add(other)
     graphlib.TopologicalSorter(graph).prepare()
-
-
-MODULES_AND_ROOMS = {place_of(name, 2) for name in MODULES if name.count(".") >= 2}
 
 
 def test_tests_mirror_the_rooms() -> None:
@@ -104,15 +112,16 @@ def test_tests_mirror_the_rooms() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    graphlib.TopologicalSorter(
-        {name: set(imported(tree)) - {name} for name, tree in MODULES.items() if name != "evener"}
-    ).prepare()
+    graph: dict[str, set[str]] = defaultdict(set)
+    for a, b in edges():
+        graph[a].add(b)
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_nothing_is_imported_inside_of_functions() -> None:
     lazy = [
         f"{name}:{inner.lineno}"
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         if name != "evener" and not name.startswith("evener.cli")
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
@@ -123,7 +132,7 @@ def test_nothing_is_imported_inside_of_functions() -> None:
 
 
 def test_every_module_says_why_it_exists() -> None:
-    empty = [name for name, tree in MODULES.items() if tree.body and not ast.get_docstring(tree)]
+    empty = [name for name, tree in modules().items() if tree.body and not ast.get_docstring(tree)]
     assert not empty
 
 
@@ -144,6 +153,10 @@ WORDS_OF_PYTHON = {"_replace", "_make", "_asdict", "_fields", "_exit", "_current
 """Names that begin with an underscore and are documented: of named tuples, of ``os`` and ``sys``."""
 
 
+def is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def own_names(tree: ast.AST) -> Iterator[str]:
     """What a module defines: functions, classes, variables, and attributes of ``self``."""
     for node in ast.walk(tree):
@@ -152,7 +165,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
+            yield from [node.attr] if is_name(node.value, "self", "cls") else []
 
 
 def private(name: str) -> bool:
@@ -167,16 +180,16 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             of_path = [part for part in (node.module or "").split(".") if private(part)]
             yield from ((node.lineno, name) for name in (*of_path, *(alias.name for alias in node.names)))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and is_name(node.func, "getattr", "hasattr", "setattr"):
             found = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             yield from ((node.lineno, name) for name in found if isinstance(name, str))
 
 
 def test_private_names_of_others_are_borrowed_in_one_place() -> None:
-    own = {name for tree in MODULES.values() for name in own_names(tree)} | WORDS_OF_PYTHON
+    own = {name for tree in modules().values() for name in own_names(tree)} | WORDS_OF_PYTHON
     strange = [
         f"{module}:{line} {name}"
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         if not module.startswith("evener.torch_internals.")
         for line, name in private_names(tree)
         if private(name) and name not in own
@@ -191,7 +204,7 @@ def test_private_names_of_others_are_borrowed_in_one_place() -> None:
 
 def test_no_class_name_is_there_twice() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(name)
@@ -202,7 +215,7 @@ def test_names_of_functions_have_a_noun() -> None:
     """Whoever reads a call of ``of`` or ``take`` has to look up what it gives."""
     bare = [
         f"{name}:{node.lineno} {node.name}"
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name in BARE
     ]

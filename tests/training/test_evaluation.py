@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -86,6 +85,8 @@ def test_what_is_kept_of_an_evaluation_is_in_the_order_of_the_dataset(ranks: Any
 
 
 def evaluated(**settings: Any) -> dict[str, float]:
+    import torchmetrics  # here, since each rank that runs another test of this file imports the file, too
+
     metrics = {
         "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
         "auroc": torchmetrics.AUROC(task="multiclass", num_classes=3),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import math
 import pickle
 from collections.abc import Callable
@@ -7,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics as tm
 from torch import Tensor, nn
 
 from evener.core.losses import Accumulator, Sum, accuracy, metric
 from evener.errors import ConfigurationError, LossError
 
 SHARES = [3, 0, 20, 7, 1]
+
+
+def tm() -> Any:
+    """torchmetrics: its import takes seconds, which those who collect this file or run another test need not wait."""
+    return importlib.import_module("torchmetrics")
 
 
 def test_sums_add_up_and_have_a_mean() -> None:
@@ -36,12 +41,12 @@ def ours(outputs: Tensor, targets: Tensor) -> Sum:
     return Sum((outputs.argmax(1) == targets).sum(), targets.numel())
 
 
-def collection() -> tm.MetricCollection:
-    return tm.MetricCollection(
+def collection() -> Any:
+    return tm().MetricCollection(
         {
-            "accuracy": tm.Accuracy(task="multiclass", num_classes=3),
-            "precision": tm.Precision(task="multiclass", num_classes=3, average="macro"),
-            "recall": tm.Recall(task="multiclass", num_classes=3, average="macro"),
+            "accuracy": tm().Accuracy(task="multiclass", num_classes=3),
+            "precision": tm().Precision(task="multiclass", num_classes=3, average="macro"),
+            "recall": tm().Recall(task="multiclass", num_classes=3, average="macro"),
         }
     )
 
@@ -55,14 +60,14 @@ SOURCES: dict[str, tuple[Callable[[], Any], Any]] = {
     "accuracy": (lambda: accuracy, None),
     "loss": (nn.CrossEntropyLoss, None),
     "loss, sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), None),
-    "torchmetrics accuracy": (lambda: tm.Accuracy(task="multiclass", num_classes=3), None),
-    "torchmetrics mse": (tm.MeanSquaredError, regression),
-    "torchmetrics auroc": (lambda: tm.AUROC(task="multiclass", num_classes=3), None),
-    "torchmetrics pearson": (tm.PearsonCorrCoef, regression),
-    "torchmetrics minimum": (tm.MinMetric, lambda outputs, targets: (outputs,)),
+    "torchmetrics accuracy": (lambda: tm().Accuracy(task="multiclass", num_classes=3), None),
+    "torchmetrics mse": (lambda: tm().MeanSquaredError(), regression),
+    "torchmetrics auroc": (lambda: tm().AUROC(task="multiclass", num_classes=3), None),
+    "torchmetrics pearson": (lambda: tm().PearsonCorrCoef(), regression),
+    "torchmetrics minimum": (lambda: tm().MinMetric(), lambda outputs, targets: (outputs,)),
     "torchmetrics collection": (collection, None),
     "torchmetrics wrapper": (
-        lambda: tm.wrappers.ClasswiseWrapper(tm.Accuracy(task="multiclass", num_classes=3, average=None)),
+        lambda: tm().wrappers.ClasswiseWrapper(tm().Accuracy(task="multiclass", num_classes=3, average=None)),
         None,
     ),
 }
@@ -103,12 +108,12 @@ def test_the_value_does_not_depend_on_the_division(name: str) -> None:
     assert whole.compute() != whole.compute(), "nothing seen is nan"
 
 
-def two_thresholds() -> tm.MetricCollection:
+def two_thresholds() -> Any:
     """Metrics that agree on outputs of 0 and 1: torchmetrics would take them for one ever after."""
-    return tm.MetricCollection(
+    return tm().MetricCollection(
         {
-            "low": tm.Accuracy(task="binary", threshold=0.2),
-            "high": tm.Accuracy(task="binary", threshold=0.8),
+            "low": tm().Accuracy(task="binary", threshold=0.2),
+            "high": tm().Accuracy(task="binary", threshold=0.8),
         }
     )
 
@@ -116,7 +121,7 @@ def two_thresholds() -> tm.MetricCollection:
 WRAPPED: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
     "collection": (two_thresholds, lambda x: x),
     "collection in a wrapper": (
-        lambda: tm.wrappers.MultitaskWrapper({"task": two_thresholds()}),
+        lambda: tm().wrappers.MultitaskWrapper({"task": two_thresholds()}),
         lambda x: {"task": x},
     ),
 }
@@ -142,7 +147,7 @@ def test_metrics_that_agree_in_a_first_batch_are_not_one(name: str) -> None:
 
 
 def test_a_torchmetrics_object_of_the_users_is_left_alone() -> None:
-    source = tm.Accuracy(task="multiclass", num_classes=3)
+    source = tm().Accuracy(task="multiclass", num_classes=3)
     copy = metric(source)
     copy.update(torch.eye(3), torch.arange(3))
     assert source._update_count == 0
