@@ -37,13 +37,13 @@ class RunStart:
     strategy: str = ""
     allreduce: str = ""
     """The all-reduce that sums the gradients; empty if it is not known yet."""
-    merging: str = ""
-    """Description of how replicas merge; empty if all ranks meet in each step."""
     run_dir: str | None = None
     shares: tuple[int, ...] = ()
     """Samples in each part of the first batch; empty if the data decide it, or if batches are not divided."""
     learns: bool = False
     """True if the shares are later adapted to the speed of the ranks."""
+    merging: str = ""
+    """Description of how replicas merge; empty if all ranks meet in each step."""
 
 
 @dataclass(frozen=True)

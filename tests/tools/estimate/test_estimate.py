@@ -262,6 +262,7 @@ class Counts(nn.Linear):
         (small(), {"mesh": "pipeline=2,data=2", "processes": 4}, "cut="),
         (small(), {"compress": "powersgd", "processes": 2}, "powersgd"),
         (small(), {"strategy": "data_parallel", "devices": "cpu:0,cpu:1"}, "several devices in one process"),
+        (small(), {"strategy": "diloco", "processes": 2}, "takes local steps"),
         (small(), {"processes": 2, "allreduce": "ring"}, "allreduce=native"),
         (small(), {"processes": "1:2"}, "1:2"),
     ],

@@ -100,6 +100,12 @@ def _refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
             f"strategy {strategy.label!r} uses several devices in one process, of which no estimate is made: estimate "
             "the samples of one device with strategy single"
         )
+    if any(part.batch_parts(1) is not None for part in parts):
+        raise ConfigurationError(
+            f"strategy {strategy.label!r} takes local steps, of which no estimate is made: estimate one process with a "
+            "batch of batch_size / replicas samples, and add the weights three times, which are the merged ones, the "
+            "momentum of the outer optimizer, and the differences on their way"
+        )
     if any(isinstance(part, Pipeline) and part.cut is None and part.balance == "time" for part in parts):
         raise ConfigurationError(
             "a pipeline is cut by the time that its layers take, which is measured in the run and not known before: "

@@ -113,7 +113,7 @@ def _in_numbers(config: RunConfig) -> RunConfig:
     return config if given else config.replace(dtype="float32" if config.optimizer_state else "float64")
 
 
-def alone(config: RunConfig, processes: int) -> RunConfig:
+def alone(config: RunConfig, processes: int = 1) -> RunConfig:
     """Returns the settings of the same run on one device.
 
     Raises:
