@@ -15,7 +15,6 @@ import pytest
 
 from evener.core.config.strategy_names import STRATEGIES
 from evener.strategies.features import FeatureParallel
-from evener.strategies.local_steps.strategies import LocalSgd
 from evener.strategies.sharded.sharded import Sharded
 from evener.strategies.tensor.tensor import TensorParallel
 from tests.comparing import worst
@@ -68,7 +67,7 @@ ROWS = {
         1,
         {"strategy": "data_parallel", "devices": "cpu:0,cpu:1,cpu:2", "strategy_option": ("balance=3,0,1",)},
     ),
-    "local_sgd of one replica": Row(1, {"strategy": LocalSgd(sync_every=1)}),
+    "local_sgd of one replica": Row(1, {"strategy": "local_sgd", "strategy_option": ("sync_every=1",)}),
     "diloco of one replica, without momentum": Row(
         1, {"strategy": "diloco", "strategy_option": ("sync_every=1", "outer_lr=1", "outer_momentum=0")}
     ),

@@ -116,21 +116,16 @@ class Rounds:
         return _plan(self, shares, min(size, max(0, self.warmup_steps * self.batch_size - done)))
 
     def in_passes(self, samples: range) -> tuple[range, ...]:
-        """Cuts the samples of a local batch into passes of at most a replica's part of the micro-batch."""
-        most = len(samples) if self.micro_batch is None else max(1, self.micro_batch // self.replicas)
-        return tuple(even(samples, -(-len(samples) // most))) if samples else ()
+        """Cuts the samples of a local batch into passes of a replica's part of the micro-batch, as one device does."""
+        most = len(samples) or 1 if self.micro_batch is None else max(1, self.micro_batch // self.replicas)
+        starts = range(samples.start, samples.stop, most)
+        return tuple(range(start, min(start + most, samples.stop)) for start in starts)
 
 
 def carried_by(rank: int, ranks: int, replicas: int) -> range:
     """Returns the replicas that ``rank`` carries. Lower ranks carry the larger numbers of them."""
     edges = list(accumulate(by_weights(replicas, [1] * ranks), initial=0))
     return range(edges[rank], edges[rank + 1])
-
-
-def even(samples: range, parts: int) -> list[range]:
-    """Cuts a range into parts of which no two differ by more than one in length."""
-    edges = [samples.start + len(samples) * part // parts for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in pairwise(edges)]
 
 
 @lru_cache(maxsize=64)
