@@ -219,18 +219,21 @@ class Pooled(nn.Module):
         return self.last(self.norm(images).mean((2, 3)))
 
 
+def pictures(model: Callable[[], nn.Module], data: Tensor, batch_size: int) -> Task:
+    return Task(
+        model=model,
+        train=TensorDataset(data, torch.zeros(len(data), 1, dtype=torch.float64)),
+        loss=nn.MSELoss(),
+        optimizer=sgd,
+        batch_size=batch_size,
+        order=lambda epoch: torch.arange(len(data)),
+    )
+
+
 def images() -> Task:
     generator = torch.Generator().manual_seed(2)
     data = torch.randn(16, 2, 3, 3, generator=generator, dtype=torch.float64)
-    data += torch.arange(16).view(-1, 1, 1, 1)  # the replicas' means lie apart
-    return Task(
-        model=Pooled,
-        train=TensorDataset(data, torch.zeros(16, 1, dtype=torch.float64)),
-        loss=nn.MSELoss(),
-        optimizer=sgd,
-        batch_size=16,
-        order=lambda epoch: torch.arange(16),
-    )
+    return pictures(Pooled, data + torch.arange(16).view(-1, 1, 1, 1), 16)  # the replicas' means lie apart
 
 
 def test_running_moments_are_those_of_all_samples_together(ranks: Any) -> None:
@@ -286,14 +289,7 @@ class Bad(nn.Module):
 def broken(bad: float) -> Task:
     data = torch.ones(16, 2, dtype=torch.float64)
     data[13] = bad
-    return Task(
-        model=Bad,
-        train=TensorDataset(data, torch.zeros(16, 1, dtype=torch.float64)),
-        loss=nn.MSELoss(),
-        optimizer=sgd,
-        batch_size=4,
-        order=lambda epoch: torch.arange(16),
-    )
+    return pictures(Bad, data, 4)
 
 
 def _diverging() -> tuple[str, bool]:
@@ -313,3 +309,16 @@ def test_a_replica_that_diverges_is_not_merged_and_its_rank_is_named(ranks: Any)
     for words, is_kept in ranks(2).run(_diverging):
         assert "step 0 on rank 1" in words
         assert is_kept
+
+
+def nothing_counts() -> Task:
+    data = samples()
+    data.tensors[1].fill_(IGNORED)
+    return task(adam, train=data)
+
+
+def test_a_round_in_which_nothing_counts_changes_nothing(ranks: Any) -> None:
+    with Engine(nothing_counts(), RunConfig(device="cpu", dtype="float64")) as engine:
+        before = {name: value.clone() for name, value in engine.learner.tensors().items()}
+    settings = {"strategy": LocalSgd(sync_every=4), "balance": "3,1", "epochs": 1}
+    assert worst(before, on(ranks, 2, nothing_counts, **settings)) == 0

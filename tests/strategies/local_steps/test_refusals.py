@@ -22,6 +22,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "fp16": {"strategy": LocalSgd(), "precision": "fp16"},
     "micro_batch=auto": {"strategy": LocalSgd(), "micro_batch": "auto"},
     "optimizer_state=8bit": {"strategy": LocalSgd(), "optimizer_state": "8bit"},
+    "powersgd": {"strategy": LocalSgd(), "compress": "powersgd"},
     "offload": {"strategy": LocalSgd(), "offload": "optimizer"},
     "cannot be laid over a mesh": {"strategy": LocalSgd(), "mesh": "data=2,tensor=2"},
 }

@@ -72,8 +72,6 @@ class Merge:
         self._sent: dict[int, SentFragment] = {}
         self.spreads: list[float] = []
         """For each merge of the round: how far the replicas were from their mean, as a multiple of its length."""
-        self.terms = 0.0
-        """The terms behind the last merge, over all replicas."""
 
     @property
     def words(self) -> str:
@@ -122,28 +120,29 @@ class Merge:
     def finish(self, fragment: int) -> bool:
         """Waits for a fragment's sum and steps the outer optimizer. All ranks must call this together.
 
+        If a difference is not finite, or no replica has trained on any term, the merged weights stay as they are, on
+        all ranks alike, and the replicas go on from them.
+
         Returns:
-            False if a difference is not finite. The merged weights then stay as they are, on all ranks alike, and the
-            replicas go on from them.
+            False if a difference is not finite.
         """
         sent = self._sent.pop(fragment)
         with waiting():
             for work in sent.work:
                 work.wait()
         weight, squares = sent.numbers.tolist()
-        if not all(math.isfinite(number_of(flat)) for flat in sent.flats):
-            self._give([parameter for bucket in sent.buckets for parameter in bucket], 0.0)
-            return False
-        if not weight:
-            return True
-        self.terms = weight * self._unit
+        parameters = [parameter for bucket in sent.buckets for parameter in bucket]
+        is_finite = all(math.isfinite(number_of(flat)) for flat in sent.flats)
+        if not is_finite or not weight:
+            self._give(parameters, 0.0)
+            return is_finite
         length = 0.0
         for bucket, flat in zip(sent.buckets, sent.flats, strict=True):
             flat.div_(weight)
             length += float(flat.square().sum())
             self._to_gradients(bucket, flat)
         self.spreads.append(math.sqrt(max(0.0, squares / weight - length) / length) if length else 0.0)
-        self._step([parameter for bucket in sent.buckets for parameter in bucket])
+        self._step(parameters)
         return True
 
     def _to_gradients(self, bucket: list[nn.Parameter], flat: Tensor) -> None:

@@ -69,7 +69,7 @@ class ReplicaSet(StoredReplicas):
     ) -> None:
         self.words = words
         self._learner, self._keeps_own, self._outer = learner, keeps_own, outer
-        self._fragments, self._replicas = fragments, rounds.replicas
+        self._fragments = fragments
         self.parameters = [p for fragment in fragments for p in fragment]
         self.merged: dict[nn.Parameter, Tensor] = {}
         """The merged weights while the replicas train."""
@@ -117,9 +117,8 @@ class ReplicaSet(StoredReplicas):
             replica.buffers = None
             if not self._keeps_own:
                 replica.weights = None
-        if len(self.all) > 1:
-            for replica in self.all[1:]:
-                replica.buffers = [buffer.clone() for _, _, buffer in self.owned_buffers()]
+        for replica in self.all[1:]:
+            replica.buffers = [buffer.clone() for _, _, buffer in self.owned_buffers()]
         if self.current.weights is not None:
             self._write(self.current.weights)
 

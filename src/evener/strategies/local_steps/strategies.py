@@ -98,6 +98,8 @@ class LocalSgd(Strategy):
             "precision fp16, whose loss scale all ranks share: use bf16": settings.precision.is_scaled,
             "micro_batch=auto: give micro_batch a number": settings.fits,
             "update_in_backward": settings.update_in_backward,
+            "compress=powersgd, which is for gradients: use int8 or top-k": settings.compression
+            == "powersgd",
             f"offload {settings.offload.words}": bool(settings.offload.kinds),
             f"optimizer_state={settings.optimizer_state}": settings.optimizer_state is not None,
             "a budget of recompute: use recompute=blocks": settings.recompute is not None
