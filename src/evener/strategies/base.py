@@ -139,6 +139,11 @@ class Strategy(Recipe, ABC):
         """Returns the number of parts into which a batch is divided, if it is not the number that the mesh says."""
         return None
 
+    @property
+    def batches_in_step(self) -> int:
+        """The number of batches that the engine takes in one step."""
+        return 1
+
     def on_one_device(self, processes: int) -> Strategy | None:
         """Returns a strategy that is the same training on one rank as this one is on ``processes`` ranks. None means
         that of ``single``, which computes whole batches."""

@@ -251,6 +251,7 @@ def test_verify_compares_with_one_device_that_carries_all_replicas(warm: Any) ->
     found = verify(everything, strategy=DiLoCo(sync_every=3), processes=2, balance="3,1", steps=9)
     assert found.passed
     assert found.reordered
+    assert (found.steps, found.batch_size) == (3, 36)
 
 
 def test_verify_fails_for_other_weights_of_the_replicas(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

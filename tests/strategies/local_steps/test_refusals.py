@@ -18,7 +18,7 @@ from evener.training.factory import check_division
 from tests.strategies.local_steps.test_local_steps import Terms, samples, task
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "2 replicas cannot be divided over 3 ranks": {"strategy": LocalSgd(replicas=2), "processes": 3},
+    "replicas=2 cannot be divided over 3 ranks": {"strategy": LocalSgd(replicas=2), "processes": 3},
     "fp16": {"strategy": LocalSgd(), "precision": "fp16"},
     "micro_batch=auto": {"strategy": LocalSgd(), "micro_batch": "auto"},
     "optimizer_state=8bit": {"strategy": LocalSgd(), "optimizer_state": "8bit"},

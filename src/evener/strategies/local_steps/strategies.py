@@ -80,14 +80,18 @@ class LocalSgd(Strategy):
     def batch_parts(self, world_size: int) -> int:
         return self.replicas or world_size
 
+    @property
+    def batches_in_step(self) -> int:
+        return self.sync_every
+
     def on_one_device(self, processes: int) -> Strategy:
         return replace(self, replicas=self.replicas or processes)
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         if self.replicas is not None and self.replicas < world_size:
             raise ConfigurationError(
-                f"{self.replicas} replicas cannot be divided over {world_size} ranks: a replica is computed by one "
-                "rank. Use at most as many processes as replicas"
+                f"replicas={self.replicas} cannot be divided over {world_size} ranks: one rank computes a replica. "
+                "Use at most as many processes as replicas"
             )
         self._check(settings)
         return Layout({"data": world_size})

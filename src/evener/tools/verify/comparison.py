@@ -44,7 +44,7 @@ class Verification:
     steps: int
     """Steps of the run on one device."""
     batch_size: int
-    """Samples per batch over all ranks."""
+    """Samples per step over all ranks."""
     micro_batch: int | None
     """Samples per micro-batch over all ranks. None if batches were not divided into micro-batches."""
     reference_losses: list[float]
@@ -141,15 +141,16 @@ def compare(runs: ComparedRuns, config: RunConfig, name: str, tolerance: float |
     top = floors.worst(measured.times)
     within = measured.times[top] <= LIMIT if tolerance is None else errors[largest] <= tolerance
     passed = identical and complete and within
+    strategy = strategy_of(config, len(runs.divided))
     evidence = Evidence(reference, runs.divided, measured.times, LIMIT, runs.reordered, runs.own_loss)
     return Verification(
         task=name,
-        strategy=str(strategy_of(config, len(runs.divided))),
+        strategy=str(strategy),
         processes=len(runs.divided),
         shares=balance_of(config, len(runs.divided), unlike=False),
         dtype=config.dtype or _precision(config).words,
         steps=len(reference.losses),
-        batch_size=config.batch_size or 0,
+        batch_size=(config.batch_size or 0) * strategy.batches_in_step,
         micro_batch=config.samples_at_once,
         reference_losses=reference.losses,
         losses=divided.losses,
