@@ -119,7 +119,7 @@ def alone(config: RunConfig, processes: int = 1) -> RunConfig:
     Raises:
         ConfigurationError: If the run would not be the same from one time to the next.
     """
-    strategy = strategy_of(config, processes).on_one_device(processes)
+    strategy = strategy_of(config.replace(mesh=None), processes).on_one_device(processes)
     alike: dict[str, Any] = {"balance": "equal", "max_shares": None, "share_multiple_of": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
