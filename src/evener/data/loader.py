@@ -30,9 +30,10 @@ from evener.data.collate import Collate
 from evener.data.fetch import Fetch
 from evener.data.iterable import Agree, StreamBatches
 from evener.data.local_shards import LocalShards, part_plans
-from evener.data.prefetch import Batches, Convert, Delivery, cut_to, delivery_to
+from evener.data.prefetch import Batches, Convert, Delivery, cut_to, delivery_to, serial_delivery_to
 from evener.data.rounds import RoundBatch, RoundPlanner, Rounds
 from evener.data.sampler import Ids, ListedOrder, Order
+from evener.data.sections import RangeReader, SectionBatches, SectionPlanner, Sections
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
 from evener.hardware.accelerators import WITH_STREAMS
@@ -68,8 +69,8 @@ class Loader(Iterator[Batch]):
         start_method: The start method of the workers; ``None`` for Python's default.
         timeout_seconds: The longest wait for a worker.
         skips: If True, samples that cannot be read are left out and listed in ``Batch.skipped``.
-        rounds: Makes every batch a round of local steps, a ``RoundBatch``. Then ``shares`` are those of the replicas,
-            and ``batch_size`` and ``micro_batch`` are those of the rounds.
+        rounds: Makes every batch a round of local steps, a ``RoundBatch``, or a section of asynchronous training, a
+            ``SectionBatch``. Then ``shares`` are those of its parts, and ``batch_size`` and ``micro_batch`` are its own.
 
     Raises:
         ConfigurationError: If the data set is empty, its size differs from the order's, or an argument is invalid.
@@ -103,16 +104,20 @@ class Loader(Iterator[Batch]):
         start_method: str | None = None,
         timeout_seconds: float = 600,
         skips: bool = False,
-        rounds: Rounds | None = None,
+        rounds: Rounds | Sections | None = None,
     ) -> None:
         device = torch.device(device)
-        self._batches: Batches | _Rounds
-        if rounds is None:
-            cut = BatchPlanner(batch_size, shares or equal_shares(world_size), rank, world_size, micro_batch)
-        else:
+        self._batches: Batches | _Rounds | SectionBatches
+        if rounds is not None:
             batch_size, world_size = rounds.size, rounds.replicas
-            shares = shares or equal_shares(world_size)
-            cut = RoundPlanner(batch_size, shares, 0, world_size, rounds=rounds)
+        shares = shares or equal_shares(world_size)
+        if isinstance(rounds, Rounds):
+            cut: BatchPlanner = RoundPlanner(batch_size, shares, 0, world_size, rounds=rounds)
+        elif isinstance(rounds, Sections):
+            cut = SectionPlanner(batch_size, shares, 0, world_size)
+            prefetch_factor = 1  # what is read ahead is leased, and keeps others from it
+        else:
+            cut = BatchPlanner(batch_size, shares, rank, world_size, micro_batch)
         pin_memory = device.type in WITH_STREAMS and workers > 0
         pool = Workers(
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
@@ -142,8 +147,12 @@ class Loader(Iterator[Batch]):
             )
             fetch = Fetch(dataset, collate, name, skips)
             self.steps, self.lookahead = _steps(whole, batch_size, epochs, start), pool.ahead + delivery.ahead
-            if rounds is not None:
+            if isinstance(rounds, Rounds):
                 self._batches = _Rounds(drawn, rounds, whole.size, fetch, pool, delivery)
+                return
+            if isinstance(rounds, Sections):
+                reader = RangeReader(whole, rounds, fetch, pool, serial_delivery_to(device, convert))
+                self._batches = SectionBatches(drawn, reader)
                 return
             batches = _read(drawn, fetch, pool)
         self._batches = cut_to(piece, delivery(batches))

@@ -103,6 +103,11 @@ def delivery_to(device: torch.device, convert: Convert | None = None) -> Deliver
     return DELIVERIES.get(device.type, Copy)(device, convert)
 
 
+def serial_delivery_to(device: torch.device, convert: Convert | None = None) -> Delivery:
+    """Returns the delivery for ``device`` that reads no batch ahead."""
+    return NoTransfer(convert) if device.type == "cpu" else Copy(device, convert)
+
+
 def cut_to(piece: Callable[[MicroBatch], MicroBatch] | None, batches: Batches) -> Batches:
     """Returns an iterator of the batches with ``piece`` applied to each micro-batch, and to its copy in host memory."""
     return batches if piece is None else _each(lambda batch: batch.cut(piece), batches)

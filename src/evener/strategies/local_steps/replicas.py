@@ -20,7 +20,7 @@ from evener.data.rounds import Rounds
 from evener.errors import ConfigurationError
 from evener.strategies.interfaces import StoredReplicas
 from evener.strategies.learner import Learner
-from evener.torch_internals.modules import AnyBatchNorm, own_buffers
+from evener.strategies.running_moments import HeldBuffers, NormalizedElements, held_buffers
 
 OptimizerState = dict[Any, Any]
 """State by parameter, as ``optimizer.state`` has it."""
@@ -80,24 +80,12 @@ class ReplicaSet(StoredReplicas):
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._positions = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._to_check = len(self.all) > 1
-        for module in learner.model.modules():
-            if isinstance(module, AnyBatchNorm):
-                module.register_forward_pre_hook(self._count_elements)
+        self._normalized = NormalizedElements(learner.model)
+        self._normalized.counts = self.current.normalized
 
-    def _count_elements(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if module.training and inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1:
-            counted = self.current.normalized.setdefault(module, [0, 0])
-            counted[0] += inputs[0].numel() // inputs[0].shape[1]
-            counted[1] += 1
-
-    def owned_buffers(self) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-        """Returns the model's buffers as they are now, each with the dictionary that holds it and its name there."""
-        return [
-            (held, name, buffer)
-            for held in map(own_buffers, self._learner.model.modules())
-            for name, buffer in held.items()
-            if buffer is not None
-        ]
+    def owned_buffers(self) -> HeldBuffers:
+        """Returns the model's buffers as they are now."""
+        return held_buffers(self._learner.model)
 
     # A round
 
@@ -148,6 +136,7 @@ class ReplicaSet(StoredReplicas):
         optimizer.state = replica.state  # type: ignore[assignment]
         self._go_to(replica.place)
         self.current = replica
+        self._normalized.counts = replica.normalized
         return replica
 
     @torch.no_grad()
@@ -158,6 +147,7 @@ class ReplicaSet(StoredReplicas):
             self._write([self.merged[p] for p in self.parameters])
         optimizer = self._learner.optimizer
         self.current.state, self.current = optimizer.state, self.all[0]
+        self._normalized.counts = self.current.normalized
         optimizer.state = self.current.state  # type: ignore[assignment]
 
     def take_step(self, step: Callable[[], None]) -> None:
@@ -266,6 +256,7 @@ class ReplicaSet(StoredReplicas):
             )
             self._load_own(replica, replica.index % saved, state)
         self.current = self.all[0]
+        self._normalized.counts = self.current.normalized
         learner.optimizer.state = self.current.state  # type: ignore[assignment]
         self._outer.state.clear()
         for parameter in self.parameters:

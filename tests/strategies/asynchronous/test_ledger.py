@@ -1,0 +1,110 @@
+"""The ledger of asynchronous training, on a virtual clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from evener.errors import DataError
+from evener.strategies.asynchronous.ledger import Begun, Contribution, Ledger, Revoked, Terms, Wait, ages, check_whole
+from tests.strategies.asynchronous.virtual_clock import VirtualWorkers
+
+
+def chaos(seed: int) -> VirtualWorkers:
+    """Returns workers with stalls, deaths and joins, under rules that are drawn by the seed."""
+    draw = random.Random(seed)
+    number, batch = draw.randint(1, 6), draw.randint(1, 24)
+    staleness = draw.choice([0, 0, 1, 2, 5, None])
+    terms = Terms(batch, draw.choice([1, batch, batch, batch * 2]), staleness)
+    ledger = Ledger(draw.randint(1, 150), terms, range(number))
+    rates = [draw.choice([0.01, 0.03, 0.3]) for _ in range(number)]
+    risks = [draw.choice([0.0, 0.05, 0.2]) for _ in range(3)]
+    return VirtualWorkers(ledger, rates, seed, draw.randint(0, 2), *risks)
+
+
+def test_nothing_is_lost_or_doubled_or_too_old_whatever_happens() -> None:
+    died, wasted, oldest = 0, 0, 0
+    for seed in range(10_000):
+        workers = chaos(seed)
+        ledger = workers.ledger
+        workers.run()
+        check_whole(ledger.merges, ledger.size)
+        found = ages(ledger.merges)
+        if ledger.terms.staleness is not None:
+            assert max(found) <= ledger.terms.staleness, seed
+        died, wasted, oldest = died + workers.died, wasted + ledger.wasted, max(oldest, *found)
+    assert died > 1000 and wasted > 1000 and oldest > 5
+
+
+def test_a_staleness_of_0_is_one_batch_after_the_other() -> None:
+    for seed in range(100):
+        draw = random.Random(seed)
+        ledger = Ledger(100, Terms(16, 16, 0), range(3))
+        VirtualWorkers(ledger, [0.01, 0.02, 0.1], seed, draw.randint(0, 2), stalls=0.1).run()
+        for number, held in enumerate(ledger.merges):
+            assert min(each.start for each in held) == 16 * number
+            assert max(each.stop for each in held) == min(100, 16 * (number + 1))
+
+
+@pytest.mark.parametrize("rates", [[1, 3], [1, 1, 1, 3], [1, 2, 4, 8]])
+def test_nobody_waits_for_a_slow_worker(rates: list[float]) -> None:
+    ledger = Ledger(16 * 400, Terms(16, 16, 4), range(len(rates)))
+    seconds = VirtualWorkers(ledger, rates).run()
+    ideal = ledger.size / sum(1 / rate for rate in rates)
+    assert ideal / seconds > 0.95
+    assert ledger.wasted == 0
+
+
+def test_a_stuck_worker_stops_nobody() -> None:
+    ledger = Ledger(64, Terms(8, 8, 2), [0, 1])
+    stuck = ledger.begin(1, None, 0.0)
+    assert isinstance(stuck, Begun)
+    now = 0.0
+    while not ledger.is_over:
+        found = ledger.begin(0, None, now)
+        now += 1.0
+        if isinstance(found, Begun):
+            ledger.push(found.lease.number, now)
+            while ledger.is_due():
+                ledger.merge()
+    assert not ledger.push(stuck.lease.number, now)
+    check_whole(ledger.merges, 64)
+    assert ledger.wasted == stuck.lease.size
+
+
+def test_gradients_that_are_too_old_are_computed_again_in_smaller_ranges() -> None:
+    ledger = Ledger(400, Terms(8, 8, 1), [0, 1])
+    slow = ledger.begin(1, None, 0.0)
+    assert isinstance(slow, Begun)
+    for step in range(6):
+        found = ledger.begin(0, None, float(step))
+        assert isinstance(found, Begun | Wait)
+        if isinstance(found, Begun):
+            ledger.push(found.lease.number, step + 0.5)
+        while ledger.is_due():
+            ledger.merge()
+    assert ledger.version > 1
+    assert not ledger.push(slow.lease.number, 7.0)
+    again = ledger.begin(1, None, 7.0)
+    assert isinstance(again, Begun)
+    assert again.lease.start == slow.lease.start and again.lease.size <= slow.lease.size // 2
+
+
+def test_an_idle_worker_takes_what_another_has_only_read() -> None:
+    ledger = Ledger(8, Terms(8, 8, 1), [0, 1])
+    mine, read = ledger.begin(0, None, 0.0), ledger.draw(1)
+    assert isinstance(mine, Begun) and read is not None
+    while ledger.draw(1):
+        pass
+    ledger.push(mine.lease.number, 1.0)
+    assert isinstance(ledger.begin(0, None, 1.0), Begun)
+    last = max(number for number in range(8) if not isinstance(ledger.begin(1, number, 1.0), Begun))
+    assert isinstance(ledger.begin(1, last, 1.0), Revoked)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4), (5, 8)], [(0, 5), (4, 8)], [(0, 4)], [(0, 4), (4, 8), (4, 8)], [(0, 9)]])
+def test_a_ledger_that_is_not_whole_is_found(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(DataError, match="each sample once"):
+        check_whole([[Contribution(0, 0, *each)] for each in ranges], 8)
+    check_whole([[Contribution(0, 0, 4, 8)], [Contribution(1, 0, 0, 4)]], 8)

@@ -1,0 +1,94 @@
+"""Workers of an asynchronous section on a virtual clock: they stall, die and join at random, by a seed."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from evener.strategies.asynchronous.ledger import Begun, Ledger, Over, Revoked
+
+Computed = Callable[[Begun], None]
+
+
+@dataclass
+class VirtualWorkers:
+    """Runs a ledger to its end.
+
+    Args:
+        rates: Each worker's seconds for a sample.
+        ahead: The number of ranges that a worker leases before it computes them.
+        stalls: The probability that computing a range takes 30 times as long.
+        deaths: The probability that a worker dies while it computes a range. One of them, worker 0, never does.
+        joins: The probability that a dead worker is back when another one pushes.
+    """
+
+    ledger: Ledger
+    rates: list[float]
+    seed: int = 0
+    ahead: int = 0
+    stalls: float = 0.0
+    deaths: float = 0.0
+    joins: float = 0.0
+    now: float = 0.0
+    died: int = 0
+    most_versions: int = 0
+    computed: Computed = lambda begun: None
+    merged: Callable[[], None] = lambda: None
+    held: dict[int, list[int]] = field(default_factory=dict)
+
+    def run(self, most_events: int = 100_000) -> float:
+        """Returns the time at which all samples have merged.
+
+        Raises:
+            AssertionError: If nobody can go on.
+        """
+        draw = random.Random(self.seed)
+        events: list[tuple[float, int, int | None]] = [(0.0, worker, None) for worker in range(len(self.rates))]
+        self.held = {worker: [] for worker in range(len(self.rates))}
+        dead: list[int] = []
+        heapq.heapify(events)
+        for _ in range(most_events):
+            if not events:
+                break
+            self.now, worker, done = heapq.heappop(events)
+            if done is not None:
+                if worker and draw.random() < self.deaths:
+                    self.ledger.lose(worker)
+                    self.held[worker].clear()
+                    dead.append(worker)
+                    self.died += 1
+                    continue
+                self.ledger.push(done, self.now)
+                while self.ledger.is_due():
+                    self.ledger.merge()
+                    self.merged()
+                if dead and draw.random() < self.joins:
+                    self.ledger.join(dead[-1])
+                    heapq.heappush(events, (self.now, dead.pop(), None))
+            self._begin(worker, draw, events)
+        assert self.ledger.is_over, f"nobody goes on at {self.now}: {self.ledger}"
+        return self.now
+
+    def _begin(self, worker: int, draw: random.Random, events: list[tuple[float, int, int | None]]) -> None:
+        mine = self.held[worker]
+        while True:
+            answer = self.ledger.begin(worker, mine[0] if mine else None, self.now)
+            if isinstance(answer, Over):
+                return
+            if not isinstance(answer, Revoked):
+                break
+            mine.pop(0)
+        if isinstance(answer, Begun):
+            if mine:
+                mine.pop(0)
+            while len(mine) < self.ahead and (ahead := self.ledger.draw(worker)):
+                mine.append(ahead.number)
+            self.computed(answer)
+            seconds = answer.lease.size * self.rates[worker] * draw.uniform(0.8, 1.2)
+            if draw.random() < self.stalls:
+                seconds *= 30
+            heapq.heappush(events, (self.now + seconds, worker, answer.lease.number))
+        else:
+            heapq.heappush(events, (self.now + 0.05, worker, None))
