@@ -110,6 +110,12 @@ class StepRecord:
     merge_spread: tuple[float, ...] = ()
     """For each merge of a round of local steps: the root mean square distance of the replicas from their mean, as a
     multiple of how far the mean has gone since the last merge. 0 means that all replicas have gone the same way."""
+    merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
+    """The merges of a section of asynchronous training in their order, each with the ranges that it holds in the order
+    in which they were added: the rank, the number of merges of the section before the weights that it had, and the
+    first position in the section and the one after the last."""
+    wasted: int = 0
+    """Samples of a section whose gradients were computed and did not merge; they were computed again."""
     graphs: tuple[int, ...] = ()
     """Graphs that each rank has compiled so far, if anything is compiled. A step that compiles a graph is slow."""
 

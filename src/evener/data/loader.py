@@ -69,8 +69,8 @@ class Loader(Iterator[Batch]):
         start_method: The start method of the workers; ``None`` for Python's default.
         timeout_seconds: The longest wait for a worker.
         skips: If True, samples that cannot be read are left out and listed in ``Batch.skipped``.
-        rounds: Makes every batch a round of local steps, a ``RoundBatch``, or a section of asynchronous training, a
-            ``SectionBatch``. Then ``shares`` are those of its parts, and ``batch_size`` and ``micro_batch`` are its own.
+        rounds: Makes every batch a round of local steps (``RoundBatch``) or a section of asynchronous training
+            (``SectionBatch``), which has its own batch size, micro-batch and number of parts.
 
     Raises:
         ConfigurationError: If the data set is empty, its size differs from the order's, or an argument is invalid.

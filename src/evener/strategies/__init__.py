@@ -5,6 +5,7 @@ from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spe
 from evener.distributed.mesh import Layout, Mesh
 from evener.hardware.async_read import read
 from evener.hardware.timers import waiting
+from evener.strategies.asynchronous.strategies import Asynchronous
 from evener.strategies.base import Strategy
 from evener.strategies.context.context import ContextParallel
 from evener.strategies.ddp import Ddp
@@ -23,6 +24,7 @@ from evener.strategies.synchronizer import Synchronizer, SynchronizerAround
 from evener.strategies.tensor.tensor import TensorParallel
 
 __all__ = [
+    "Asynchronous",
     "BatchSlicer",
     "ContextParallel",
     "DataParallel",

@@ -120,6 +120,12 @@ class StepOutcome:
     """See :class:`~evener.core.records.StepRecord`."""
     input_seconds: float = 0.0
     """Seconds in which the stepper waited for samples."""
+    merges: tuple[tuple[Any, ...], ...] = ()
+    """The merges of a section of asynchronous training."""
+    wasted: int = 0
+    """The number of samples whose gradients were computed and did not merge."""
+    shares: tuple[int, ...] | None = None
+    """The number of samples that each rank has computed, if it was not known before the step."""
 
     changes: tuple[str, ...] = ()
     """How the set of trained parameters differs from the set at the start: one text for each parameter."""

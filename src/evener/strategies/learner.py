@@ -36,6 +36,7 @@ from evener.core.task.task import Task
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
 from evener.data.rounds import Rounds
+from evener.data.sections import Sections
 from evener.distributed.mesh import DataAxis, Mesh
 from evener.distributed.session import Session
 from evener.errors import DivergenceError
@@ -84,8 +85,8 @@ class Learner:
     """State that is offloaded from the device, and the optimizer updates of offloaded parameters."""
     trained: TrainableParameters
     """The trained parameters, at the start and now."""
-    rounds: Rounds | None = None
-    """How the training is divided into rounds of local steps. None if all ranks meet in each step."""
+    rounds: Rounds | Sections | None = None
+    """How the training is divided into rounds of local steps, or sections. None if all ranks meet in each step."""
     replicas: StoredReplicas | None = None
     """The replicas whose state differs from the model's, for a strategy of local steps."""
     first_step_checks: list[Callable[[Callable[[Any], list[Any]]], None]]
@@ -216,15 +217,25 @@ class Learner:
             self.first_step_checks.pop(0)(self.session.control.gather_objects)
         self.graphs.check(step, self.session.control.gather_objects)
 
-    def apply_gradients(self, step: int, passes: Callable[[], bool] = lambda: True) -> None:
+    def apply_gradients(
+        self,
+        step: int,
+        passes: Callable[[], bool] = lambda: True,
+        held: tuple[Iterable[nn.Parameter], nn.Module] | None = None,
+    ) -> None:
         """Adds the penalty, clips, steps the optimizer and clears the gradients. The arguments are those of
-        :meth:`update`."""
+        :meth:`update`.
+
+        Args:
+            held: The parameters that the optimizer updates, and a model that has them, if they are not the model's.
+        """
         if self.scale is not None:
             gradients.scale(self.names, 1 / self.scale.value)
-        self._add_penalty()
+        parameters, model = held or (self.model.parameters(), self.model)
+        self._add_penalty(model)
         if passes():
             self.updating = step
-            self.clipping(self.model.parameters(), self.mesh)
+            self.clipping(parameters, self.mesh)
             lay_out(self.optimizer)
             with stepping(self.optimizer, self.session.device):
                 (self.offloaded.updates or self.optimizer).step()
@@ -317,15 +328,15 @@ class Learner:
             has_changed=has_changed,
         )
 
-    def _add_penalty(self) -> None:
+    def _add_penalty(self, model: nn.Module) -> None:
         """Adds the gradient of the task's penalty. It is equal on all ranks, and added after synchronization: it counts
         once."""
         if self.task.penalty is not None:
-            with undivided(self.model, self.mesh):
-                term = self.task.penalty(self.model)
+            with undivided(model, self.mesh):
+                term = self.task.penalty(model)
                 self.penalty = read(term)
                 term.backward()  # type: ignore[no-untyped-call]
-                found = [(clean_name(name), p) for name, p in self.model.named_parameters()]
+                found = [(clean_name(name), p) for name, p in model.named_parameters()]
                 self.penalty_soundness = read(self.unsound.check_gradients(gradients.named(found)).tensor)
 
     def check_weights(self, steps: int) -> None:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
+from evener.data.sections import Sections
 from evener.distributed.hosts import all_gather
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
 from evener.errors import ConfigurationError
@@ -83,7 +84,8 @@ def words_of_normalization(learner: Learner) -> str:
     if learner.rounds is not None and learner.rounds.replicas > 1:
         if not any(isinstance(module, AnyBatchNorm) for module in learner.model.modules()):
             return ""
-        return "BatchNorm by each replica's own samples; running moments merge as those of all samples"
+        each = "rank's" if isinstance(learner.rounds, Sections) else "replica's"
+        return f"BatchNorm by each {each} own samples; running moments merge as those of all samples"
     if learner.settings.batch_norm == "exact" or learner.data.degree == 1:
         return ""
     if not any(isinstance(module, BatchNorm) for module in learner.model.modules()):

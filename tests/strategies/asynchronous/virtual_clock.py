@@ -45,7 +45,9 @@ class VirtualWorkers:
             AssertionError: If nobody can go on.
         """
         draw = random.Random(self.seed)
-        events: list[tuple[float, int, int | None]] = [(0.0, worker, None) for worker in range(len(self.rates))]
+        events: list[tuple[float, int, int | None]] = [
+            (0.0, worker, None) for worker in range(len(self.rates))
+        ]
         self.held = {worker: [] for worker in range(len(self.rates))}
         dead: list[int] = []
         heapq.heapify(events)

@@ -17,6 +17,7 @@ STRATEGIES = {
     "context": "evener.strategies.context.context:ContextParallel",
     "local_sgd": "evener.strategies.local_steps.strategies:LocalSgd",
     "diloco": "evener.strategies.local_steps.strategies:DiLoCo",
+    "asynchronous": "evener.strategies.asynchronous.strategies:Asynchronous",
     "data_parallel": "evener.strategies.single_process.data_parallel:DataParallel",
     "layers": "evener.strategies.single_process.model_parallel:Layers",
 }
@@ -40,6 +41,7 @@ MEANINGS = {
         "dimension": "the features of the input divided over the ranks",
         "local_sgd": "replicas take steps of their own, and their weights merge every so often (local SGD)",
         "diloco": "local steps with Nesterov's momentum on what merges (DiLoCo)",
+        "asynchronous": "ranks compute at their own pace, gradients merge at a parameter server",
         "data_parallel": "one process, a replica on each of its devices (DataParallel)",
         "layers": "one process, layers on several devices (model parallelism)",
     },

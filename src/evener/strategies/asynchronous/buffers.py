@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.strategies.running_moments import NormalizedElements, as_real, held_buffers, running_moments
+from evener.torch_internals.autograd import version
 
 WIDE = torch.float64
 """Rows are made on the CPU, in this type."""
@@ -37,15 +38,15 @@ class WorkerBuffers:
         now = self._now()
         read_values(row, self._places(row), now)
         self._normalized.counts = {}
-        self._before = [(now[place], now[place]._version) for place in self._others]
+        self._before = [(now[place], version(now[place])) for place in self._others]
         self._batches = [0.0 if each.count is None else float(now[each.count]) for each in self._moments]
 
     def row(self, samples: int) -> Tensor:
         """Returns what the passes of a range of ``samples`` samples have changed."""
         now = self._now()
         changed = [
-            now[place] is not before or now[place]._version != version
-            for place, (before, version) in zip(self._others, self._before, strict=True)
+            now[place] is not before or version(now[place]) != writes
+            for place, (before, writes) in zip(self._others, self._before, strict=True)
         ]
         parts = [self._like.new_tensor(changed)]
         for each, batches in zip(self._moments, self._batches, strict=True):
@@ -91,7 +92,7 @@ class ServerBuffers:
         sizes = [2 + 2 * self._now[each.mean].numel() for each in self._moments]
         changed = [place for place, flag in zip(self._others, flags, strict=True) if flag]
         sizes += [as_real(self._now[place]).numel() for place in changed]
-        parts = row[len(self._others) :].split(sizes)
+        parts = torch.split(row[len(self._others) :], sizes)
         norms = parts[: len(self._moments)]
         self._sums = [a + b for a, b in zip(self._sums, norms, strict=True)] if self._samples else list(norms)
         self._samples += samples
@@ -127,6 +128,6 @@ def _flat(tensor: Tensor) -> Tensor:
 def read_values(row: Tensor, places: Sequence[int], target: Sequence[Tensor]) -> None:
     """Writes the values at the end of ``row`` to the buffers at ``places``."""
     sizes = [as_real(target[place]).numel() for place in places]
-    for place, value in zip(places, row[row.numel() - sum(sizes) :].split(sizes), strict=True):
+    for place, value in zip(places, torch.split(row[row.numel() - sum(sizes) :], sizes), strict=True):
         target_ = as_real(target[place])
         target_.copy_(value.view_as(target_))

@@ -254,6 +254,22 @@ class Ledger:
 
     # What is known
 
+    def needs(self, version: int) -> bool:
+        """Returns True if a range will begin with the weights of ``version`` when they are not the last ones."""
+        return False
+
+    def size_of(self, number: int) -> int:
+        """Returns the number of samples of a lease. 0 if it is not open."""
+        found = self._open.get(number)
+        return 0 if found is None else found.lease.size
+
+    def holders(self) -> str:
+        """Returns a text that says who holds the samples that have not merged."""
+        held = sorted((each.lease.worker, each.lease.start, each.lease.stop) for each in self._open.values())
+        return "; ".join(
+            f"rank {worker} holds: {start} to {stop - 1} of the section" for worker, start, stop in held
+        )
+
     @property
     def is_over(self) -> bool:
         """True if all samples have merged."""
@@ -283,14 +299,18 @@ class Ledger:
         share = rates.get(worker, mean) / whole
         usual = max(1, round(self.terms.batch_size * share))
         unread = sum(stop - start for start, stop in self._free) + left
-        return min(usual, self._workers[worker].most, max(math.ceil(unread * share), math.ceil(usual * SMALLEST)))
+        return min(
+            usual, self._workers[worker].most, max(math.ceil(unread * share), math.ceil(usual * SMALLEST))
+        )
 
     def _finds(self, now: float) -> bool:
         """Returns True if there is a free range that a waiting worker may begin. If need be one is taken away from a
         worker that has not begun it, or that is late."""
         if self._free and self._may_begin(self._free[0][0]):
             return True
-        unbegun = [each for each in self._open.values() if each.version is None and self._may_begin(each.lease.start)]
+        unbegun = [
+            each for each in self._open.values() if each.version is None and self._may_begin(each.lease.start)
+        ]
         late = [each for each in self._open.values() if each.version is not None and self._is_late(each, now)]
         if unbegun:
             self._give_back(max(unbegun, key=lambda each: each.lease.start).lease.number)
@@ -321,8 +341,14 @@ def check_whole(merges: Sequence[Sequence[Contribution]], size: int) -> None:
     edges = [(0, 0), *ranges, (size, size)]
     for (_, before), (after, _) in pairwise(edges):
         if before != after:
-            what = f"samples {before} to {after - 1} are in none" if after > before else f"sample {after} is in two"
-            raise DataError(f"the merges of this section of {size} samples do not hold each sample once: {what}")
+            what = (
+                f"samples {before} to {after - 1} are in none"
+                if after > before
+                else f"sample {after} is in two"
+            )
+            raise DataError(
+                f"the merges of this section of {size} samples do not hold each sample once: {what}"
+            )
 
 
 def ages(merges: Sequence[Sequence[Contribution]]) -> list[int]:

@@ -151,7 +151,7 @@ class LocalSgd(Strategy):
         return LocalSynchronizer(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
-        assert learner.rounds is not None
+        assert isinstance(learner.rounds, Rounds)
         fragments = cut_into_fragments(list(learner.names), self.num_fragments)
         outer, alpha = self.outer_optimizer(learner.model), self.fragment_update_alpha
         stepper = LocalSteps(learner, learner.rounds, outer, fragments, alpha, self._words(learner.rounds))

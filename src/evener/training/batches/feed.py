@@ -21,6 +21,7 @@ from evener.core.records import MemoryRecord, Note
 from evener.data.batch import Batch
 from evener.data.loader import Loader
 from evener.data.rounds import Rounds
+from evener.data.sections import Sections
 from evener.distributed.control_channel import Channel
 from evener.errors import ConfigurationError
 from evener.strategies.dataset_view import Reading
@@ -275,8 +276,8 @@ class BatchFeed:
         return self.balancer.state_dict() if self.balancer else self.balancer_state
 
 
-def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds) -> RunConfig:
-    """Returns the settings of a run in rounds of local steps.
+def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds | Sections) -> RunConfig:
+    """Returns the settings of a run in rounds of local steps, or in sections of asynchronous training.
 
     Raises:
         ConfigurationError: If a setting does not go with rounds.
@@ -287,11 +288,13 @@ def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds) -> RunConf
         == "skip",
         "skipping samples that cannot be read": config.on_bad_sample == "skip",
     }
-    if rounds.replicas != learner.session.world_size:
+    if isinstance(rounds, Sections) or rounds.replicas != learner.session.world_size:
         balance = config.balance or "equal"
         config = config.replace(balance=balance)
         speed = f"shares by speed, for {rounds.replicas} replicas are not one for each rank"
-        asked[speed] = balance == "auto" or is_named(balance, "balancer", BALANCERS)
+        if isinstance(rounds, Sections):
+            speed = f"balance={balance}, for each rank gets samples as it becomes free"
+        asked[speed] = balance != "equal" and (balance == "auto" or is_named(balance, "balancer", BALANCERS))
     for what in (what for what, is_asked in asked.items() if is_asked):
         raise ConfigurationError(
             f"strategy {learner.name!r} does not go with {what}: leave it out, or use ddp"

@@ -36,6 +36,7 @@ from evener.components.sharded_tensor.local import local, off_host
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.core.records import Note
+from evener.data.rounds import Rounds
 from evener.distributed.mesh import AXES
 from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.async_read import read
@@ -97,7 +98,9 @@ def parts_of(learner: Learner, everything: bool) -> Iterator[ReplicaPart]:
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
                 yield _part(clean_name(f"{at}.{name}" if at else name), buffer, buffer)
-    alike = everything and learner.rounds is None  # replicas that merge have optimizer state of their own
+    alike = everything and not isinstance(
+        learner.rounds, Rounds
+    )  # replicas have optimizer state of their own
     for parameter, entries in learner.optimizer.state.items() if alike else ():
         for key, value in entries.items():
             if isinstance(value, Tensor) and parameter in names:

@@ -155,6 +155,8 @@ class Step:
         """Differences of this rank's set of trained parameters from that at the start."""
         self.skipped = 0
         self.merge_spread: tuple[float, ...] = ()
+        self.merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
+        self.wasted = 0
         self.seconds = 0.0
         self.lr = 0.0
         self.penalty: Readout = _NONE
@@ -267,6 +269,8 @@ class Step:
             samples=batch.size,
             skipped=self.skipped,
             merge_spread=self.merge_spread,
+            merges=self.merges,
+            wasted=self.wasted,
             seconds=self.seconds,
             shares=batch.shares,
             lr=self.lr,

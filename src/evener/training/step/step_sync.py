@@ -20,6 +20,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
@@ -132,7 +133,8 @@ class StepSync:
             with waiting():
                 self.settle()
             step.terms, step.count = outcome.terms, self._loss().divisor(outcome.terms)
-        step.merge_spread = outcome.merge_spread
+        step.merge_spread, step.wasted = outcome.merge_spread, outcome.wasted
+        step.merges = tuple(tuple(astuple(each) for each in held) for held in outcome.merges)
         results = total, soundness, _ = (0.0, 0.0, 0.0)
         if self._late:
             step.results = self._telling.results(self._on_device(outcome))
@@ -152,6 +154,8 @@ class StepSync:
         row = RankStats(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
         step.changes = outcome.changes
         step.batch = step.batch.without_samples()  # the step is reported while later ones are computed
+        if outcome.shares is not None:
+            step.batch = replace(step.batch, shares=outcome.shares)
         if measured is not None:
             measured.own_seconds = RankTimes(*times)
         self._in_flight = step, upcoming, self._telling.start(step.number, row, outcome.memory, measured)

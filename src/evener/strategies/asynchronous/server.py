@@ -1,0 +1,281 @@
+"""The parameter server: holds the weights of a section, and merges gradients into them.
+
+It lives on rank 0, whose own worker calls it as the others do, through threads that serve them
+(:mod:`evener.strategies.asynchronous.links`). While a section is open, the task's optimizer updates the server's
+weights, not those of the model with which the worker of that rank computes::
+
+    trade:   gradients of a range ─▶ ledger ─▶ added ─▶ buffer full: optimizer, schedule ─▶ next version
+             next range and weights ◀── ledger ◀────────────────────────────────────────────────┘
+
+Gradients are added in the order in which they come, which the records keep. Whoever adds the same gradients in the same
+order gets the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evener.errors import ConfigurationError, RankTimeoutError
+from evener.strategies.asynchronous.buffers import ServerBuffers
+from evener.strategies.asynchronous.flat_parameters import FlatLayout
+from evener.strategies.asynchronous.ledger import Begun, Lease, Ledger, Merges, Over, Revoked, Terms
+from evener.strategies.learner import Learner
+from evener.torch_internals.modules import own_parameters
+
+_POLL_SECONDS = 0.05
+"""How often a waiting worker looks whether a range is late."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The gradients of a range."""
+
+    number: int
+    """The number of the lease."""
+    terms: float
+    """The number of the loss's terms."""
+    sound: bool
+    """True if all gradients are finite."""
+    row: Tensor
+    """For each parameter 1 if it has a gradient, else 0; then what buffers have changed."""
+    gradients: list[Tensor]
+    """Flat gradients of the sum of terms."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a worker.
+
+    The section is over if there is no lease, unless ``revoked``: then the worker asks again.
+    """
+
+    counted: bool = False
+    """True if the gradients that came with the request count."""
+    revoked: bool = False
+    lease: Lease | None = None
+    row: Tensor | None = None
+    """The buffers that change."""
+    weights: list[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class SectionOutcome:
+    """A section that is over."""
+
+    merges: Merges
+    terms: float
+    """The number of the loss's terms in it."""
+    wasted: int
+    """The number of samples whose gradients were computed and did not merge."""
+    seconds: dict[int, float]
+    """Each worker's seconds for a sample."""
+    schedule: int
+    """The number of steps of the scheduler."""
+    is_whole: bool
+    """True if all samples have merged."""
+
+
+class ParameterServer:
+    """Holds weights, buffers and the ledger of a section. Its methods may be called from several threads.
+
+    Args:
+        parameters: The trained parameters of the model.
+        scale: The number by which workers have divided their sums of terms.
+    """
+
+    def __init__(self, learner: Learner, parameters: list[nn.Parameter], terms: Terms, scale: float) -> None:
+        self._learner, self._terms, self._scale = learner, terms, scale
+        self._layout = FlatLayout(parameters)
+        device = learner.session.device
+        self._weights = self._layout.empty(device)
+        self._parameters = [nn.Parameter(view) for view in self._layout.views(self._weights)]
+        self._sums = self._layout.empty(device, wide=True)
+        self._has_gradient = torch.zeros(len(parameters), dtype=torch.float64)
+        self._of_merge = 0.0
+        self._all_terms = 0.0
+        self._swap = dict(zip(parameters, self._parameters, strict=True))
+        self._penalized = self._with_own_parameters() if learner.task.penalty is not None else None
+        self._changed = threading.Condition()
+        self._ledger = Ledger(0, terms, [])
+        self._versions: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._buffers = ServerBuffers(learner.model)
+        self._loss = learner.task.exact_loss()
+        self._scheduled = 0
+        self._stopped = False
+        self.error: Exception | None = None
+        """An error in an update, which the rank of the server raises at the end of the section."""
+
+    def _with_own_parameters(self) -> nn.Module:
+        """Returns a copy of the model whose parameters are the server's, for the task's penalty."""
+        copied = copy.deepcopy(self._learner.model)
+        for original, module in zip(self._learner.model.modules(), copied.modules(), strict=True):
+            for name, parameter in own_parameters(original).items():
+                if parameter is not None:
+                    own_parameters(module)[name] = self._swap.get(parameter, parameter)
+        return copied
+
+    # A section
+
+    def open(self, ledger: Ledger, step: int) -> None:
+        """Begins a section with the weights that the model has now.
+
+        Args:
+            ledger: The empty ledger of the section.
+            step: The number of the engine's step.
+        """
+        self._layout.write(self._weights)
+        self._buffers = ServerBuffers(self._learner.model)
+        self._ledger = ledger
+        self._all_terms, self._scheduled, self._step = 0.0, 0, step
+        self._clear()
+        self._versions.clear()
+        self._keep_version()
+        self._stopped, self.error = False, None
+        optimizer = self._learner.optimizer
+        _swap_parameters(optimizer, self._swap)
+
+    def close(self) -> SectionOutcome:
+        """Ends the section: the model gets the server's weights and buffers."""
+        _swap_parameters(self._learner.optimizer, {own: original for original, own in self._swap.items()})
+        self._layout.read(self._weights)
+        self._buffers.give()
+        ledger = self._ledger
+        return SectionOutcome(
+            ledger.merges, self._all_terms, ledger.wasted, ledger.speeds, self._scheduled, ledger.is_over
+        )
+
+    # Calls of workers
+
+    def trade(self, worker: int, pushed: Pushed | None, begin: int | None) -> Reply:
+        """Takes gradients, and returns what to compute next. Waits until there is something.
+
+        Args:
+            begin: The lease that the worker has read. None to lease a range now.
+
+        Raises:
+            RankTimeoutError: If another worker holds the last samples for longer than the time limit.
+        """
+        limit = time.monotonic() + self._learner.session.timeout_seconds
+        with self._changed:
+            counted = pushed is not None and self._take(pushed)
+            while True:
+                answer = self._ledger.begin(worker, begin, time.monotonic())
+                if self._stopped or isinstance(answer, Over):
+                    return Reply(counted)
+                if isinstance(answer, Revoked):
+                    return Reply(counted, revoked=True)
+                if isinstance(answer, Begun):
+                    row, weights = self._versions.get(answer.version) or self._version()
+                    return Reply(counted, lease=answer.lease, row=row, weights=weights)
+                if time.monotonic() > limit:
+                    raise RankTimeoutError(f"rank {worker} waits for samples that {self._ledger.holders()}")
+                self._changed.wait(_POLL_SECONDS)
+
+    def draw(self, worker: int) -> Lease | None:
+        """Leases a range that the worker reads ahead. None if there is none."""
+        with self._changed:
+            return None if self._stopped else self._ledger.draw(worker)
+
+    def lose(self, worker: int) -> None:
+        """Takes back what a worker that is gone has leased."""
+        with self._changed:
+            self._ledger.lose(worker)
+            self._changed.notify_all()
+
+    def stop(self, error: Exception | None = None) -> None:
+        """Ends the section before all samples have merged."""
+        with self._changed:
+            self._stopped, self.error = True, self.error or error
+            self._changed.notify_all()
+
+    # Merging
+
+    @torch.no_grad()
+    def _take(self, pushed: Pushed) -> bool:
+        size = self._ledger.size_of(pushed.number)
+        if not self._ledger.push(pushed.number, time.monotonic()):
+            return False
+        for total, flat in zip(self._sums, pushed.gradients, strict=True):
+            total += flat.to(total.device)
+        self._has_gradient += pushed.row[: len(self._parameters)]
+        self._buffers.add(pushed.row[len(self._parameters) :], size)
+        self._of_merge += pushed.terms
+        if not pushed.sound:
+            self._stopped = True  # its rank names the parameter at the end of the section
+        try:
+            while self._ledger.is_due() and not self._stopped:
+                self._merge()
+        except Exception as error:  # an error of the task's own optimizer, on whichever thread it came
+            self._stopped, self.error = True, error
+        self._changed.notify_all()
+        return True
+
+    def _merge(self) -> None:
+        """Makes the next version of the weights."""
+        self._ledger.merge()
+        factor = self._scale / (self._loss.divisor(self._of_merge) or 1.0)
+        for total in self._sums:
+            total.mul_(factor)
+        views = self._layout.views(self._sums)
+        for parameter, view, has in zip(self._parameters, views, self._has_gradient.tolist(), strict=True):
+            parameter.grad = view.to(parameter.dtype) if has else None
+        with torch.enable_grad():  # of the penalty
+            self._learner.apply_gradients(
+                self._step, held=(self._parameters, self._penalized or self._learner.model)
+            )
+        self._buffers.merge()
+        self._all_terms += self._of_merge
+        self._clear()
+        self._keep_version()
+        scheduler, batches = self._learner.stepper.scheduler, self._terms.batch_size
+        due = self._ledger.merged // batches + (self._ledger.is_over and self._ledger.merged % batches > 0)
+        while scheduler is not None and self._scheduled < due:
+            self._scheduled += 1
+            scheduler.step()
+
+    def _version(self) -> tuple[Tensor, list[Tensor]]:
+        """Returns copies of the buffers and the weights as they are now."""
+        return self._buffers.row(), [flat.clone() for flat in self._weights]
+
+    def _keep_version(self) -> None:
+        """Keeps the version of now if ranges begin with it later, and drops those with which none begins any more."""
+        version = self._ledger.version
+        if self._ledger.needs(version):
+            self._versions[version] = self._version()
+        for old in [old for old in self._versions if not self._ledger.needs(old)]:
+            del self._versions[old]
+
+    def _clear(self) -> None:
+        for total in self._sums:
+            total.zero_()
+        self._has_gradient.zero_()
+        self._of_merge = 0.0
+
+
+def _swap_parameters(optimizer: torch.optim.Optimizer, swap: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Lets an optimizer update other parameters in place of its own.
+
+    Raises:
+        ConfigurationError: If it keeps its parameters elsewhere, too.
+    """
+    for name, value in vars(optimizer).items():
+        held = value if isinstance(value, list | tuple) else ()
+        if any(isinstance(each, nn.Parameter) and each in swap for each in held):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} keeps its parameters in {name!r} besides its groups, and the parameter "
+                "server's cannot take their place: use another optimizer, or ddp"
+            )
+    for group in optimizer.param_groups:
+        group["params"] = [swap.get(parameter, parameter) for parameter in group["params"]]
+    others: Mapping[Any, nn.Parameter] = swap
+    state = {others.get(parameter, parameter): entries for parameter, entries in optimizer.state.items()}
+    optimizer.state = defaultdict(dict, state)

@@ -1,0 +1,269 @@
+"""Takes the steps of a section: this rank's worker, and on rank 0 the parameter server.
+
+::
+
+    open     the server takes the weights that all ranks have
+    work     trade: weights of a range ─ forward, backward ─ gradients back, and the weights of the next range
+    meet     all samples have merged: all ranks get the server's weights, buffers and optimizer state
+
+Between two sections all ranks have the same state, as after a step of data parallelism. So checkpoints, evaluation and
+signals need nothing special.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evener.collectives.executor.subgroup import subgroup
+from evener.core.losses import Loss
+from evener.data.batch import Batch
+from evener.data.sections import SectionBatch, Sections
+from evener.distributed.hosts import destroy
+from evener.errors import ConfigurationError, DataError
+from evener.hardware.async_read import DeferredValue, Readout, read
+from evener.hardware.timers import waiting
+from evener.strategies.asynchronous.buffers import WorkerBuffers
+from evener.strategies.asynchronous.flat_parameters import FlatLayout
+from evener.strategies.asynchronous.ledger import Lease, Ledger, Merges, Terms, check_whole
+from evener.strategies.asynchronous.links import LocalLink, RemoteLink, ServerLink, Serving
+from evener.strategies.asynchronous.recorded_ledger import RecordedLedger
+from evener.strategies.asynchronous.server import ParameterServer, Pushed, SectionOutcome
+from evener.strategies.asynchronous.state import share_state
+from evener.strategies.interfaces import StepOutcome
+from evener.strategies.learner import Learner
+from evener.strategies.single import NoSync
+from evener.strategies.steppers.plain import Plain
+
+
+@dataclass
+class _Work:
+    """What a worker has done in a section."""
+
+    totals: list[Readout] = field(default_factory=list)
+    soundness: list[Readout] = field(default_factory=list)
+    input_seconds: float = 0.0
+
+
+class AsynchronousSteps(Plain):
+    """Computes ranges of a section as they are leased, and on rank 0 serves the others.
+
+    Args:
+        recorded: The merges of each section, to repeat them. None to train.
+    """
+
+    updates = True
+
+    def __init__(
+        self, learner: Learner, sections: Sections, terms: Terms, recorded: Iterable[Merges] | None = None
+    ) -> None:
+        super().__init__(learner)
+        self._recorded = None if recorded is None else iter(recorded)
+        self._sections, self._terms = sections, terms
+        self._loss: Loss = learner.task.exact_loss()
+        self._group = self._group_of_ranks()
+        self._trained = [parameter for parameter in learner.names if parameter.requires_grad]
+        self._layout = FlatLayout(self._trained)
+        self._gradients = self._layout.empty(learner.session.device)
+        self._buffers = WorkerBuffers(learner.model)
+        self._scale = float(sections.batch_size)
+        self._seconds: dict[int, float] = {}
+        self._server: ParameterServer | None = None
+        self._input_seconds = 0.0
+
+    def _group_of_ranks(self) -> dist.ProcessGroup | None:
+        """Returns a gloo group of all ranks for the messages with the server. A collective call."""
+        ranks, session = self._learner.mesh.group("data"), self._learner.session
+        if ranks is None:
+            return None
+        with waiting():
+            made = subgroup(ranks, range(ranks.size()), session.group_timeout.total_seconds(), "gloo")
+        assert made is not None
+        self._learner.mesh.close_with_mesh(partial(destroy, made))
+        return made
+
+    def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
+        learner = self._learner
+        if not isinstance(batch, SectionBatch) or batch.plan is None or batch.reader is None:
+            raise ConfigurationError(
+                f"strategy {learner.name!r} takes the sections that engine.batches() gives, and no other batch"
+            )
+        work = _Work()
+        learner.updating = step  # from here on the weights are those of no step
+        with learner.work_timer.step(step):
+            outcome = self._section(batch, work, step)
+            learner.work_timer.work_done()
+        self._seconds, self._input_seconds = outcome.seconds, work.input_seconds
+        if outcome.is_whole:
+            check_whole(outcome.merges, batch.size)
+        return StepOutcome(
+            totals=tuple(work.totals),
+            missing=(),
+            buffers_changed=False,
+            compute_seconds=learner.work_timer.taken(),
+            soundness=tuple(work.soundness),
+            terms=outcome.terms,
+            input_seconds=work.input_seconds,
+            merges=outcome.merges,
+            wasted=outcome.wasted,
+            shares=_shares(outcome.merges, learner.session.world_size),
+        )
+
+    def _section(self, batch: SectionBatch, work: _Work, step: int) -> SectionOutcome:
+        """Computes a section together with the other ranks."""
+        session = self._learner.session
+        link, serving = self._open(batch, step)
+        try:
+            with torch.random.fork_rng([session.device] if session.device.type == "cuda" else []):
+                self._work(link, batch, work, step)
+        except BaseException as error:
+            if self._server is not None:
+                self._server.stop(error if isinstance(error, Exception) else None)
+            raise
+        return self._meet(serving, step)
+
+    def _open(self, batch: Batch, step: int) -> tuple[ServerLink, Serving | None]:
+        session = self._learner.session
+        if session.rank:
+            assert self._group is not None
+            return RemoteLink(self._group, self._layout), None
+        if self._server is None:
+            self._server = ParameterServer(self._learner, self._trained, self._terms, self._scale)
+        self._server.open(self._ledger(batch), step)
+        serving = None if self._group is None else Serving(self._server, self._group, self._layout)
+        return LocalLink(self._server, 0), serving
+
+    def _ledger(self, batch: Batch) -> Ledger:
+        """Returns the ledger of a section: a new one, or that of the records.
+
+        Raises:
+            DataError: If the records end before, or are not those of a section of its size.
+        """
+        if self._recorded is None:
+            workers = range(self._learner.session.world_size)
+            return Ledger(batch.size, self._terms, workers, self._seconds)
+        merges = next(self._recorded, None)
+        if merges is None:
+            raise DataError("the records end before this section")
+        return RecordedLedger(batch.size, merges)
+
+    def _work(self, link: ServerLink, batch: SectionBatch, work: _Work, step: int) -> None:
+        """Computes ranges until the section is over."""
+        reader, plan = batch.reader, batch.plan
+        assert reader is not None
+        assert plan is not None
+        reader.begin(plan, partial(_drawn, link) if reader.ahead else lambda: None)
+        pushed: Pushed | None = None
+        totals: list[Readout] = []
+        while True:
+            first = reader.first
+            with waiting(), self._learner.session.watchdog.wait("weights of the parameter server", step):
+                reply = link.trade(pushed, first)
+            if reply.counted:
+                work.totals += totals
+            pushed = None
+            if reply.lease is None:
+                if not reply.revoked:
+                    break
+                reader.read()
+                continue
+            if first is None:
+                reader.lease(reply.lease.number, range(reply.lease.start, reply.lease.stop))
+            began = time.perf_counter()
+            with waiting():
+                passes = reader.read()
+            work.input_seconds += time.perf_counter() - began
+            assert reply.row is not None
+            assert reply.weights is not None
+            self._layout.read(reply.weights)
+            self._buffers.begin(reply.row)
+            pushed, totals = self._compute(reply.lease, passes, batch, work, step)
+        reader.end()
+
+    def _compute(
+        self, lease: Lease, passes: list[Batch], batch: Batch, work: _Work, step: int
+    ) -> tuple[Pushed, list[Readout]]:
+        """Runs the passes of a range. Returns its gradients and summed losses."""
+        learner = self._learner
+        torch.manual_seed(_seed_of(learner.settings.seed, batch.epoch, batch.position + lease.start))
+        counts = [read(self._loss.count((each.on_host or each).micro_batches[0].targets)) for each in passes]
+        micro_batches = [each.micro_batches[0] for each in passes]
+        totals = self._passes(micro_batches, lambda: self._scale, step)
+        learner.synchronizer.complete()
+        soundness = learner.synchronizer.soundness()
+        has_gradient = self._layout.gradients(self._gradients)
+        for parameter in self._trained:
+            parameter.grad = None
+        row = torch.cat([torch.tensor(has_gradient, dtype=torch.float64), self._buffers.row(lease.size)])
+        is_sound = all(math.isfinite(each.value()) for each in (*soundness, *totals))
+        if not is_sound:
+            work.soundness += soundness
+            work.totals += totals
+        terms = sum(count.value() for count in counts)
+        return Pushed(lease.number, terms, is_sound, row, self._gradients), totals
+
+    def _meet(self, serving: Serving | None, step: int) -> SectionOutcome:
+        """Ends a section: all ranks get the state of the server."""
+        learner, outcome = self._learner, None
+        if self._server is not None:
+            if serving is not None:
+                with waiting(), learner.session.watchdog.wait("the other ranks' last requests", step):
+                    serving.join()
+            outcome = self._server.close()
+            if self._server.error is not None:
+                raise self._server.error
+        with waiting():
+            outcome = learner.session.control.broadcast_object(outcome)
+            if self._group is not None:
+                group = learner.mesh.group("data")
+                assert group is not None
+                share_state(learner, group, learner.settings.bucket_nbytes)
+        assert isinstance(outcome, SectionOutcome)
+        if learner.session.rank and self.scheduler is not None:
+            for _ in range(outcome.schedule):
+                self.scheduler.step()
+        return outcome
+
+    def elapsed(self, whole: Readout) -> Readout:
+        seconds = self._input_seconds
+        return DeferredValue(lambda: whole.value() - seconds)
+
+
+def _drawn(link: ServerLink) -> tuple[int, range] | None:
+    lease = link.draw()
+    return None if lease is None else (lease.number, range(lease.start, lease.stop))
+
+
+def _shares(merges: Merges, ranks: int) -> tuple[int, ...]:
+    """Returns the number of samples that each rank has computed."""
+    shares = [0] * ranks
+    for contribution in (each for held in merges for each in held):
+        shares[contribution.worker] += contribution.size
+    return tuple(shares)
+
+
+def _seed_of(seed: int, epoch: int, position: int) -> int:
+    """Returns the seed of the random numbers that the model draws in a range: the same on whichever rank."""
+    words = np.random.SeedSequence(seed, spawn_key=(epoch, position)).generate_state(1, np.uint64)
+    return int(words[0] >> 1)
+
+
+class AsynchronousSynchronizer(NoSync):
+    """Sums no gradients: the parameter server adds them."""
+
+    follows = False
+
+    words = "a parameter server on rank 0"
+
+    def sum_gradients(self, parameters: object) -> None:
+        raise ConfigurationError(
+            f"strategy {self._learner.name!r} gives ranks samples as they become free, and a loop of your own asks for "
+            "a sum of gradients in each step: use engine.step(batch) or fit, or strategy ddp"
+        )
