@@ -81,7 +81,7 @@ def _executed(parsed: argparse.Namespace) -> int:
     if getattr(parsed, "print_config", False):
         print(sources.as_toml(parsed), flush=True)
         return 0
-    if getattr(parsed, "needs_task", False) and not parsed.task:
+    if getattr(parsed, "needs_task", False) and not parsed.task and not getattr(parsed, "replay", None):
         parsed.own.error("no task is named: give TASK, or `task` in --config; `evener list tasks` shows some")
     check_names(parsed)
     status: int = parsed.execute(parsed)

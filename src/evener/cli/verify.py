@@ -6,11 +6,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import Parser, Words, path
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from evener.tools.verify import Verification
+    from evener.tools.verify.replay import Replay
     from evener.tools.verify_script import ScriptVerification
 
 SETTINGS = (
@@ -80,6 +81,7 @@ WORDS = Words(
         "evener verify loop.py --processes 2 --shares 3,1 -- --epochs 1",
         "evener verify digits --processes 3",
         "evener verify mytask:task --shares 3,1 --steps 20 --json verified.json",
+        "evener verify --replay runs/asynchronous",
     ),
 )
 
@@ -96,12 +98,24 @@ def fill(parser: Parser) -> None:
         metavar="X",
         help="largest relative weight error (default: that of rounding)",
     )
+    parser.option(
+        "output",
+        "--replay",
+        type=path,
+        metavar="RUN",
+        help="repeat an asynchronous run on one device, in the order of its records",
+        full="repeat the asynchronous run of a run directory on one device, in the order in which its records say that "
+        "gradients merged, and compare the weights with its last checkpoint. TASK may be left out if it comes with "
+        "Evener or an installed package",
+    )
     options.add_json_option(parser, "the result")
     parser.rest = "script_arguments"
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Compares both trainings and prints the result. Returns exit status 1 if the weights differ."""
+    if arguments.replay is not None:
+        return execute_replay(arguments)
     if arguments.task.endswith(".py"):
         return execute_script(arguments)
     if arguments.script_arguments:
@@ -126,6 +140,49 @@ def execute(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, dataclasses.asdict(result))
     print(text(result), flush=True)
     return 0 if result.passed else 1
+
+
+def execute_replay(arguments: argparse.Namespace) -> int:
+    """Repeats an asynchronous run and prints the result. Returns exit status 1 if the weights differ."""
+    given = options.said(arguments, *SETTINGS, "tolerance")
+    strange = [option for option, value in given.items() if value is not None]
+    if strange or arguments.script_arguments:
+        raise ConfigurationError(
+            f"{(strange or ['--'])[0]} does not go with --replay: how the run was made is in its directory"
+        )
+    options.find_modules_here()
+    import dataclasses
+
+    from evener.files import write_json
+    from evener.tools.verify.replay import replay
+
+    result = replay(arguments.replay, arguments.task, options=options.task_options_of(arguments) or None)
+    if arguments.json is not None:
+        write_json(arguments.json, dataclasses.asdict(result))
+    print(text_of_replay(result), flush=True)
+    return 0 if result.passed else 1
+
+
+def text_of_replay(result: Replay) -> str:
+    """Formats the comparison of a run with its repetition, beginning with the verdict."""
+    if result.is_identical:
+        verdict = f"PASS: one device that repeats the order of {result.run} gets the same bits"
+    elif result.passed:
+        verdict = (
+            f"PASS: one device that repeats the order of {result.run} gets the same weights to rounding: the largest "
+            f"relative difference is {result.max_relative_error:.1e}, in {result.worst}, and rounding alone makes "
+            f"{result.floor:.1e}"
+        )
+    else:
+        verdict = (
+            f"FAIL: one device that repeats the order of {result.run} gets other weights. The largest relative "
+            f"difference is {result.max_relative_error:.1e}, in {result.worst}, and rounding alone makes "
+            f"{result.floor:.1e}: the records or the checkpoint were changed, or the task or its data differ"
+        )
+    return (
+        f"{verdict}\n  {result.task}: {result.merges:,} merges in {result.sections:,} sections, {result.samples:,} "
+        f"samples, each in one merge; gradients at most {result.oldest} versions old"
+    )
 
 
 def execute_script(arguments: argparse.Namespace) -> int:

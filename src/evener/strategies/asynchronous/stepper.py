@@ -113,7 +113,9 @@ class AsynchronousSteps(Plain):
             input_seconds=work.input_seconds,
             merges=outcome.merges,
             wasted=outcome.wasted,
-            shares=_shares(outcome.merges, learner.session.world_size),
+            shares=None
+            if self._recorded is not None
+            else _shares(outcome.merges, learner.session.world_size),
         )
 
     def _section(self, batch: SectionBatch, work: _Work, step: int) -> SectionOutcome:

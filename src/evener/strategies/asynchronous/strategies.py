@@ -42,6 +42,7 @@ class Asynchronous(Strategy):
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
     serves_one_rank: ClassVar[bool] = True
+
     def on_one_device(self, processes: int) -> Strategy | None:
         if self.staleness or self.buffer:
             raise ConfigurationError(
