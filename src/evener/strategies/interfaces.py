@@ -150,6 +150,11 @@ class Stepper(ABC):
     """The task's scheduler if it goes by steps. A stepper that updates the weights itself steps it, too."""
     updates: bool = False
     """True if the stepper updates the weights itself, so that no update follows."""
+    interrupted: Any = None
+    """What is done of a step that an error has ended, if the state of this rank is that after it. A stepper with
+    another engine goes on from there if it gets this as :attr:`before`."""
+    before: Any = None
+    """What is done of the next step already."""
 
     @abstractmethod
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:

@@ -140,12 +140,14 @@ class Ledger:
         size: The number of samples in the section.
         workers: The workers at the start.
         seconds: Each worker's seconds for a sample in an earlier section, where known.
+        before: The merges that the section has had already, if it was interrupted.
     """
 
     size: int
     terms: Terms
     workers: Iterable[int]
     seconds: dict[int, float] = field(default_factory=dict)
+    before: Merges = ()
     version: int = 0
     """The number of merges so far."""
     merged: int = 0
@@ -155,11 +157,12 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self._workers = {worker: _Worker(self.seconds.get(worker, math.nan)) for worker in self.workers}
-        self._free = [(0, self.size)] if self.size else []
+        self.version, self.merged = len(self.before), sum(each.size for held in self.before for each in held)
+        self._free = _rest(self.before, self.size)
         self._open: dict[int, _Open] = {}
         self._revoked: dict[int, _Open] = {}  # begun, so that their workers' speed is known when they push
         self._pending: list[Contribution] = []
-        self._merges: list[tuple[Contribution, ...]] = []
+        self._merges = list(self.before)
         self._leases = 0
         self._stride = max(self.terms.buffer, math.ceil(self.terms.batch_size / max(1, len(self._workers))))
 
@@ -329,6 +332,13 @@ class Ledger:
             self.wasted += found.lease.size
             self._revoked[number] = found
         heapq.heappush(self._free, (found.lease.start, found.lease.stop))
+
+
+def _rest(merges: Merges, size: int) -> list[tuple[int, int]]:
+    """Returns the ranges of a section that have not merged."""
+    ranges = sorted((each.start, each.stop) for held in merges for each in held)
+    edges = [(0, 0), *ranges, (size, size)]
+    return [(before, after) for (_, before), (after, _) in pairwise(edges) if before < after]
 
 
 def check_whole(merges: Sequence[Sequence[Contribution]], size: int) -> None:

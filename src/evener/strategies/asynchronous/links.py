@@ -100,7 +100,7 @@ class RemoteLink(ServerLink):
         if pushed is None:
             self._messages.send([_TRADE, number, _NONE], None, None)
         else:
-            numbers = [_TRADE, number, pushed.number, pushed.terms, float(pushed.sound)]
+            numbers = [_TRADE, number, pushed.number, pushed.terms, pushed.total]
             self._messages.send(numbers, pushed.row, pushed.gradients)
         (status, counted, *lease), row, weights = self._messages.receive()
         if status == _BEGUN:
@@ -132,6 +132,11 @@ class Serving:
         for thread in self._threads:
             thread.start()
 
+    def check(self) -> None:
+        """Raises the error of the first worker that is lost, if one is."""
+        for error in self.lost.values():
+            raise error
+
     def join(self) -> None:
         """Waits until all workers know that the section is over, or are lost."""
         for thread in self._threads:
@@ -147,12 +152,12 @@ class Serving:
 
     def _answer(self, worker: int, messages: _Messages) -> bool:
         """Answers a request. Returns False if the section is over for the worker."""
-        (kind, begin, number, terms, sound, *_), row, gradients = messages.receive()
+        (kind, begin, number, terms, total, *_), row, gradients = messages.receive()
         if kind == _DRAW:
             drawn = self._server.draw(worker)
             messages.send([_OVER if drawn is None else _BEGUN, 0.0, *_numbers(drawn)], None, None)
             return True
-        pushed = None if number == _NONE else Pushed(int(number), terms, bool(sound), row, gradients)
+        pushed = None if number == _NONE else Pushed(int(number), terms, total, row, gradients)
         reply = self._server.trade(worker, pushed, None if begin == _NONE else int(begin))
         if reply.lease is not None:
             messages.send([_BEGUN, float(reply.counted), *_numbers(reply.lease)], reply.row, reply.weights)

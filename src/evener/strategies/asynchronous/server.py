@@ -14,11 +14,12 @@ order gets the same bits.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +28,16 @@ from torch import Tensor, nn
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.strategies.asynchronous.buffers import ServerBuffers
 from evener.strategies.asynchronous.flat_parameters import FlatLayout
-from evener.strategies.asynchronous.ledger import Begun, Lease, Ledger, Merges, Over, Revoked, Terms
+from evener.strategies.asynchronous.ledger import (
+    Begun,
+    Contribution,
+    Lease,
+    Ledger,
+    Merges,
+    Over,
+    Revoked,
+    Terms,
+)
 from evener.strategies.learner import Learner
 from evener.torch_internals.modules import own_parameters
 
@@ -43,8 +53,8 @@ class Pushed:
     """The number of the lease."""
     terms: float
     """The number of the loss's terms."""
-    sound: bool
-    """True if all gradients are finite."""
+    total: float
+    """The sum of the terms. Not finite if a gradient is not."""
     row: Tensor
     """For each parameter 1 if it has a gradient, else 0; then what buffers have changed."""
     gradients: list[Tensor]
@@ -69,18 +79,20 @@ class Reply:
 
 @dataclass(frozen=True)
 class SectionOutcome:
-    """A section that is over."""
+    """What has merged in a section, whether it is over or was interrupted."""
 
-    merges: Merges
-    terms: float
-    """The number of the loss's terms in it."""
-    wasted: int
+    merges: Merges = ()
+    terms: float = 0.0
+    """The number of the loss's terms in the merges."""
+    total: float = 0.0
+    """Their sum."""
+    wasted: int = 0
     """The number of samples whose gradients were computed and did not merge."""
-    seconds: dict[int, float]
+    seconds: dict[int, float] = field(default_factory=dict)
     """Each worker's seconds for a sample."""
-    schedule: int
-    """The number of steps of the scheduler."""
-    is_whole: bool
+    schedule: int = 0
+    """The number of steps of the scheduler since the section was opened."""
+    is_whole: bool = False
     """True if all samples have merged."""
 
 
@@ -100,8 +112,9 @@ class ParameterServer:
         self._parameters = [nn.Parameter(view) for view in self._layout.views(self._weights)]
         self._sums = self._layout.empty(device, wide=True)
         self._has_gradient = torch.zeros(len(parameters), dtype=torch.float64)
-        self._of_merge = 0.0
-        self._all_terms = 0.0
+        self._of_merge = self._total = 0.0  # terms of the next merge, and their sum
+        self._all_terms = self._all_total = 0.0
+        self._before, self._step = SectionOutcome(), 0
         self._swap = dict(zip(parameters, self._parameters, strict=True))
         self._penalized = self._with_own_parameters() if learner.task.penalty is not None else None
         self._changed = threading.Condition()
@@ -125,17 +138,19 @@ class ParameterServer:
 
     # A section
 
-    def open(self, ledger: Ledger, step: int) -> None:
-        """Begins a section with the weights that the model has now.
+    def open(self, ledger: Ledger, step: int, before: SectionOutcome) -> None:
+        """Begins a section with the weights that the model has now, or goes on with one that was interrupted.
 
         Args:
-            ledger: The empty ledger of the section.
+            ledger: The ledger of the section.
             step: The number of the engine's step.
+            before: What has merged of the section before.
         """
         self._layout.write(self._weights)
         self._buffers = ServerBuffers(self._learner.model)
         self._ledger = ledger
-        self._all_terms, self._scheduled, self._step = 0.0, 0, step
+        self._before, self._step, self._scheduled = before, step, 0
+        self._all_terms, self._all_total = before.terms, before.total
         self._clear()
         self._versions.clear()
         self._keep_version()
@@ -144,13 +159,20 @@ class ParameterServer:
         _swap_parameters(optimizer, self._swap)
 
     def close(self) -> SectionOutcome:
-        """Ends the section: the model gets the server's weights and buffers."""
-        _swap_parameters(self._learner.optimizer, {own: original for original, own in self._swap.items()})
-        self._layout.read(self._weights)
-        self._buffers.give()
+        """Ends the section: the model gets the server's weights and buffers. May be called more than once."""
+        with self._changed:  # after an update that a thread is in
+            _swap_parameters(self._learner.optimizer, {own: original for original, own in self._swap.items()})
+            self._layout.read(self._weights)
+            self._buffers.give()
         ledger = self._ledger
         return SectionOutcome(
-            ledger.merges, self._all_terms, ledger.wasted, ledger.speeds, self._scheduled, ledger.is_over
+            merges=ledger.merges,
+            terms=self._all_terms,
+            total=self._all_total,
+            wasted=self._before.wasted + ledger.wasted,
+            seconds=ledger.speeds,
+            schedule=self._scheduled,
+            is_whole=ledger.is_over,
         )
 
     # Calls of workers
@@ -209,7 +231,8 @@ class ParameterServer:
         self._has_gradient += pushed.row[: len(self._parameters)]
         self._buffers.add(pushed.row[len(self._parameters) :], size)
         self._of_merge += pushed.terms
-        if not pushed.sound:
+        self._total += pushed.total
+        if not math.isfinite(pushed.total):
             self._stopped = True  # its rank names the parameter at the end of the section
         try:
             while self._ledger.is_due() and not self._stopped:
@@ -234,13 +257,19 @@ class ParameterServer:
             )
         self._buffers.merge()
         self._all_terms += self._of_merge
+        self._all_total += self._total
         self._clear()
         self._keep_version()
-        scheduler, batches = self._learner.stepper.scheduler, self._terms.batch_size
-        due = self._ledger.merged // batches + (self._ledger.is_over and self._ledger.merged % batches > 0)
-        while scheduler is not None and self._scheduled < due:
+        due = self._batches(self._ledger.merged) - self._batches(sum(map(_size, self._before.merges)))
+        while self._scheduled < due:
             self._scheduled += 1
-            scheduler.step()
+            if (scheduler := self._learner.stepper.scheduler) is not None:
+                scheduler.step()
+
+    def _batches(self, merged: int) -> int:
+        """Returns the number of batches that the schedule counts for so many samples of the section."""
+        size = self._terms.batch_size
+        return -(-merged // size) if merged == self._ledger.size else merged // size
 
     def _version(self) -> tuple[Tensor, list[Tensor]]:
         """Returns copies of the buffers and the weights as they are now."""
@@ -258,7 +287,11 @@ class ParameterServer:
         for total in self._sums:
             total.zero_()
         self._has_gradient.zero_()
-        self._of_merge = 0.0
+        self._of_merge = self._total = 0.0
+
+
+def _size(held: Sequence[Contribution]) -> int:
+    return sum(each.size for each in held)
 
 
 def _swap_parameters(optimizer: torch.optim.Optimizer, swap: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -28,28 +27,19 @@ from evener.data.batch import Batch
 from evener.data.sections import SectionBatch, Sections
 from evener.distributed.hosts import destroy
 from evener.errors import ConfigurationError, DataError
-from evener.hardware.async_read import DeferredValue, Readout, read
+from evener.hardware.async_read import DeferredValue, Readout, ReadyValue, read
 from evener.hardware.timers import waiting
 from evener.strategies.asynchronous.buffers import WorkerBuffers
 from evener.strategies.asynchronous.flat_parameters import FlatLayout
-from evener.strategies.asynchronous.ledger import Lease, Ledger, Merges, Terms, check_whole
+from evener.strategies.asynchronous.ledger import Ledger, Merges, Terms, check_whole
 from evener.strategies.asynchronous.links import LocalLink, RemoteLink, ServerLink, Serving
 from evener.strategies.asynchronous.recorded_ledger import RecordedLedger
-from evener.strategies.asynchronous.server import ParameterServer, Pushed, SectionOutcome
+from evener.strategies.asynchronous.server import ParameterServer, Pushed, Reply, SectionOutcome
 from evener.strategies.asynchronous.state import share_state
 from evener.strategies.interfaces import StepOutcome
 from evener.strategies.learner import Learner
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
-
-
-@dataclass
-class _Work:
-    """What a worker has done in a section."""
-
-    totals: list[Readout] = field(default_factory=list)
-    soundness: list[Readout] = field(default_factory=list)
-    input_seconds: float = 0.0
 
 
 class AsynchronousSteps(Plain):
@@ -60,6 +50,8 @@ class AsynchronousSteps(Plain):
     """
 
     updates = True
+    before: SectionOutcome | None = None
+    interrupted: SectionOutcome | None = None
 
     def __init__(
         self, learner: Learner, sections: Sections, terms: Terms, recorded: Iterable[Merges] | None = None
@@ -76,7 +68,10 @@ class AsynchronousSteps(Plain):
         self._scale = float(sections.batch_size)
         self._seconds: dict[int, float] = {}
         self._server: ParameterServer | None = None
+        self._serving: Serving | None = None
+        self._link: ServerLink
         self._input_seconds = 0.0
+        self._soundness: list[Readout] = []
 
     def _group_of_ranks(self) -> dist.ProcessGroup | None:
         """Returns a gloo group of all ranks for the messages with the server. A collective call."""
@@ -95,22 +90,22 @@ class AsynchronousSteps(Plain):
             raise ConfigurationError(
                 f"strategy {learner.name!r} takes the sections that engine.batches() gives, and no other batch"
             )
-        work = _Work()
+        self._input_seconds, self._soundness = 0.0, []
         learner.updating = step  # from here on the weights are those of no step
         with learner.work_timer.step(step):
-            outcome = self._section(batch, work, step)
+            outcome = self._section(batch, step)
             learner.work_timer.work_done()
-        self._seconds, self._input_seconds = outcome.seconds, work.input_seconds
+        self._seconds = outcome.seconds
         if outcome.is_whole:
             check_whole(outcome.merges, batch.size)
         return StepOutcome(
-            totals=tuple(work.totals),
+            totals=() if learner.session.rank else (ReadyValue(outcome.total),),
             missing=(),
             buffers_changed=False,
             compute_seconds=learner.work_timer.taken(),
-            soundness=tuple(work.soundness),
+            soundness=tuple(self._soundness),
             terms=outcome.terms,
-            input_seconds=work.input_seconds,
+            input_seconds=self._input_seconds,
             merges=outcome.merges,
             wasted=outcome.wasted,
             shares=None
@@ -118,31 +113,36 @@ class AsynchronousSteps(Plain):
             else _shares(outcome.merges, learner.session.world_size),
         )
 
-    def _section(self, batch: SectionBatch, work: _Work, step: int) -> SectionOutcome:
+    def _section(self, batch: SectionBatch, step: int) -> SectionOutcome:
         """Computes a section together with the other ranks."""
-        session = self._learner.session
-        link, serving = self._open(batch, step)
+        device = self._learner.session.device
+        self._open(batch, step)
         try:
-            with torch.random.fork_rng([session.device] if session.device.type == "cuda" else []):
-                self._work(link, batch, work, step)
-        except BaseException as error:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                self._work(batch, step)
+            self._learner.has_drawn()
+            return self._meet(step)
+        except BaseException:
             if self._server is not None:
-                self._server.stop(error if isinstance(error, Exception) else None)
+                self._server.stop()
+                outcome = self._server.close()
+                self.interrupted = outcome if self._server.error is None else None
             raise
-        return self._meet(serving, step)
 
-    def _open(self, batch: Batch, step: int) -> tuple[ServerLink, Serving | None]:
-        session = self._learner.session
-        if session.rank:
+    def _open(self, batch: Batch, step: int) -> None:
+        """Opens the section on the server, and this rank's connection with it."""
+        if self._learner.session.rank:
             assert self._group is not None
-            return RemoteLink(self._group, self._layout), None
+            self._link = RemoteLink(self._group, self._layout)
+            return
         if self._server is None:
             self._server = ParameterServer(self._learner, self._trained, self._terms, self._scale)
-        self._server.open(self._ledger(batch), step)
-        serving = None if self._group is None else Serving(self._server, self._group, self._layout)
-        return LocalLink(self._server, 0), serving
+        before, self.before = self.before or SectionOutcome(), None
+        self._server.open(self._ledger(batch, before.merges), step, before)
+        self._serving = None if self._group is None else Serving(self._server, self._group, self._layout)
+        self._link = LocalLink(self._server, 0)
 
-    def _ledger(self, batch: Batch) -> Ledger:
+    def _ledger(self, batch: Batch, before: Merges) -> Ledger:
         """Returns the ledger of a section: a new one, or that of the records.
 
         Raises:
@@ -150,77 +150,81 @@ class AsynchronousSteps(Plain):
         """
         if self._recorded is None:
             workers = range(self._learner.session.world_size)
-            return Ledger(batch.size, self._terms, workers, self._seconds)
+            return Ledger(batch.size, self._terms, workers, self._seconds, before)
         merges = next(self._recorded, None)
         if merges is None:
             raise DataError("the records end before this section")
         return RecordedLedger(batch.size, merges)
 
-    def _work(self, link: ServerLink, batch: SectionBatch, work: _Work, step: int) -> None:
+    def _work(self, batch: SectionBatch, step: int) -> None:
         """Computes ranges until the section is over."""
-        reader, plan = batch.reader, batch.plan
+        reader, plan, learner = batch.reader, batch.plan, self._learner
         assert reader is not None
         assert plan is not None
-        reader.begin(plan, partial(_drawn, link) if reader.ahead else lambda: None)
+        reader.begin(plan, self._drawn if reader.ahead else lambda: None)
         pushed: Pushed | None = None
-        totals: list[Readout] = []
         while True:
+            if self._serving is not None:
+                self._serving.check()
             first = reader.first
-            with waiting(), self._learner.session.watchdog.wait("weights of the parameter server", step):
-                reply = link.trade(pushed, first)
-            if reply.counted:
-                work.totals += totals
+            with waiting(), learner.session.watchdog.wait("weights of the parameter server", step):
+                reply = self._link.trade(pushed, first)
             pushed = None
-            if reply.lease is None:
-                if not reply.revoked:
-                    break
+            if reply.revoked:
                 reader.read()
                 continue
+            if reply.lease is None:
+                break
             if first is None:
                 reader.lease(reply.lease.number, range(reply.lease.start, reply.lease.stop))
             began = time.perf_counter()
             with waiting():
                 passes = reader.read()
-            work.input_seconds += time.perf_counter() - began
-            assert reply.row is not None
-            assert reply.weights is not None
-            self._layout.read(reply.weights)
-            self._buffers.begin(reply.row)
-            pushed, totals = self._compute(reply.lease, passes, batch, work, step)
+            self._input_seconds += time.perf_counter() - began
+            pushed = self._compute(reply, passes, batch, step)
+            learner.work_timer.work_done()
         reader.end()
 
-    def _compute(
-        self, lease: Lease, passes: list[Batch], batch: Batch, work: _Work, step: int
-    ) -> tuple[Pushed, list[Readout]]:
-        """Runs the passes of a range. Returns its gradients and summed losses."""
-        learner = self._learner
+    def _drawn(self) -> tuple[int, range] | None:
+        """Leases a range to read ahead."""
+        lease = self._link.draw()
+        return None if lease is None else (lease.number, range(lease.start, lease.stop))
+
+    def _compute(self, reply: Reply, passes: list[Batch], batch: Batch, step: int) -> Pushed:
+        """Runs the passes of a range with the weights that came for it. Returns its gradients."""
+        learner, lease = self._learner, reply.lease
+        assert lease is not None
+        assert reply.row is not None
+        assert reply.weights is not None
+        self._layout.read(reply.weights)
+        self._buffers.begin(reply.row)
         torch.manual_seed(_seed_of(learner.settings.seed, batch.epoch, batch.position + lease.start))
         counts = [read(self._loss.count((each.on_host or each).micro_batches[0].targets)) for each in passes]
-        micro_batches = [each.micro_batches[0] for each in passes]
-        totals = self._passes(micro_batches, lambda: self._scale, step)
+        totals = self._passes([each.micro_batches[0] for each in passes], lambda: self._scale, step)
         learner.synchronizer.complete()
         soundness = learner.synchronizer.soundness()
         has_gradient = self._layout.gradients(self._gradients)
         for parameter in self._trained:
             parameter.grad = None
         row = torch.cat([torch.tensor(has_gradient, dtype=torch.float64), self._buffers.row(lease.size)])
-        is_sound = all(math.isfinite(each.value()) for each in (*soundness, *totals))
-        if not is_sound:
-            work.soundness += soundness
-            work.totals += totals
-        terms = sum(count.value() for count in counts)
-        return Pushed(lease.number, terms, is_sound, row, self._gradients), totals
+        total = sum(each.value() for each in totals)
+        if not all(math.isfinite(each.value()) for each in soundness):
+            total = math.nan
+        if not math.isfinite(total):
+            self._soundness += [ReadyValue(math.nan), *soundness]
+        return Pushed(lease.number, sum(count.value() for count in counts), total, row, self._gradients)
 
-    def _meet(self, serving: Serving | None, step: int) -> SectionOutcome:
+    def _meet(self, step: int) -> SectionOutcome:
         """Ends a section: all ranks get the state of the server."""
         learner, outcome = self._learner, None
         if self._server is not None:
-            if serving is not None:
+            if self._serving is not None:
                 with waiting(), learner.session.watchdog.wait("the other ranks' last requests", step):
-                    serving.join()
-            outcome = self._server.close()
+                    self._serving.join()
+                self._serving.check()
             if self._server.error is not None:
                 raise self._server.error
+            outcome = self._server.close()
         with waiting():
             outcome = learner.session.control.broadcast_object(outcome)
             if self._group is not None:
@@ -236,11 +240,6 @@ class AsynchronousSteps(Plain):
     def elapsed(self, whole: Readout) -> Readout:
         seconds = self._input_seconds
         return DeferredValue(lambda: whole.value() - seconds)
-
-
-def _drawn(link: ServerLink) -> tuple[int, range] | None:
-    lease = link.draw()
-    return None if lease is None else (lease.number, range(lease.start, lease.stop))
 
 
 def _shares(merges: Merges, ranks: int) -> tuple[int, ...]:
@@ -263,6 +262,8 @@ class AsynchronousSynchronizer(NoSync):
     follows = False
 
     words = "a parameter server on rank 0"
+
+    holds_all = True
 
     def sum_gradients(self, parameters: object) -> None:
         raise ConfigurationError(

@@ -158,7 +158,7 @@ def _settings_of(run: Path) -> RunConfig:
             f"{run} was trained with strategy {settings.get('strategy')!r}, and --replay repeats the order of an "
             "asynchronous run: compare other strategies with one device by evener verify TASK --strategy ..."
         )
-    found = {name: settings[name] for name in REPEATED if settings.get(name) is not None}
+    found: dict[str, Any] = {name: settings[name] for name in REPEATED if settings.get(name) is not None}
     try:
         return RunConfig(
             **{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -56,6 +56,8 @@ class CarriedState:
     """Model and optimizer state. Set to None once it is loaded, because it is as large as model and optimizer."""
     told: tuple[StepRecord, ...] = ()
     """Records of the last steps."""
+    begun: Any = None
+    """What is done of the step after those, if the state includes it (`Stepper.interrupted`)."""
 
 
 class Recent(Observer):
@@ -119,16 +121,16 @@ class RankReplacement:
             RankError: If no rank has a state, so that all have to start again.
         """
         engine, control = self._engine, self._engine.session.control
-        steps = control.gather_objects(heir.steps)
-        best = max(steps)
+        places = control.gather_objects((heir.steps, heir.begun is not None))
+        best, source = max(places)[0], places.index(max(places))
         if best < 0:
             raise RankError("no rank that stayed was between two updates: all have to start again")
-        source = steps.index(best)
         found: CarriedState = control.broadcast_object(
             heir if engine.session.rank == source else None, source
         )
         assert found.state is not None
         engine.state.load_state(found.state)
+        engine.learner.stepper.before = found.begun
         heir.state = found.state = None
         lost = [
             rank
@@ -145,20 +147,22 @@ class RankReplacement:
         engine.give_up()
         if self._generators.kept <= steps:  # another rank may have finished this step
             self._generators.keep(steps + 1)
-        heir = CarriedState() if engine.learner.updating == steps else self._heir()
+        begun = engine.learner.stepper.interrupted
+        heir = self._heir(begun) if begun is not None or engine.learner.updating != steps else CarriedState()
         _release(engine)
         return heir
 
-    def _heir(self) -> CarriedState:
+    def _heir(self, begun: Any) -> CarriedState:
         engine, steps = self._engine, self._engine.steps_done
-        engine.learner.undo(steps)
+        if begun is None:
+            engine.learner.undo(steps)
         with suppress(RankError, RuntimeError):
             engine.step_sync.settle_before(steps)
             engine.tell()
         told = [record for record in self._recent.steps if record.step < steps]
         if lost := engine.step_sync.lost_before(steps):
             told.append(lost.record())
-        return CarriedState(steps, engine.state.local_state(), tuple(told))
+        return CarriedState(steps, engine.state.local_state(), tuple(told), begun)
 
 
 def _called(stay: SurvivorLease, error: Exception) -> Start | None:
