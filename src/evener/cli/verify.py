@@ -11,7 +11,7 @@ from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from evener.tools.verify import Verification
-    from evener.tools.verify.replay import Replay
+    from evener.tools.verify.replay import ReplayedRun
     from evener.tools.verify_script import ScriptVerification
 
 SETTINGS = (
@@ -163,7 +163,7 @@ def execute_replay(arguments: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
-def text_of_replay(result: Replay) -> str:
+def text_of_replay(result: ReplayedRun) -> str:
     """Formats the comparison of a run with its repetition, beginning with the verdict."""
     if result.is_identical:
         verdict = f"PASS: one device that repeats the order of {result.run} gets the same bits"

@@ -29,8 +29,8 @@ from evener.components.model_with_loss import Replica
 from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import stepping
 from evener.components.optim.fused import lay_out
+from evener.components.penalty import add_penalty
 from evener.components.sharded_tensor.shard_spec import shard_spec
-from evener.components.sharded_tensor.summon_full import undivided
 from evener.components.trainable import TrainableParameters
 from evener.core.task.task import Task
 from evener.core.types import Tree
@@ -40,7 +40,7 @@ from evener.data.sections import Sections
 from evener.distributed.mesh import DataAxis, Mesh
 from evener.distributed.session import Session
 from evener.errors import DivergenceError
-from evener.hardware.async_read import Readout, ReadyValue, read
+from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.timers import stopwatch
 from evener.nn.context import Scope, scope
 from evener.nn.fqn import clean_name
@@ -185,9 +185,8 @@ class Learner:
     @cached_property
     def data_group(self) -> ProcessGroup | None:
         """The group of the ranks that compute the parts of a batch; see :mod:`evener.strategies.data_group`."""
-        return group_of_passes(
-            self.mesh, self.session, "" if self.rounds is None or self.rounds.replicas == 1 else self.name
-        )
+        meets = self.rounds is None or self.rounds.replicas == 1
+        return group_of_passes(self.mesh, self.session, "" if meets else self.name)
 
     # The update
 
@@ -223,16 +222,18 @@ class Learner:
         passes: Callable[[], bool] = lambda: True,
         held: tuple[Iterable[nn.Parameter], nn.Module] | None = None,
     ) -> None:
-        """Adds the penalty, clips, steps the optimizer and clears the gradients. The arguments are those of
-        :meth:`update`.
+        """Adds the penalty, clips, steps the optimizer and clears the gradients, as :meth:`update` does.
 
         Args:
             held: The parameters that the optimizer updates, and a model that has them, if they are not the model's.
         """
         if self.scale is not None:
             gradients.scale(self.names, 1 / self.scale.value)
-        parameters, model = held or (self.model.parameters(), self.model)
-        self._add_penalty(model)
+        parameters, holder = held or (self.model.parameters(), self.model)
+        if self.task.penalty is not None:
+            self.penalty, self.penalty_soundness = add_penalty(
+                self.task.penalty, holder, self.mesh, self.unsound
+            )
         if passes():
             self.updating = step
             self.clipping(parameters, self.mesh)
@@ -244,8 +245,7 @@ class Learner:
             self._leave_out()
 
     def start_afresh(self) -> None:
-        """Drops the gradients of an unfinished step after another state was loaded. All ranks must call this
-        together."""
+        """Drops the gradients of an unfinished step after a state was loaded. All ranks must call this together."""
         self._clear_gradients()
         self.synchronizer.updated(0)
 
@@ -327,17 +327,6 @@ class Learner:
             changes=self.trained.changes,
             has_changed=has_changed,
         )
-
-    def _add_penalty(self, model: nn.Module) -> None:
-        """Adds the gradient of the task's penalty. It is equal on all ranks, and added after synchronization: it counts
-        once."""
-        if self.task.penalty is not None:
-            with undivided(model, self.mesh):
-                term = self.task.penalty(model)
-                self.penalty = read(term)
-                term.backward()  # type: ignore[no-untyped-call]
-                found = [(clean_name(name), p) for name, p in model.named_parameters()]
-                self.penalty_soundness = read(self.unsound.check_gradients(gradients.named(found)).tensor)
 
     def check_weights(self, steps: int) -> None:
         """Raises DivergenceError on all ranks if a trained weight of any rank is not finite after ``steps`` steps. Such

@@ -90,8 +90,6 @@ class SectionOutcome:
     """The number of samples whose gradients were computed and did not merge."""
     seconds: dict[int, float] = field(default_factory=dict)
     """Each worker's seconds for a sample."""
-    schedule: int = 0
-    """The number of steps of the scheduler since the section was opened."""
     is_whole: bool = False
     """True if all samples have merged."""
 
@@ -171,7 +169,6 @@ class ParameterServer:
             total=self._all_total,
             wasted=self._before.wasted + ledger.wasted,
             seconds=ledger.speeds,
-            schedule=self._scheduled,
             is_whole=ledger.is_over,
         )
 

@@ -16,7 +16,8 @@ from evener.strategies.running_moments import held_buffers
 
 @torch.no_grad()
 def share_state(learner: Learner, group: dist.ProcessGroup, nbytes: int) -> None:
-    """Gives all ranks the weights, the buffers and the optimizer's state of rank 0. All ranks must call this together.
+    """Gives all ranks the weights, the buffers, and the optimizer's and the scheduler's state of rank 0. All ranks must
+    call this together.
 
     Args:
         nbytes: The size of a message.
@@ -24,8 +25,9 @@ def share_state(learner: Learner, group: dist.ProcessGroup, nbytes: int) -> None
     optimizer, parameters = learner.optimizer, list(learner.names)
     places = {parameter: place for place, parameter in enumerate(parameters)}
     is_source = learner.session.rank == 0
-    described = _described(optimizer, places) if is_source else None
-    states, options = learner.session.control.broadcast_object(described)
+    scheduler = learner.stepper.scheduler
+    described = (*_described(optimizer, places), scheduler and scheduler.state_dict()) if is_source else None
+    states, options, schedule = learner.session.control.broadcast_object(described)
     if not is_source:
         made = {
             parameters[place]: {key: _made(value, parameters[place]) for key, value in entries.items()}
@@ -34,6 +36,8 @@ def share_state(learner: Learner, group: dist.ProcessGroup, nbytes: int) -> None
         optimizer.state = defaultdict(dict, made)
         for held, given in zip(optimizer.param_groups, options, strict=True):
             held.update(given)
+        if scheduler is not None:
+            scheduler.load_state_dict(schedule)
     tensors: list[Tensor] = [*parameters, *(buffer for _, _, buffer in held_buffers(learner.model))]
     for place in states:
         entries = optimizer.state[parameters[place]]

@@ -232,9 +232,6 @@ class AsynchronousSteps(Plain):
                 assert group is not None
                 share_state(learner, group, learner.settings.bucket_nbytes)
         assert isinstance(outcome, SectionOutcome)
-        if learner.session.rank and self.scheduler is not None:
-            for _ in range(outcome.schedule):
-                self.scheduler.step()
         return outcome
 
     def elapsed(self, whole: Readout) -> Readout:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from evener.components.gradients import sparse_weights
@@ -66,15 +65,10 @@ class Asynchronous(Strategy):
             f"optimizer_state={settings.optimizer_state}": settings.optimizer_state is not None,
             "a budget of recompute: use recompute=blocks": settings.recompute is not None
             and settings.recompute.is_budget,
-            "shares: ranks get samples as they become free": settings.weights is not None,
         }
         for what in (what for what, is_asked in asked.items() if is_asked):
             raise ConfigurationError(f"strategy {self.label!r} does not go with {what}")
         return Layout({"data": world_size})
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(f"strategy {self.label!r} does not go with LBFGS, which needs closures")
 
     def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
         if learner.task.partition == "sample":
@@ -121,4 +115,5 @@ class RecordedAsynchronous(Asynchronous):
 
     def stepper(self, learner: Learner) -> Stepper:
         assert isinstance(learner.rounds, Sections)
-        return AsynchronousSteps(learner, learner.rounds, Terms(1, 1, None), self.recorded)
+        terms = Terms(learner.rounds.batch_size, learner.rounds.batch_size, None)
+        return AsynchronousSteps(learner, learner.rounds, terms, self.recorded)

@@ -9,7 +9,7 @@ bits of the first weights disturbed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from evener.checkpoint.weights_file import read_weights
 from evener.core.config.run_config import RunConfig
 from evener.core.records import RECORDS
-from evener.core.task.task import TaskLike, resolve
+from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import Environment
 from evener.distributed.launch.launch import is_launched
 from evener.distributed.session import Session, threads_per_rank
@@ -62,7 +62,7 @@ REPEATED = (
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayedRun:
     """The comparison of a run with its repetition on one device."""
 
     run: str
@@ -83,7 +83,9 @@ class Replay:
     passed: bool
 
 
-def replay(run: Path, task: TaskLike | None = None, *, options: Mapping[str, Any] | None = None) -> Replay:
+def replay(
+    run: Path, task: TaskLike | None = None, *, options: Mapping[str, Any] | None = None
+) -> ReplayedRun:
     """Repeats an asynchronous run on one device, and compares the weights with those of its last checkpoint.
 
     Args:
@@ -100,11 +102,7 @@ def replay(run: Path, task: TaskLike | None = None, *, options: Mapping[str, Any
     config = _settings_of(run)
     chosen, arguments = origin(run).chosen(run, task, trust=False)
     strategy = strategy_of(config, 2)
-    if not isinstance(strategy, Asynchronous):
-        raise ConfigurationError(
-            f"{run} was trained with strategy {strategy.label!r}: evener verify TASK --strategy {strategy.label} "
-            "compares that with one device; --replay is for the order of an asynchronous run"
-        )
+    assert isinstance(strategy, Asynchronous)
     sections, ranks = _sections_of(run / RECORDS)
     recorded = RecordedAsynchronous(
         sync_every=strategy.sync_every, recorded=tuple(merges for merges, _ in sections), ranks=ranks
@@ -117,7 +115,7 @@ def replay(run: Path, task: TaskLike | None = None, *, options: Mapping[str, Any
         balance="equal",
         check_replicas=0,
     )
-    built = lambda: resolve(chosen, BUILT_IN, arguments if options is None else options)()  # noqa: E731
+    built = resolve(chosen, BUILT_IN, arguments if options is None else options)
     expected = read_weights(run)
     found = _repeated(built, config, ranks)
     _check_names(run, found, expected)
@@ -129,7 +127,7 @@ def replay(run: Path, task: TaskLike | None = None, *, options: Mapping[str, Any
         others = [_repeated(built, config, ranks, seed) for seed in (1, 2)]
         floor = max(eps, *(_farthest(other, found)[0] for other in others))
     merges = [merges for merges, _ in sections]
-    return Replay(
+    return ReplayedRun(
         run=str(run),
         task=built().name,
         sections=len(sections),
@@ -158,11 +156,12 @@ def _settings_of(run: Path) -> RunConfig:
             f"{run} was trained with strategy {settings.get('strategy')!r}, and --replay repeats the order of an "
             "asynchronous run: compare other strategies with one device by evener verify TASK --strategy ..."
         )
-    found: dict[str, Any] = {name: settings[name] for name in REPEATED if settings.get(name) is not None}
+    found: dict[str, Any] = {}
+    for name in REPEATED:
+        value = settings.get(name)
+        found |= {} if value is None else {name: tuple(value) if isinstance(value, list) else value}
     try:
-        return RunConfig(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-        )
+        return RunConfig(**found)
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} does not hold the settings of a run: {error}") from error
 
@@ -193,7 +192,9 @@ def _sections_of(path: Path) -> tuple[list[tuple[Merges, int]], int]:
     return [found[step] for step in range(len(found))], ranks
 
 
-def _repeated(built: Any, config: RunConfig, ranks: int, seed: int | None = None) -> dict[str, Tensor]:
+def _repeated(
+    built: Callable[[], Task], config: RunConfig, ranks: int, seed: int | None = None
+) -> dict[str, Tensor]:
     """Returns the weights and buffers after all sections, repeated on this process.
 
     Args:

@@ -291,10 +291,11 @@ def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds | Sections)
     if isinstance(rounds, Sections) or rounds.replicas != learner.session.world_size:
         balance = config.balance or "equal"
         config = config.replace(balance=balance)
-        speed = f"shares by speed, for {rounds.replicas} replicas are not one for each rank"
+        by_speed = balance == "auto" or is_named(balance, "balancer", BALANCERS)
         if isinstance(rounds, Sections):
-            speed = f"balance={balance}, for each rank gets samples as it becomes free"
-        asked[speed] = balance != "equal" and (balance == "auto" or is_named(balance, "balancer", BALANCERS))
+            asked[f"balance={balance}, for each rank gets samples as it becomes free"] = balance != "equal"
+        else:
+            asked[f"shares by speed, for {rounds.replicas} replicas are not one for each rank"] = by_speed
     for what in (what for what, is_asked in asked.items() if is_asked):
         raise ConfigurationError(
             f"strategy {learner.name!r} does not go with {what}: leave it out, or use ddp"

@@ -1,0 +1,234 @@
+"""Asynchronous training against what it comes to: ddp, plain training, and its own repetition on one device."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.data.sections import SectionBatch
+from evener.errors import DataError, DivergenceError
+from evener.strategies import Asynchronous
+from evener.strategies.asynchronous.ledger import Contribution, Merges, ages, check_whole
+from evener.strategies.asynchronous.strategies import RecordedAsynchronous
+from evener.tools.verify import verify
+from evener.training.engine import Engine
+from tests.comparing import worst
+from tests.strategies.local_steps.test_local_steps import SAMPLES, Words, adam, decaying, task
+
+ROUNDING = 1e-9
+Found = tuple[dict[str, Tensor], list[float], list[Merges], list[float]]
+
+
+class Stalling(Words):
+    """A network whose passes take longer now and then, and that draws random numbers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(normalized=True)
+        self._seed, self._random = seed, random.Random()
+        self.drop = nn.Dropout(0.2)
+        self.begun = False
+
+    def forward(self, words: Tensor) -> Tensor:
+        if self.training and not self.begun:
+            self.begun = True
+            self._random.seed(self._seed + 100 * torch.distributed.get_rank() if _is_divided() else 0)
+        if self.training and _is_divided():
+            time.sleep(self._random.choice([0.0, 0.0, 0.002, 0.02]))
+        return super().forward(self.drop(words))
+
+
+def _is_divided() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 0.01 * sum((p.square().sum() for p in model.parameters()), torch.zeros((), dtype=torch.float64))
+
+
+def everything() -> Task:
+    return task(adam, scheduler=decaying, scheduler_interval="step", penalty=penalty)
+
+
+def stalling(seed: int = 0) -> Task:
+    return task(
+        adam, model=partial(Stalling, seed), scheduler=decaying, scheduler_interval="step", penalty=penalty
+    )
+
+
+def trained(build: Callable[[], Task], settings: dict[str, Any], threads: int | None = None) -> Found:
+    config = RunConfig(**{"device": "cpu", "dtype": "float64", "epochs": 2} | settings)
+    merges: list[Merges] = []
+    with Engine(build(), config) as engine:
+        torch.set_num_threads(threads or torch.get_num_threads())
+        steps = []
+        for batch in engine.batches():
+            steps.append(engine.step(batch))
+        engine.settle()
+        for step in steps:
+            merges.append(tuple(tuple(Contribution(*each) for each in held) for held in step.merges))
+        weights = {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
+        return weights, [step.loss for step in steps], merges, [step.lr for step in steps]
+
+
+def on(ranks: Any, size: int, build: Callable[[], Task], **settings: Any) -> Found:
+    """What training on ``size`` ranks has led to, which all have the same."""
+    found = ranks(size).run(trained, build, settings)
+    assert all(worst(found[0][0], other) == 0 for other, *_ in found)
+    assert all(other[2:] == found[0][2:] for other in found)
+    return found[0]
+
+
+def repeated(found: Found, ranks: int, build: Callable[[], Task], **settings: Any) -> Found:
+    every = settings["strategy"].sync_every
+    strategy = RecordedAsynchronous(sync_every=every, recorded=tuple(found[2]), ranks=ranks)
+    return trained(build, {**settings, "strategy": strategy}, threads=1)  # as many as the ranks have
+
+
+@pytest.mark.parametrize(("size", "micro_batch"), [(2, None), (3, 4)])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_without_staleness_it_is_data_parallelism(
+    ranks: Any, size: int, micro_batch: int | None, clip_norm: float | None
+) -> None:
+    settings = {"micro_batch": micro_batch, "clip_norm": clip_norm}
+    synchronous = on(ranks, size, everything, strategy="ddp", **settings)
+    asynchronous = on(ranks, size, everything, strategy=Asynchronous(staleness=0, sync_every=4), **settings)
+    assert worst(synchronous[0], asynchronous[0]) < ROUNDING
+    assert asynchronous[3][-1] == pytest.approx(0.02 * 0.95**22)
+
+
+def test_one_rank_is_plain_training() -> None:
+    build = partial(task, adam, True, scheduler=decaying, scheduler_interval="step")
+    plain = trained(build, {"strategy": "single"})
+    alone = trained(build, {"strategy": Asynchronous(sync_every=3)})
+    assert [held[0].size for section in alone[2] for held in section][:3] == [12, 12, 12]
+    assert worst(plain[0], alone[0]) < ROUNDING
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_repetition_of_the_merges_has_the_same_bits(ranks: Any, size: int) -> None:
+    oldest, orders = 0, set()
+    for seed in range(5):
+        build = partial(stalling, seed)
+        settings = {"strategy": Asynchronous(sync_every=4, staleness=3), "clip_norm": 0.5, "micro_batch": 9}
+        found = on(ranks, size, build, **settings)
+        again = repeated(found, size, build, **settings)
+        assert worst(found[0], again[0]) == 0
+        assert found[1] == pytest.approx(again[1])
+        for merges, whole in zip(found[2], [48, 48, 34] * 2, strict=True):
+            check_whole(merges, whole)
+            assert max(ages(merges)) <= 3
+        oldest = max(oldest, *(age for merges in found[2] for age in ages(merges)))
+        orders.add(tuple(found[2]))
+    assert oldest > 0
+    assert len(orders) == 5
+
+
+def test_another_order_has_other_weights(ranks: Any) -> None:
+    settings = {"strategy": Asynchronous(sync_every=12)}
+    found = on(ranks, 2, stalling, **settings)
+    first = list(found[2][0])
+    first[1], first[-2] = (
+        tuple(
+            Contribution(each.worker, min(each.version, at), each.start, each.stop) for each in first[other]
+        )
+        for at, other in ((1, len(first) - 2), (len(first) - 2, 1))
+    )
+    edited = (found[0], found[1], [tuple(first), *found[2][1:]], found[3])
+    assert worst(found[0], repeated(edited, 2, stalling, **settings)[0]) > 1e-6
+
+
+def test_records_that_lack_a_range_or_run_ahead_are_refused(ranks: Any) -> None:
+    settings = {"strategy": Asynchronous(sync_every=12)}
+    found = on(ranks, 2, stalling, **settings)
+    ahead = tuple(tuple(replace(each, version=99) for each in held) for held in found[2][0])
+    for first in (found[2][0][1:], ahead):
+        with pytest.raises(DataError, match=r"each sample once|came after it"):
+            repeated((found[0], found[1], [first, *found[2][1:]], found[3]), 2, stalling, **settings)
+
+
+def shares_and_samples() -> tuple[list[int], list[int]]:
+    """The shares of a section, and the samples that this rank has read."""
+    seen: list[int] = []
+    config = RunConfig(device="cpu", dtype="float64", epochs=1, strategy=Asynchronous())
+    with Engine(task(adam), config) as engine:
+        for batch in engine.batches():
+            assert isinstance(batch, SectionBatch)
+            assert batch.reader is not None
+            read = batch.reader.read
+
+            def noting(read: Any = read) -> Any:
+                passes = read()
+                seen.extend(number for each in passes for number in each.micro_batches[0].samples.tolist())
+                return passes
+
+            batch.reader.read = noting  # type: ignore[method-assign]
+            step = engine.step(batch)
+            engine.settle()
+            return list(step.batch.shares), seen
+    raise AssertionError
+
+
+def test_each_sample_is_read_and_merged_once(ranks: Any) -> None:
+    found = ranks(2).run(shares_and_samples)
+    assert sum(found[0][0]) == SAMPLES
+    assert found[0][0] == found[1][0]
+    assert sorted(number for _, numbers in found for number in numbers) == list(range(SAMPLES))
+    assert [len(numbers) for _, numbers in found] == found[0][0]
+
+
+def test_reading_ahead_in_workers_changes_nothing() -> None:
+    settings = {"strategy": Asynchronous(sync_every=5)}
+    assert worst(trained(everything, settings)[0], trained(everything, {**settings, "workers": 2})[0]) == 0
+
+
+@pytest.mark.parametrize("buffer", [1, 30])
+def test_the_buffer_says_how_many_samples_an_update_has(ranks: Any, buffer: int) -> None:
+    found = on(ranks, 2, everything, strategy=Asynchronous(buffer=buffer, sync_every=100, staleness=-1))
+    sizes = [sum(each.size for each in held) for section in found[2] for held in section[:-1]]
+    assert all(buffer <= size < buffer + 12 for size in sizes)
+    assert found[3][-1] == pytest.approx(
+        0.02 * 0.95 ** (2 * math.ceil(SAMPLES / 12))
+    )  # it counts samples, not updates
+
+
+class BadOnRankOne(Words):
+    def forward(self, words: Tensor) -> Tensor:
+        bad = self.training and _is_divided() and torch.distributed.get_rank() == 1
+        return super().forward(words) * (math.nan if bad else 1.0)
+
+
+def failing(settings: dict[str, Any], **changed: Any) -> str:
+    try:
+        trained(partial(task, **changed), settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_gradient_that_is_not_a_number_is_named_on_all_ranks(ranks: Any) -> None:
+    settings = {"strategy": Asynchronous(sync_every=4)}
+    for said in ranks(2).run(failing, settings, model=partial(BadOnRankOne, False)):
+        assert said.startswith(DivergenceError.__name__)
+        assert "rank 1" in said
+
+
+def test_verify_compares_it_with_one_device_if_nothing_is_stale() -> None:
+    found = verify(
+        everything,
+        RunConfig(device="cpu", steps=8),
+        processes=2,
+        strategy=Asynchronous(staleness=0, sync_every=4),
+    )
+    assert found.passed
+    assert found.strategy == "asynchronous(staleness=0, sync_every=4)"
