@@ -123,3 +123,14 @@ def test_a_ledger_that_is_not_whole_is_found(ranges: list[tuple[int, int]]) -> N
     with pytest.raises(DataError, match="each sample once"):
         check_whole([[Contribution(0, 0, *each)] for each in ranges], 8)
     check_whole([[Contribution(0, 0, 4, 8)], [Contribution(1, 0, 0, 4)]], 8)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_no_range_has_a_single_sample(workers: int) -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        ledger = Ledger(draw.randint(12, 90), Terms(12, 12, draw.choice([0, 3])), range(workers))
+        if ledger.size % 12 == 1 and ledger.terms.staleness == 0:
+            continue  # the last batch has one sample
+        VirtualWorkers(ledger, [draw.choice([0.01, 0.3]) for _ in range(workers)], seed, stalls=0.1).run()
+        assert min(each.size for held in ledger.merges for each in held) > 1

@@ -173,9 +173,11 @@ class Ledger:
         if not self._free:
             return None
         start, stop = heapq.heappop(self._free)
-        middle = min(stop, start + self._usual(worker, stop - start))
+        edge = stop
         if self.terms.staleness == 0:  # no range crosses the edge of a merge
-            middle = min(middle, (start // self._stride + 1) * self._stride)
+            edge = min(stop, (start // self._stride + 1) * self._stride)
+        usual, least = self._usual(worker, stop - start)
+        middle = start + usual if edge - start - usual >= least else edge
         if middle < stop:
             heapq.heappush(self._free, (middle, stop))
         lease = Lease(self._leases, worker, start, middle)
@@ -223,7 +225,7 @@ class Ledger:
             return False
         age = self.version - found.version
         if self.terms.staleness is not None and age > self.terms.staleness:
-            worker.most = max(1, lease.size // 2)
+            worker.most = lease.size // 2
             self._give_back(number)
             return False
         worker.most = min(2**31, worker.most * 2)
@@ -294,17 +296,19 @@ class Ledger:
         staleness = self.terms.staleness
         return staleness is None or start < self.merged + (staleness + 1) * self._stride
 
-    def _usual(self, worker: int, left: int) -> int:
-        """Returns the number of samples to lease: in proportion to the worker's speed, and less near the end."""
+    def _usual(self, worker: int, left: int) -> tuple[int, int]:
+        """Returns the number of samples to lease, and the smallest number that is left to others.
+
+        It is in proportion to the worker's speed, and less near the end. BatchNorm needs more than one sample.
+        """
         rates = {index: 1 / each.seconds for index, each in self._workers.items() if each.seconds > 0}
         mean = sum(rates.values()) / len(rates) if rates else 1.0
         whole = sum(rates.get(index, mean) for index in self._workers) or 1.0
         share = rates.get(worker, mean) / whole
         usual = max(1, round(self.terms.batch_size * share))
         unread = sum(stop - start for start, stop in self._free) + left
-        return min(
-            usual, self._workers[worker].most, max(math.ceil(unread * share), math.ceil(usual * SMALLEST))
-        )
+        least = min(self.terms.batch_size, max(2, math.ceil(usual * SMALLEST)))
+        return max(least, min(usual, self._workers[worker].most, math.ceil(unread * share))), least
 
     def _finds(self, now: float) -> bool:
         """Returns True if there is a free range that a waiting worker may begin. If need be one is taken away from a

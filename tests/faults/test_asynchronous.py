@@ -1,0 +1,68 @@
+"""Ranks that stall and die in asynchronous training: no sample is lost, and the run can be repeated to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.distributed.launch.rendezvous import Rendezvous
+from evener.strategies.asynchronous.ledger import Contribution, ages, check_whole
+from evener.tools.verify.replay import replay
+from evener.training.fit import fit
+from tests.faults import tasks_asynchronous
+
+PROCESSES, EPOCHS, STALENESS = 3, 40, 3
+SECTION = 10 * tasks_asynchronous.BATCH_SIZE
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "records.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "of_server"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(25, 0, marks=pytest.mark.nightly),
+    ],
+)
+def test_deaths_lose_and_double_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    deaths: int,
+    of_server: int,
+) -> None:
+    monkeypatch.setenv("EVENER__TESTS_FAULT", str(tmp_path))
+    (tmp_path / "chaos.json").write_text(json.dumps({"ranks": [0, 1, 2]}))
+    for rank, number in enumerate([of_server, deaths, deaths]):
+        (tmp_path / f"deaths-{rank}").write_text(str(number))
+    run = tmp_path / "run"
+    found = fit(
+        tasks_asynchronous.mortal,
+        strategy="asynchronous",
+        strategy_option=("sync_every=10", f"staleness={STALENESS}"),
+        processes=PROCESSES,
+        device="cpu",
+        epochs=EPOCHS,
+        run_dir=run,
+        save_every="20steps" if of_server else "1h",
+        timeout_seconds=60.0,
+        rendezvous=Rendezvous(max_restarts=2 * deaths + of_server + 2),
+        show=False,
+    )
+    assert capfd.readouterr().err.count("was killed by SIGKILL") == 2 * deaths + of_server
+    steps = steps_of(run)
+    assert [step["step"] for step in steps] == list(range(found.summary.steps))
+    assert sum(step["samples"] for step in steps) == EPOCHS * tasks_asynchronous.SAMPLES
+    for step in steps:
+        merges = [[Contribution(*each) for each in held] for held in step["merges"]]
+        check_whole(merges, SECTION)
+        assert max(ages(merges)) <= STALENESS
+        assert sum(step["shares"]) == SECTION
+    repeated = replay(run, tasks_asynchronous.mortal)
+    assert repeated.is_identical, repeated
