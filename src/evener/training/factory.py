@@ -89,10 +89,15 @@ def strategy_of(config: RunConfig, world_size: int) -> Strategy:
     Raises:
         ConfigurationError: If no strategy has the name or the options, or it cannot be laid over this number of ranks.
     """
-    return laid(_named(config), config.mesh, world_size)
+    return laid(strategies_named(config), config.mesh, world_size)
 
 
-def _named(config: RunConfig) -> tuple[Strategy, ...]:
+def strategies_named(config: RunConfig) -> tuple[Strategy, ...]:
+    """Returns the strategies of the settings, before they are laid over ranks.
+
+    Raises:
+        ConfigurationError: If no strategy has the name or the options.
+    """
     given = config.strategy
     if isinstance(given, str):
         return strategies_called(given, config.strategy_option)
@@ -110,7 +115,7 @@ def _named(config: RunConfig) -> tuple[Strategy, ...]:
 
 def suggested_processes(config: RunConfig) -> int | None:
     """Returns the number of ranks that strategy and mesh need, or None if any number will do."""
-    if any(part.one_process for part in _named(config)):
+    if any(part.one_process for part in strategies_named(config)):
         return 1
     degrees = degrees_of(config.mesh)
     return math.prod(degrees.values()) if degrees else None

@@ -21,7 +21,7 @@ from evener.tools.verify.comparison import ComparedRuns, RunDistance, Verificati
 from evener.tools.verify.perturbation import Disturbance
 from evener.tools.verify.trajectory import Trajectory, record
 from evener.training.builtin_tasks import BUILT_IN
-from evener.training.factory import balance_of, strategy_of
+from evener.training.factory import balance_of, strategies_named, strategy_of
 from evener.training.fit import check_plan
 
 FIRST_RUNS = 3
@@ -119,7 +119,8 @@ def alone(config: RunConfig, processes: int = 1) -> RunConfig:
     Raises:
         ConfigurationError: If the run would not be the same from one time to the next.
     """
-    strategy = strategy_of(config.replace(mesh=None), processes).on_one_device(processes)
+    found = (part.on_one_device(processes) for part in strategies_named(config))
+    strategy = next((each for each in found if each is not None), None)
     alike: dict[str, Any] = {"balance": "equal", "max_shares": None, "share_multiple_of": 1}
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
