@@ -84,9 +84,9 @@ class Writers:
         except Exception as error:  # the other ranks must learn of it
             wrong = {self.rank: _reason(error, place, self.rank)}
         rows = self.gather((found, wrong))
-        told = {rank: reason for _, of_all in rows for rank, reason in of_all.items()}
-        told |= {rank: own[rank] for rank, (_, own) in enumerate(rows) if rank in own}
-        for rank, reason in sorted(told.items()):
+        reasons = {rank: reason for _, of_all in rows for rank, reason in of_all.items()}
+        reasons |= {rank: own[rank] for rank, (_, own) in enumerate(rows) if rank in own}
+        for rank, reason in sorted(reasons.items()):
             raise CheckpointError(f"rank {rank} could not write it: {reason}")
         return [result for result, _ in rows]
 

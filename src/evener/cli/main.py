@@ -112,25 +112,25 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
     except EvenerError as error:
         plain = isinstance(error, RankError | InterruptedRunError)
         label = "" if plain else f"{type(error).__name__}: "
-        return _told(f"{label}{error}", error.exit_status)
+        return _failed(f"{label}{error}", error.exit_status)
     except KeyboardInterrupt:
-        return _told("interrupted", 130)
+        return _failed("interrupted", 130)
     except OSError as error:
-        return _told(words(error), 1) if error.errno else _told_of(error)
+        return _failed(words(error), 1) if error.errno else _failed_with(error)
     except BaseException as error:
-        return _told_of(error)
+        return _failed_with(error)
     return status
 
 
-def _told_of(error: BaseException) -> int:
+def _failed_with(error: BaseException) -> int:
     """Prints an exception of user code in a run of one process in the same form as a rank's exception."""
     from evener.distributed.failure import failure_of
 
     failure = failure_of(error, 0)
-    return _told(str(failure.to_error()), failure.exit_status)
+    return _failed(str(failure.to_error()), failure.exit_status)
 
 
-def _told(text: str, status: int) -> int:
+def _failed(text: str, status: int) -> int:
     print(f"evener: {printable(text)}", file=unheard(sys.stderr), flush=True)
     return status
 
