@@ -251,15 +251,15 @@ class Agent(ElasticAgent):
     def _cause(self, result: RunResult) -> EvenerError:
         ended = result.failures
         if self._lookout.found is not None:  # a failure that a rank itself has recorded takes precedence
-            ended = {rank: process for rank, process in ended.items() if _was_told(process)}
+            ended = {rank: process for rank, process in ended.items() if _was_recorded(process)}
             if not ended:
                 return self._lookout.found
         failures = [self._failure(rank, failure) for rank, failure in ended.items()]
         cause = first(failures)
         others = [failure for failure in failures if failure is not cause]
         if cause.kind == "killed" and self._crash(cause.rank):
-            told = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
-            cause = replace(cause, message=cause.message + "".join(told))
+            lines = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
+            cause = replace(cause, message=cause.message + "".join(lines))
         return cause.to_error()
 
     def _failure(self, rank: int, process: ProcessFailure) -> Failure:
@@ -332,7 +332,7 @@ def _may_be_replaced(failures: Sequence[Failure]) -> bool:
     return all(failure.is_own for failure in failures) and not is_hopeless(failures)
 
 
-def _was_told(process: ProcessFailure) -> bool:
+def _was_recorded(process: ProcessFailure) -> bool:
     """Returns True if the rank itself has recorded why it ended."""
     return recorded_failure(process.error_file_data) is not None
 
