@@ -56,8 +56,8 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     states, values = found["states"], found["values"]
     for name in objects:
         if name not in states:
-            told = printable(few([*states, *values]))
-            raise ConfigurationError(f"{path} has no {name!r}; it has {told}")
+            listed = printable(few([*states, *values]))
+            raise ConfigurationError(f"{path} has no {name!r}; it has {listed}")
     for name, thing in objects.items():
         try:
             thing.load_state_dict(states[name])
