@@ -201,9 +201,9 @@ def _write_csv(file: BinaryIO, outputs: Tree) -> None:
     found = tensors(outputs, ".csv")
     sizes = {name: len(value) for name, value in found.items()}
     if len(set(sizes.values())) != 1:
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigurationError(
-            f"the outputs have different numbers of rows ({told}): --out FILE.npz holds them"
+            f"the outputs have different numbers of rows ({listed}): --out FILE.npz holds them"
         )
     columns = [column for name, value in found.items() for column in _columns(name, value)]
     writer = csv.writer(codecs.getwriter("utf-8")(file))

@@ -74,7 +74,7 @@ class Run:
         self._held = ExitStack()
         self._records: Records | None = None
         with ExitStack() as undo:
-            told, earlier = list(observers), list[CheckpointDirectory]()
+            all_observers, earlier = list(observers), list[CheckpointDirectory]()
             if config.run_dir is not None and session.rank == 0:
                 goes_on = heir is not None or goes_on_in(config.run_dir, config.resume)
                 undo.enter_context(self._held)
@@ -87,11 +87,11 @@ class Run:
                     run=lambda: self._engine.state.identity,
                     is_evaluated=self._is_evaluated,
                 )
-                told.insert(0, self._records)
+                all_observers.insert(0, self._records)
                 earlier = [] if goes_on or config.overwrite else saved_in(config.run_dir / CHECKPOINTS)
             if show:
-                told.append(Terminal())
-            self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
+                all_observers.append(Terminal())
+            self._engine = undo.enter_context(Engine(task, config, session=session, observers=all_observers))
             self._engine.learner.synchronizer.alone()
             self._tally = SummaryCounters(self._engine.learner.data.degree, task.metrics)
             self._engine.observers.add(self._tally)
@@ -134,7 +134,7 @@ class Run:
             try:
                 engine.observers.start(self._report.start())
                 if self._records is not None:
-                    self._records.catch_up(self._heir.told)
+                    self._records.catch_up(self._heir.records)
                 for words in filter(None, (*self._report.header(), *self._notes)):
                     engine.observers.event(Note(engine.steps_done, words))
                 with self._staying():

@@ -157,7 +157,7 @@ class ReplicaCheck:
         learner: Holds the tensors.
         control: Exchanges numbers between all ranks.
         config: Says how often to compare, and what to do if tensors differ.
-        tell: Called with a record of what was healed.
+        report: Called with a record of what was healed.
 
     Raises:
         ConfigurationError: For settings that would have no effect.
@@ -168,17 +168,17 @@ class ReplicaCheck:
         learner: Learner,
         control: Exchange,
         config: RunConfig,
-        tell: Callable[[Any], None],
+        report: Callable[[Any], None],
     ) -> None:
         every, remedy = config.check_replicas, config.on_replica_mismatch
         self._apart_by_kind = learner.session.mixed and remedy is None and every != 0
         if self._apart_by_kind and learner.synchronizer.keeps_equal:
             remedy = "rank0"
-        self._learner, self._control, self._remedy, self._tell = learner, control, remedy, tell
+        self._learner, self._control, self._remedy, self._report = learner, control, remedy, report
         self._mesh, self._auto = learner.mesh, every is None
         self._every = FIRST if every is None else every
         self._keys: list[Axes] | None = None
-        self._told = False
+        self._is_reported = False
         self._last_step, self._last_time = 0, time.perf_counter()
         self._steps: deque[float] = deque(maxlen=100)  # seconds of the last steps
         self._last_cost = 0.0  # seconds of the last comparison, waiting included
@@ -295,9 +295,9 @@ class ReplicaCheck:
         if any(self._differing(again)):
             raise DivergenceError(f"after healing, ranks still differ: {self._difference(again)}")
         if self._apart_by_kind:
-            self._tell_of_kinds(step)
+            self._report_rounding(step)
         else:
-            self._tell(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
+            self._report(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
 
     def _check_rounding(self, step: int, strange: str | None) -> None:
         """Raises an error on all ranks alike if a difference is too large for devices of different kinds."""
@@ -310,10 +310,10 @@ class ReplicaCheck:
                 "it: memory or a device at fault, code that treats ranks differently. Go on from the last checkpoint"
             )
 
-    def _tell_of_kinds(self, step: int) -> None:
+    def _report_rounding(self, step: int) -> None:
         """Reports the first rounding difference. Later ones are not reported."""
-        if not self._told:
-            self._tell(
+        if not self._is_reported:
+            self._report(
                 Note(
                     step,
                     "devices of different kinds round differently, so that their weights come apart in the last bits: "
@@ -321,7 +321,7 @@ class ReplicaCheck:
                     "on_replica_mismatch and check_replicas change that",
                 )
             )
-        self._told = True
+        self._is_reported = True
 
     def _differing(self, everyone: Sequence[Digests]) -> Iterator[tuple[Axes, str, tuple[int, ...]]]:
         """Yields the tensors that differ: axes, name, and the set of ranks."""

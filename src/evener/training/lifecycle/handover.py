@@ -54,7 +54,7 @@ class CarriedState:
     """Number of steps that the state includes; -1 if there is no state."""
     state: dict[str, Any] | None = None
     """Model and optimizer state. Set to None once it is loaded, because it is as large as model and optimizer."""
-    told: tuple[StepRecord, ...] = ()
+    records: tuple[StepRecord, ...] = ()
     """Records of the last steps."""
 
 
@@ -155,10 +155,10 @@ class RankReplacement:
         with suppress(RankError, RuntimeError):
             engine.step_sync.settle_before(steps)
             engine.tell()
-        told = [record for record in self._recent.steps if record.step < steps]
+        records = [record for record in self._recent.steps if record.step < steps]
         if lost := engine.step_sync.lost_before(steps):
-            told.append(lost.record())
-        return CarriedState(steps, engine.state.local_state(), tuple(told))
+            records.append(lost.record())
+        return CarriedState(steps, engine.state.local_state(), tuple(records))
 
 
 def _called(stay: SurvivorLease, error: Exception) -> Start | None:

@@ -244,10 +244,10 @@ class Records(Observer):
                 self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated()
             )
 
-    def catch_up(self, told: Iterable[StepRecord]) -> None:
+    def catch_up(self, records: Iterable[StepRecord]) -> None:
         """Writes steps that the file lacks because the rank that should have written them has died."""
         known = self._file.steps_done if self._file is not None else 0
-        for record in told:
+        for record in records:
             if record.step >= known:
                 self._write(record)
 
