@@ -27,7 +27,7 @@ from evener.cli import (
 )
 from evener.cli.names import check_names
 from evener.cli.parsing import Parser
-from evener.core.os_errors import words
+from evener.core.os_errors import os_error_message
 from evener.core.stdio import guarded, open_missing, unheard
 from evener.core.text import printable
 from evener.errors import EvenerError, InterruptedRunError, RankError
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
     except OSError as error:
-        return _failed(words(error), 1) if error.errno else _failed_with(error)
+        return _failed(os_error_message(error), 1) if error.errno else _failed_with(error)
     except BaseException as error:
         return _failed_with(error)
     return status

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evener.checkpoint.weights_file import whole_file
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.core.plugins import find
 from evener.core.task.task import Task
 from evener.core.types import Tree
@@ -143,7 +143,7 @@ def write_outputs(path: Path, outputs: Tree) -> None:
         StorageError: If the file cannot be written.
     """
     write = _WRITERS[path.suffix]
-    with in_words(f"the outputs cannot be written to {path}"), whole_file(path) as file:
+    with storage_errors(f"the outputs cannot be written to {path}"), whole_file(path) as file:
         write(file, outputs)
 
 

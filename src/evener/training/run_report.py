@@ -53,7 +53,7 @@ class RankPart:
         )
 
 
-def waiting_words(parts: Sequence[RankPart], seconds: float) -> str:
+def waiting_message(parts: Sequence[RankPart], seconds: float) -> str:
     """Says which rank waited longest for its batches in ``seconds`` of training. Returns "" if none waited for long."""
     waited = [part.times["input_seconds"] for part in parts]
     rank = waited.index(max(waited))
@@ -143,7 +143,7 @@ class RunReport:
             devices=[part.device for part in parts],
             ranks=[part.times for part in parts],
             workers=[part.workers for part in parts],
-            reading=waiting_words(parts, seconds),
+            reading=waiting_message(parts, seconds),
             steps=engine.steps_done,
             epochs=engine.progress.epochs_begun,
             samples=engine.samples_done,

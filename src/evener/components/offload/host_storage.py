@@ -25,7 +25,7 @@ from torch import Tensor
 from evener.components.offload.copy_stream import AtOnce, Beside, OnStream
 from evener.components.offload.pool import Pool
 from evener.core.config.offload import Offload
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.errors import ConfigurationError
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import UNCOUNTED
@@ -62,7 +62,7 @@ class Files:
         self.words, self._directory = f"files in {directory}", directory
 
     def make(self, nbytes: int) -> mmap.mmap:
-        with in_words("offload"), tempfile.TemporaryFile(dir=self._directory) as file:
+        with storage_errors("offload"), tempfile.TemporaryFile(dir=self._directory) as file:
             try:
                 _reserve(file.fileno(), nbytes)
             except OSError as error:

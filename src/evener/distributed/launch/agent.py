@@ -199,8 +199,8 @@ class Agent(ElasticAgent):
         hopeless = self._lookout.was_done or is_hopeless(failures.values())
         if restarts and not hopeless:
             number = self._max_restarts - restarts + 1
-            words = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
-            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}{words}")
+            spared = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
+            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}{spared}")
         return not hopeless
 
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
@@ -237,7 +237,7 @@ class Agent(ElasticAgent):
         """Reduces the number of ranks for the next start by ``number``, if allowed. Returns text for the message."""
         spec = self.get_worker_group().spec  # the agent reads the number of ranks from it at each start
         spec.local_world_size = self._headcount.after(self.ranks, number)
-        return self._headcount.words(self.ranks)
+        return self._headcount.description(self.ranks)
 
     def _kill_groups(self) -> None:
         """Kills the process groups of all ranks, including children such as DataLoader workers."""
@@ -269,14 +269,14 @@ class Agent(ElasticAgent):
         if process.local_rank not in self._roots:
             return Failure(rank, "ended", "was ended after another rank failed")
         if -process.exitcode in stop_signals():
-            words = interruption(-process.exitcode, self._progress())
+            message = interruption(-process.exitcode, self._progress())
             return Failure(
-                rank, "interrupted", words, time=process.timestamp, exit_status=128 - process.exitcode
+                rank, "interrupted", message, time=process.timestamp, exit_status=128 - process.exitcode
             )
         if process.exitcode < 0:
             return Failure(rank, "killed", self._death(rank, process), time=process.timestamp)
-        words = f"(pid {process.pid}) ended with status {process.exitcode}"
-        return Failure(rank, "exit", words, time=process.timestamp, exit_status=process.exitcode)
+        message = f"(pid {process.pid}) ended with status {process.exitcode}"
+        return Failure(rank, "exit", message, time=process.timestamp, exit_status=process.exitcode)
 
     def _death(self, rank: int, process: ProcessFailure) -> str:
         hint = {
@@ -337,8 +337,8 @@ def _was_recorded(process: ProcessFailure) -> bool:
     return recorded_failure(process.error_file_data) is not None
 
 
-def _say(words: str) -> None:
-    to_stderr(f"evener: {printable(words)}")
+def _say(message: str) -> None:
+    to_stderr(f"evener: {printable(message)}")
 
 
 @contextmanager

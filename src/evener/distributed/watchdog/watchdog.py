@@ -41,13 +41,13 @@ from evener.distributed.failure import is_timeout, record_failure
 from evener.distributed.hosts import host_token
 from evener.distributed.recovery.replacement import may_be_recalled
 from evener.distributed.restart_count import next_name
-from evener.distributed.watchdog.hang_rules import complaint, left_words, may_look, verdict
+from evener.distributed.watchdog.hang_rules import complaint, departure_message, may_look, verdict
 from evener.distributed.watchdog.heartbeat import (
     INTERVAL_SECONDS,
     Heartbeat,
     MainThread,
     awaited_threads,
-    in_words,
+    format_phase,
     interval_of,
 )
 from evener.distributed.watchdog.idle_time import Activity
@@ -182,7 +182,7 @@ class Watchdog:
         name and step. The waits themselves need a longer timeout: that of `Session.patient_group`.
         """
         place = self._at(name, step, False)
-        return Phase(self, place._replace(together=in_words(name, place.step)))
+        return Phase(self, place._replace(together=format_phase(name, place.step)))
 
     def _at(self, name: str, step: int | None, waits: bool) -> PhaseMark:
         """Creates a mark. Without a step it takes the step of the enclosing phase."""
@@ -255,8 +255,8 @@ class Watchdog:
         if may_be_recalled():
             return ""
         self._roster.find_lost(self._interval)
-        words = left_words(self._beat(), self._roster.others)
-        return f"{words}\n{self.report()}" if words else ""
+        departed = departure_message(self._beat(), self._roster.others)
+        return f"{departed}\n{self.report()}" if departed else ""
 
     def _beat(self) -> Heartbeat:
         place, sample, now = self.place, self._main.take_sample(), time.monotonic()
@@ -329,7 +329,7 @@ class Watchdog:
                 else f"made no progress for {beat.idle:.0f} s in"
             )
             self._end_process(
-                f"rank {self.rank} has {doing} {beat.place}, and {self._keeper.words}", aloud=True
+                f"rank {self.rank} has {doing} {beat.place}, and {self._keeper.description}", aloud=True
             )
 
     def _report_failure(self, error: Exception) -> None:
@@ -344,7 +344,7 @@ class Watchdog:
         self._activity.update(self._marks, self._interval, self._main.take_sample().debugs)
         beat = self._beat()
         if self._keeper.stopped_seconds() >= self.timeout_seconds:
-            self._end_process(f"the run is left alone: {self._keeper.words}", aloud=True)
+            self._end_process(f"the run is left alone: {self._keeper.description}", aloud=True)
         self._publish(beat)
         self._keeper.heard()
         self._roster.answer()

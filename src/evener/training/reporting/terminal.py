@@ -267,7 +267,7 @@ def summary_text(summary: RunSummary) -> str:
         _graphs_words(summary) if summary.graphs else "",
         summary.emulation,
         f"records, summary and weights in {from_here(summary.run_dir)}" if summary.run_dir else "",
-        balance_words(summary),
+        balance_text(summary),
     )
     return "\n".join([*lines, *(f"  {words}" for words in further if words)])
 
@@ -284,7 +284,7 @@ def _samples_words(summary: RunSummary) -> str:
     return f"{summary.samples_in_seconds:,} of {summary.samples:,} samples"
 
 
-def balance_words(summary: RunSummary) -> str:
+def balance_text(summary: RunSummary) -> str:
     """Describes the gain of unequal shares over equal ones, or the possible gain of shares by speed; "" if it is small.
 
     A rank with t seconds per sample takes s t for its part s of all samples. With equal shares of W ranks, a step ends
