@@ -121,15 +121,15 @@ def _entries(found: checkpoint.StoredCheckpoint) -> dict[str, TensorStorageMetad
 
 
 def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, str]) -> bytes:
-    words: dict[str, Any] = {_ABOUT: dict(about)}
+    header: dict[str, Any] = {_ABOUT: dict(about)}
     offset = 0
     for name, entry in entries.items():
         dtype = entry.properties.dtype
         nbytes = entry.size.numel() * dtype.itemsize
         place = {"shape": list(entry.size), "data_offsets": [offset, offset + nbytes]}
-        words[name] = {"dtype": _TYPES[dtype], **place}
+        header[name] = {"dtype": _TYPES[dtype], **place}
         offset += nbytes
-    text = json.dumps(words).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

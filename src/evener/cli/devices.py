@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 
-WORDS = Words(
+HELP = CommandHelp(
     "devices",
     "survey this machine, and say what is wrong or slow",
     "Survey this machine: its devices and what they do, the links between ranks, the versions, and "

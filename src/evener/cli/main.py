@@ -62,8 +62,8 @@ def parser(only: str | None = None) -> Parser:
         title="commands", dest="command", metavar="COMMAND", required=True, prog="evener"
     )
     for command in COMMANDS:
-        of_command = top.command(commands, command.WORDS)
-        if only in (None, command.WORDS.name):
+        of_command = top.command(commands, command.HELP)
+        if only in (None, command.HELP.name):
             command.fill(of_command)
             of_command.set_defaults(execute=command.execute, parser=parser, own=of_command)
     return top
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
     a signal.
 
     Args:
-        arguments: The words of the command line; None for those of the process.
+        arguments: The arguments of the command line; None for those of the process.
         parsed: The namespace that receives the parsed arguments.
 
     Raises:

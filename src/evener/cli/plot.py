@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.errors import ConfigurationError
 
-WORDS = Words(
+HELP = CommandHelp(
     "plot",
     "draw a run's shares, times and speed",
     "Draw the share that each rank had of the batches, the time of its own work, and the steps per second, "

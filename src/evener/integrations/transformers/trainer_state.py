@@ -162,8 +162,8 @@ class Following(Callback):
             )
         if complete or control.should_training_stop:
             if not complete:
-                words = f"ends after step {engine.steps_done}, asked by a callback"
-                engine.observers.event(Note(engine.steps_done, words))
+                message = f"ends after step {engine.steps_done}, asked by a callback"
+                engine.observers.event(Note(engine.steps_done, message))
             engine.observers.ended = True
             return
         if next_epoch:

@@ -161,8 +161,8 @@ class _Proof:
             passes=reference.passes,
             reference_losses=reference.losses(),
         )
-        if words := _nothing(reference):
-            return replace(verification, found=words[0], hint=words[1])
+        if reason := _nothing(reference):
+            return replace(verification, found=reason[0], hint=reason[1])
         if (line := _unsteady(reference, self._disturbed)) is not None:
             return replace(
                 verification,
