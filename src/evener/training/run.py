@@ -111,15 +111,15 @@ class Run:
                     f"goes on after step {self._engine.steps_done} of {config.resume}, on {ranks}"
                 )
             self._engine.state.agree_on_identity()
-            self._notes += filter(None, [self._best.words])
+            self._notes += filter(None, [self._best.message])
             self._owned = undo.pop_all()
 
     def _taken_up(self, heir: CarriedState | None) -> CarriedState:
         """Takes over the state that a surviving rank kept in memory while others were replaced, if there is one."""
         if self._succession is None or heir is None:
             return CarriedState()
-        found, words = self._succession.inherit(heir)
-        self._notes += [words] if words else []
+        found, message = self._succession.inherit(heir)
+        self._notes += [message] if message else []
         return found
 
     def execute(self) -> Trained:
@@ -135,8 +135,8 @@ class Run:
                 engine.observers.start(self._report.start())
                 if self._records is not None:
                     self._records.catch_up(self._heir.records)
-                for words in filter(None, (*self._report.header(), *self._notes)):
-                    engine.observers.event(Note(engine.steps_done, words))
+                for text in filter(None, (*self._report.header(), *self._notes)):
+                    engine.observers.event(Note(engine.steps_done, text))
                 with self._staying():
                     with self._deferring() as stop:
                         if self._config.non_finite == "restore":
@@ -239,8 +239,8 @@ class Run:
             return
         metrics = self._engine.evaluate()
         if math.isnan(metrics.get("loss", 0.0)):
-            words = "the loss of the evaluation is not a number: no target of it counts, or outputs are not finite"
-            self._engine.observers.event(Note(self._engine.steps_done, words))
+            message = "the loss of the evaluation is not a number: no target of it counts, or outputs are not finite"
+            self._engine.observers.event(Note(self._engine.steps_done, message))
         if saving is not None:
             saving.evaluated(metrics)
 

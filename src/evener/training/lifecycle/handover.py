@@ -135,9 +135,9 @@ class RankReplacement:
             for rank, known in enumerate(control.gather_objects(self._generators.draw(best)))
             if not known
         ]
-        words = f"goes on after step {best} with what rank {source} had in memory"
+        message = f"goes on after step {best} with what rank {source} had in memory"
         unknown = f"; the random generators of rank {lost} begin anew" if lost else ""
-        return found, words + unknown
+        return found, message + unknown
 
     def _hand_on(self) -> CarriedState:
         """Gives up this rank's engine and returns the state to carry over."""

@@ -223,6 +223,6 @@ def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int) 
     if not stays or (is_other and rows):
         raise Parted
     if is_other:
-        words = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
-        raise LossError(_OTHERWISE.format(values=words))
+        values_text = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
+        raise LossError(_OTHERWISE.format(values=values_text))
     return sum(row[2] for row in rows_at_end)

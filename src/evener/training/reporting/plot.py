@@ -132,7 +132,7 @@ def _records(path: Path) -> Iterator[tuple[float, float, list[float], list[float
             except (ValueError, TypeError, KeyError) as error:
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                     return
-                raise DataError(f"{path}, line {number} is no record: {_words(error)}") from error
+                raise DataError(f"{path}, line {number} is no record: {_reason(error)}") from error
 
 
 def _is_step(record: Any) -> bool:
@@ -163,7 +163,7 @@ def _number(value: Any) -> float | None:
     return float(value) if value is not None and abs(value) < _GREATEST else None
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
