@@ -29,7 +29,7 @@ from evener.training.lifecycle.early_stop import Stopping
 from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, succession
 from evener.training.lifecycle.rollback import falling_back
 from evener.training.lifecycle.save_schedule import Best, Saving
-from evener.training.reporting.run_dir import Records, RunDirectory, goes_on_in, words_of_earlier
+from evener.training.reporting.run_dir import Records, RunDirectory, earlier_runs_message, goes_on_in
 from evener.training.reporting.summary_counters import Clock, SummaryCounters
 from evener.training.reporting.terminal import Terminal
 from evener.training.run_report import RankPart, RunReport
@@ -99,7 +99,7 @@ class Run:
             self._best = Best(config.keep_best)
             self._engine.state.kept |= {"callback": self._callback, "best": self._best}
             self._engine.state.kept["guard"] = self._engine.guard
-            self._notes = list(filter(None, [head_line(session, config), words_of_earlier(earlier)]))
+            self._notes = list(filter(None, [head_line(session, config), earlier_runs_message(earlier)]))
             self._succession = succession(self._engine)
             self._heir = self._taken_up(heir)
             if config.resume is not None and self._heir.steps < 0:

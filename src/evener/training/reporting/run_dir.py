@@ -302,7 +302,7 @@ def launch_name() -> str:
     return f"{socket.gethostname()} {parent} {begun}"
 
 
-def words_of_earlier(saved: Sequence[CheckpointDirectory]) -> str:
+def earlier_runs_message(saved: Sequence[CheckpointDirectory]) -> str:
     """Describes what happens to checkpoints of an earlier run in the directory. Returns "" if there are none."""
     names = [each.path.name for each in saved]
     if not names:
